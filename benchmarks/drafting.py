@@ -13,12 +13,12 @@ Otherwise:
     written     cross-entropy on text and on rows that the teacher wrote
     kl lk tv    the soft losses of distillation/for_drafting.py, on text and rows that the teacher wrote
 
-All students of a seed begin alike and see batches of one size. They are measured on the same rows, which the
-teacher wrote at temperature 1 after text that none has seen: mean over the seeds, and the spread of single
-runs where there are several. The last column is the speedup that the times of both models, measured before,
-promise at the best K: tokens a pass, t(1) / (t(K + 1) + K d).
+All students of a seed have the same initial weights and batch size. They are measured on the same rows, which
+the teacher generated at temperature 1 from held-out prompts: mean over the seeds, and the standard deviation
+with several. The last column is the speedup at the best K, computed from the measured times of both
+models: tokens a pass, t(1) / (t(K + 1) + K d).
 
-A killed benchmark goes on: WORK keeps what is done. WORK is for one set of flags.
+A killed benchmark resumes from WORK, which belongs to one set of flags.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
     }
     times, price = passes(teacher, arguments)
     print(f"torch {torch.__version__}, {arguments.threads} threads; seeds {arguments.seeds}")
-    print("t(T) of the target, ms:", {size: round(1e3 * took, 3) for size, took in times.items()}, end="; ")
+    print("t(T) of the target, ms:", {size: round(1e3 * t, 3) for size, t in times.items()}, end="; ")
     print(f"d: {1e3 * price:.3f} ms")
     table(runs, times, price)
 
@@ -114,9 +114,9 @@ def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
     writer = replace(writer_of(teacher, settings, arguments), work=arguments.work / "cuts")
     rows = writer.training_rows(8, torch.zeros(1, writer.length, dtype=torch.int64))
     ways = itertools.combinations(range(teacher.config.num_hidden_layers), arguments.cuts)
-    found = {way: draft_report(keep_layers(teacher, way), teacher, rows, writer.prompt, 8) for way in ways}
-    for way in sorted(found, key=lambda way: -found[way]["acceptance"])[:10]:
-        print(",".join(map(str, way)), f"{found[way]['acceptance']:.4f}")
+    reports = {way: draft_report(keep_layers(teacher, way), teacher, rows, writer.prompt, 8) for way in ways}
+    for way in sorted(reports, key=lambda way: -reports[way]["acceptance"])[:10]:
+        print(",".join(map(str, way)), f"{reports[way]['acceptance']:.4f}")
 
 
 def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Namespace) -> RolloutWriter:
@@ -141,7 +141,7 @@ def settings_of(name: str, seed: int, arguments: argparse.Namespace) -> DistillS
 
 
 def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run, or what an earlier one found."""
+    """The result of one run, or of an earlier one."""
     file = arguments.work / f"{name}-{seed}.json"
     if file.exists():
         return dict(json.loads(file.read_text()))
@@ -154,11 +154,11 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     origin = SignalSource(teacher, source, work / "signal", work / "train")
     history = learn(student, origin, source, settings, progress=SILENT, what=name, rollouts=writer)
     seconds = time.perf_counter() - began
-    found = {"name": name, "steps": history.step, "seconds": seconds, "writing": writing}
-    found |= draft_report(student, teacher, rows, writer.prompt, settings.batch_size)
-    file.write_text(json.dumps(found))
-    print(name, seed, f"{seconds:.0f} s, acceptance {found['acceptance']:.4f}", flush=True)
-    return found
+    result = {"name": name, "steps": history.step, "seconds": seconds, "writing": writing}
+    result |= draft_report(student, teacher, rows, writer.prompt, settings.batch_size)
+    file.write_text(json.dumps(result))
+    print(name, seed, f"{seconds:.0f} s, acceptance {result['acceptance']:.4f}", flush=True)
+    return result
 
 
 def seconds_of_writing(writer: RolloutWriter, file: Path) -> float:
@@ -191,18 +191,18 @@ def table(runs: dict[str, list[dict[str, Any]]], times: dict[int, float], price:
     """A line for each method."""
     heads = "".join(f"{f'tok/pass K={K}':>14}" for K in DRAFTS)
     print(f"{'':8}{'steps':>7}{'s':>6}{'writing':>9}{'acceptance':>17}{'greedy':>8}{heads}{'speedup':>16}")
-    for name, found in runs.items():
+    for name, results in runs.items():
         steps, seconds, writing, a, greedy = (
-            [run[key] for run in found]
+            [run[key] for run in results]
             for key in ("steps", "seconds", "writing", "acceptance", "greedy_agreement")
         )
-        brought = {K: statistics.mean(run["by_rows"][str(K)] for run in found) for K in DRAFTS}
-        gains = {K: brought[K] * times[1] / (times[K + 1] + K * price) for K in DRAFTS}
+        tokens = {K: statistics.mean(run["by_rows"][str(K)] for run in results) for K in DRAFTS}
+        gains = {K: tokens[K] * times[1] / (times[K + 1] + K * price) for K in DRAFTS}
         best = max(gains, key=lambda K: gains[K])
         spread = f" +- {statistics.stdev(a):.4f}" if len(a) > 1 else ""
         print(f"{name:8}{statistics.mean(steps):7.0f}{statistics.mean(seconds):6.0f}", end="")
         print(f"{statistics.mean(writing):9.0f}{f'{statistics.mean(a):.4f}{spread}':>17}", end="")
-        print(f"{statistics.mean(greedy):8.4f}", *(f"{brought[K]:13.3f}" for K in DRAFTS), end="")
+        print(f"{statistics.mean(greedy):8.4f}", *(f"{tokens[K]:13.3f}" for K in DRAFTS), end="")
         print(f"{f'{gains[best]:.2f} at K {best}':>16}")
 
 

@@ -1,10 +1,11 @@
-"""Tokens a pass brings with siblings beside a draft model's chains: counted, not timed.
+"""Tokens a pass with siblings of a draft model's chain: counted, not timed.
 
-    python benchmarks/siblings.py                      attar:tiny, drafted for by part of its own layers
+    python benchmarks/siblings.py                      attar:tiny, drafts by part of its own layers
     python benchmarks/siblings.py --share 0.5 --drafts 2
 
 Passes cost as on a device where further tokens are nearly free: 5 % more for 31 of them, a tenth of a pass
-for a step of the draft. So what is printed is how far siblings can help; where tokens cost, they are not run.
+for a step of the draft. So this is an upper bound on what siblings add; where further tokens are
+expensive, they are not run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from attar.runtime.speculate.self_speculation import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 
 MODES = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 0.8}, "exact": {"temperature": 0.8}}
-START = 300  # characters of a text that are the prompt
+START = 300  # characters of a prompt
 
 
 class FixedChain(DraftPolicy):
@@ -33,19 +34,19 @@ class FixedChain(DraftPolicy):
         super().__init__(Latency({1: 1.0, 32: 1.05}, {1: 0.1}), most=32)
         self.count = count
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=float("inf")):
         chosen = super().choose(sequences, limits, prompt_tokens, branches, room)
         return [
             {kind for kind in kinds if kind % LEVELS <= self.count} | set(range(1, self.count + 1))
             for kinds in chosen
         ]
 
-    def note(self, news, seconds, drafting=0.0, prompt_tokens=0):
-        for one in news:
+    def note(self, feedback, seconds, drafting=0.0, prompt_tokens=0):
+        for one in feedback:
             self._learn(one)
 
 
-def brought(asked: list[str], mode: str, branches: int, options: argparse.Namespace) -> tuple[float, float]:
+def counted(prompts: list[str], mode: str, branches: int, options: argparse.Namespace) -> tuple[float, float]:
     """Tokens and drafts of a pass."""
     target = load(options.model, kv_tokens=16384)
     draft = load_self_draft(options.model, target, way="layers", share=options.share, branches=branches)
@@ -55,9 +56,9 @@ def brought(asked: list[str], mode: str, branches: int, options: argparse.Namesp
     llm = LLM.of(target, speculator=drafter)
     params = [
         SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=seed, **MODES[mode])
-        for seed in range(len(asked))
+        for seed in range(len(prompts))
     ]
-    llm.generate(asked, params)
+    llm.generate(prompts, params)
     assert drafter.failure is None, drafter.failure
     counts = drafter.counts
     return 1 + counts.accepted / counts.drafts, counts.drafted / counts.drafts
@@ -72,10 +73,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=300)
     options = parser.parse_args()
-    asked = [text[:START] for _, text in islice(texts("evaluation"), options.prompts)]
+    prompts = [text[:START] for _, text in islice(texts("evaluation"), options.prompts)]
     print("| branches | " + " | ".join(MODES) + " |\n|---|" + "---|" * len(MODES))
     for branches in options.branches:
-        cells = ["{:.2f} of {:.1f}".format(*brought(asked, mode, branches, options)) for mode in MODES]
+        cells = ["{:.2f} of {:.1f}".format(*counted(prompts, mode, branches, options)) for mode in MODES]
         print(f"| {branches} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -1,16 +1,16 @@
-"""Speculative decoding: what it brings, beside what the cost model says, and beside transformers.
+"""Speculative decoding: speedups, compared with the cost model and with transformers.
 
     python benchmarks/speculate.py --parts ngram            n-grams over code, text only (seconds)
     python benchmarks/speculate.py --parts tiny             attar:tiny, each method and K, and as chosen
     python benchmarks/speculate.py --parts oracle           a 1.1 B-shaped target, acceptance as given
-    python benchmarks/speculate.py --parts random           text where drafts fail, and drafts that always do
-    python benchmarks/speculate.py --parts transformers     beside assisted generation and prompt lookup
+    python benchmarks/speculate.py --parts random           where drafts fail, or are always wrong
+    python benchmarks/speculate.py --parts transformers     against assisted generation and prompt lookup
 
-``oracle``: Llamas of random weights. The target (shape M) writes its greedy text once; then drafts are
-right with chance a for each token, K of them in every pass, free or, with ``--draft-shape S``, at the time of
-a draft model that is really run; and as many as the policy chooses. ``predicted`` is
+``oracle``: Llamas of random weights. The target (shape M) generates its greedy completion once; then
+drafts are right with probability a for each token, K of them in every pass, free or, with ``--draft-shape
+S``, at the time of a draft model that is really run; and as many as the policy chooses. ``predicted`` is
 
-    theory t(1) / (t(K+1) + K d),    theory = (1 - a^(K+1)) / (1 - a) of the a that was met
+    theory t(1) / (t(K+1) + K d),    theory = (1 - a^(K+1)) / (1 - a) of the measured a
 
 from times measured before. All timings are interleaved with plain decoding; the interval is 95 %.
 """
@@ -87,7 +87,7 @@ def tiny(arguments: argparse.Namespace) -> None:
 
 
 def noise(arguments: argparse.Namespace) -> None:
-    """The text is sampled hot, so that it does not repeat itself; and an oracle that is never right."""
+    """Sampled at a high temperature, so that nothing repeats; and an oracle that is never right."""
     chosen = ProfileSettings(
         speculate=("ngram", "lookahead"), sets=("random",), prompts=arguments.prompts, temperature=2.0
     )
@@ -96,8 +96,8 @@ def noise(arguments: argparse.Namespace) -> None:
     for loaded in (load("attar:tiny"), Loaded(shaped)):
         llm, prompts, texts = _written(loaded, arguments)
         wrong = Oracle(texts, 0.0, vocabulary=llm.engine.vocabulary)
-        made = Speculator(wrong, _policy(by_tokens(measure(llm.engine.runner)), {}), most=16)
-        print(profile_text(_raced(llm.engine, {"always wrong": made}, prompts, arguments)))
+        speculator = Speculator(wrong, _policy(by_tokens(measure(llm.engine.runner)), {}), most=16)
+        print(profile_text(_raced(llm.engine, {"always wrong": speculator}, prompts, arguments)))
 
 
 def oracle(arguments: argparse.Namespace) -> None:
@@ -153,7 +153,7 @@ def _raced(engine: Engine, methods: dict[str, Speculator], prompts: Any, argumen
 
 
 def _written(loaded: Loaded, arguments: Any) -> tuple[LLM, list[list[int]], list[list[int]]]:
-    """Prompts of random tokens, and what plain decoding makes of them."""
+    """Prompts of random tokens, and their completions by plain decoding."""
     llm = LLM.of(loaded)
     draws = torch.Generator().manual_seed(0)
     shape = (arguments.prompts, 32)
@@ -169,20 +169,20 @@ def _random(shape: str, kind: Any, threads: int) -> Compiled:
 
 
 def _stepper(runner: Compiled) -> Callable[[int], None]:
-    """One step of a draft model at a place."""
+    """One step of a draft model at a position."""
     table = tuple(range(64))
 
-    def step(place: int) -> None:
-        runner.run(StepInput([place % 1000], (TokenSpan(0, place, place + 1, table, 1),))).argmax(1)
+    def step(position: int) -> None:
+        runner.run(StepInput([position % 1000], (TokenSpan(0, position, position + 1, table, 1),))).argmax(1)
 
     return step
 
 
 def _seconds(step: Callable[[int], None]) -> float:
     seen = []
-    for place in range(64, 76):
+    for position in range(64, 76):
         began = time.perf_counter()
-        step(place)
+        step(position)
         seen.append(time.perf_counter() - began)
     return statistics.median(seen)
 

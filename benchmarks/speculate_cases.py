@@ -1,4 +1,4 @@
-"""What ``speculate.py`` drafts with where no model is to draft: an oracle, and n-grams over text alone."""
+"""Proposers of ``speculate.py`` without a model: an oracle, and n-grams over given sequences."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attar.runtime.speculate.draft import LEVELS, Draft, DraftBuilder
 from attar.runtime.speculate.ngram import NgramIndex, NgramProposer, SharedNgrams
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 
-START = 64  # tokens of a text that are the prompt
+START = 64  # tokens of a prompt
 
 
 class Oracle:
-    """Knows what plain decoding writes, and says it right with a chance for each token.
+    """Knows the output of plain decoding, and drafts each token correctly with a given probability.
 
     Args:
         texts: prompts with their continuations.
@@ -41,24 +41,24 @@ class Oracle:
         self.vocabulary, self._draws = vocabulary, random.Random(seed)
         self.name, self.free = "oracle", step is None
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [self._proposed(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        return [self._proposed(request) for request in requests]
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         pass
 
     def forget(self, sequence: int) -> None:
         pass
 
-    def _proposed(self, wish: DraftRequest) -> Draft | None:
-        done = len(wish.tokens)
-        text = next((all for all in self.texts if all[:done] == list(wish.tokens)), None)
+    def _proposed(self, request: DraftRequest) -> Draft | None:
+        done = len(request.tokens)
+        text = next((all for all in self.texts if all[:done] == list(request.tokens)), None)
         if text is None:
             return None
-        ahead = text[done : done + wish.most]
+        ahead = text[done : done + request.most]
         if self.step is not None:
-            for place in range(len(ahead)):
-                self.step(done + place)
+            for offset in range(len(ahead)):
+                self.step(done + offset)
         right = (self._draws.random() < self.chance for _ in ahead)
         tokens = [t if good else (t + 1) % self.vocabulary for t, good in zip(ahead, right, strict=True)]
         return Draft.chain(tokens) if tokens else None
@@ -76,18 +76,18 @@ class Earliest(NgramProposer):
 def code(count: int, length: int) -> list[list[int]]:
     """Token ids of source files, by attar:tiny's tokenizer."""
     tokenizer: Any = load_tokenizer("attar:tiny")
-    found = []
+    rows = []
     for _, text in texts("evaluation"):
         ids = tokenizer(text, verbose=False)["input_ids"][:length]
         if len(ids) == length:
-            found.append(ids)
-        if len(found) == count:
+            rows.append(ids)
+        if len(rows) == count:
             break
-    return found
+    return rows
 
 
 def print_ngram_figures(count: int, length: int, most: int) -> None:
-    """Tokens a pass if the text were what the target says, and how often a first draft is right."""
+    """Tokens a pass as if the target generated the text, and how often a first draft is right."""
     ids = code(count, length)
     print(f"n-grams on {len(ids)} files of code, {length} tokens each, {most} drafts at most")
     ways: dict[str, Callable[[], NgramProposer]] = {
@@ -109,7 +109,7 @@ def print_ngram_figures(count: int, length: int, most: int) -> None:
 
 
 def _followed(proposer: NgramProposer, number: int, text: Sequence[int], most: int) -> int:
-    """Passes that a text takes."""
+    """Passes that a sequence takes."""
     done, passes = START, 0
     while done < len(text):
         draft = proposer.propose([DraftRequest(number, text[:done], most)])[0]
@@ -125,7 +125,7 @@ def _followed(proposer: NgramProposer, number: int, text: Sequence[int], most: i
 
 
 def _print_by_match(ids: Sequence[Sequence[int]]) -> None:
-    """At every place of the texts."""
+    """At every position of the sequences."""
     seen: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for number, text in enumerate(ids):

@@ -25,7 +25,7 @@ Way = Callable[[list[int]], list[int]]
 
 
 def print_pair(prompts: int, tokens: int, rounds: int, draft: str | None) -> None:
-    """attar:tiny in float32 on code: n-grams beside prompt lookup, and a draft model beside assisted
+    """attar:tiny in float32 on code: n-grams with prompt lookup, and a draft model with assisted
     generation."""
     tokenizer = load_tokenizer("attar:tiny")
     ids = [tokenizer(text)["input_ids"] for text in prompt_sets(("code",), prompts)["code"]]
@@ -34,14 +34,14 @@ def print_pair(prompts: int, tokens: int, rounds: int, draft: str | None) -> Non
 
 
 def generated(engine: Engine, prompt: Sequence[int], tokens: int, salt: str = "") -> list[int]:
-    """The likeliest tokens; under a salt of its own a call finds nothing that another has left."""
+    """The greedy completion; a salt of its own keeps a call from the prefix cache of others."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=min(8, tokens))
     engine.add(prompt, params, salt=salt)
-    found: list[int] = []
+    tokens_out: list[int] = []
     while not engine.idle:
         for event in engine.step():
-            found += event.token_ids
-    return found
+            tokens_out += event.token_ids
+    return tokens_out
 
 
 def _ours(tokens: int, draft: str | None) -> dict[str, Way]:
@@ -63,8 +63,8 @@ def _theirs(tokens: int, draft: str | None) -> dict[str, Way]:
         def run(ids: list[int]) -> list[int]:
             given = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": min(8, tokens)}
             with torch.inference_mode():
-                found = model.generate(torch.tensor([ids]), **given, pad_token_id=0, **options)
-            return list(found[0, len(ids) :].tolist())
+                output = model.generate(torch.tensor([ids]), **given, pad_token_id=0, **options)
+            return list(output[0, len(ids) :].tolist())
 
         return run
 
@@ -79,12 +79,12 @@ def _race(ways: dict[str, Way], prompts: list[list[int]], rounds: int) -> None:
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in ways}
     texts: dict[str, list[list[int]]] = {name: [[] for _ in prompts] for name in ways}
     for turn in range(rounds + 1):
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             for name, run in ways.items():
                 began = time.perf_counter()
-                texts[name][place] = run(prompt)
+                texts[name][index] = run(prompt)
                 if turn:
-                    seconds[name][place].append(time.perf_counter() - began)
+                    seconds[name][index].append(time.perf_counter() - began)
     print(f"{'':30}{'tok/s':>8}{'speedup':>9}{'95 %':>16}{'same text':>11}")
     for name in ways:
         took, base = ([statistics.median(s) for s in seconds[n]] for n in (name, name.split(",")[0]))

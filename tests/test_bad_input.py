@@ -65,16 +65,16 @@ VERBS = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_missing_folder(verb, refused, tmp_path):
-    said = refused(verb, tmp_path / "nowhere", "-o", tmp_path / "out", *VERBS[verb], code=1)
-    assert "nowhere" in said
+    message = refused(verb, tmp_path / "nowhere", "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "nowhere" in message
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_truncated_weights(verb, refused, model, tmp_path):
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    said = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
-    assert "model.safetensors" in said
+    message = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "model.safetensors" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05", b"garbage that is no header at all", b"\xff" * 64])
@@ -104,8 +104,8 @@ def test_tokenizer_of_another_vocabulary(refused, model, tmp_path):
 def test_misspelt_recipe_key(refused, model, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: {model}\nstages:\n  - stage: prune\n    ration: 0.5\n")
-    said = refused("run", recipe, "-o", tmp_path / "run", code=2)
-    assert "r.yaml:4" in said and "'ration'" in said and "'ratio'" in said
+    message = refused("run", recipe, "-o", tmp_path / "run", code=2)
+    assert "r.yaml:4" in message and "'ration'" in message and "'ratio'" in message
 
 
 def test_ratio_beyond_one(refused, model, tmp_path):
@@ -113,25 +113,25 @@ def test_ratio_beyond_one(refused, model, tmp_path):
 
 
 def test_group_size_that_does_not_divide(refused, model, tmp_path):
-    said = refused("quantize", model, "-o", tmp_path / "out", "--group-size", "64", *SMALL, code=2)
-    assert "down_proj" in said and "32" in said
+    message = refused("quantize", model, "-o", tmp_path / "out", "--group-size", "64", *SMALL, code=2)
+    assert "down_proj" in message and "32" in message
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_nan_weights(verb, refused, model, tmp_path):
     damaged(model, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("nan")))
-    said = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
-    assert "layers.1.mlp.up_proj.weight" in said and "NaN" in said
+    message = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "layers.1.mlp.up_proj.weight" in message and "NaN" in message
 
 
 @pytest.mark.parametrize("content", ["", "  \n\n", "a few words"])
 def test_empty_calibration_text(refused, model, tmp_path, content):
     text = tmp_path / "text.txt"
     text.write_text(content)
-    said = refused(
+    message = refused(
         "quantize", model, "-o", tmp_path / "out", "--group-size", "32", *SMALL, "--data", text, code=1
     )
-    assert "text.txt" in said
+    assert "text.txt" in message
 
 
 def test_prompt_longer_than_the_context(refused, model):
@@ -142,8 +142,8 @@ def test_existing_output_is_kept(refused, model, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
-    said = refused("quantize", model, "-o", out, "--group-size", "32", "--method", "rtn", code=1)
-    assert "exists" in said and (out / "mine.txt").read_text() == "precious"
+    message = refused("quantize", model, "-o", out, "--group-size", "32", "--method", "rtn", code=1)
+    assert "exists" in message and (out / "mine.txt").read_text() == "precious"
 
 
 def test_several_kinds_of_wrong_options(refused, model, tmp_path):
@@ -166,16 +166,16 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_full_disk(verb, refused, model, small_disk):
-    said = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
-    assert "space" in said
+    message = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
+    assert "space" in message
     assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_read_only_output(verb, refused, model, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    said = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
-    assert "read-only" in said.lower() or "permission" in said.lower()
+    message = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
+    assert "read-only" in message.lower() or "permission" in message.lower()
 
 
 BROKEN = """
@@ -253,20 +253,20 @@ def test_what_does_not_fit_together_is_refused_before_any_work(fault, verb, refu
     spoil, words = MISFITS[fault]
     spoil(model)
     name, *options = STREAMS[verb]
-    said = refused(name, model, "-o", tmp_path / "out", *options, code=1)
-    assert words in said and str(model) in said and "bug of attar" not in said
+    message = refused(name, model, "-o", tmp_path / "out", *options, code=1)
+    assert words in message and str(model) in message and "bug of attar" not in message
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "quantize --method rtn"])
-def test_a_missing_tokenizer_is_said_before_any_work(verb, refused, model, tmp_path, monkeypatch):
+def test_a_missing_tokenizer_is_reported_before_any_work(verb, refused, model, tmp_path, monkeypatch):
     """The default quantize reads text to judge the result, whatever the method."""
     from attar.checkpoint import open as opened
 
     small_tokenizer(model, None)
     monkeypatch.setattr(opened, "read_tensor", lambda info: pytest.fail("a weight was read"))
     name, *more = verb.split()
-    said = refused(name, model, "-o", tmp_path / "out", *more, *VERBS.get(name, []), code=1)
-    assert f"{model}: no tokenizer" in said
+    message = refused(name, model, "-o", tmp_path / "out", *more, *VERBS.get(name, []), code=1)
+    assert f"{model}: no tokenizer" in message
 
 
 def test_errors_never_name_the_hidden_folder(tmp_path):

@@ -38,9 +38,9 @@ def test_a_job_with_a_wrong_or_missing_key_is_refused(text):
 
 def test_methods_change_the_job_and_keep_the_rest_as_options():
     method = launch.parse_method("attar", "gptq,act_order=none,damp=0.05,scales=absmax")
-    made = launch.with_method(JOB, method)
-    assert (made.method, made.act_order, made.bits) == ("gptq", "none", 3)
-    assert made.options == {"damp": 0.05, "scales": "absmax"}
+    result = launch.with_method(JOB, method)
+    assert (result.method, result.act_order, result.bits) == ("gptq", "none", 3)
+    assert result.options == {"damp": 0.05, "scales": "absmax"}
     assert method.label == "gptq,act_order=none,damp=0.05,scales=absmax"
 
 
@@ -159,9 +159,9 @@ def test_inputs_rounded_to_int8_per_token_by_hand():
 def test_static_inputs_keep_their_scale_and_saturate():
     x = torch.tensor([1000.0, 3.3, -0.26])
     how = {"type": "float", "bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
-    found = activations.rounded(x, {**how, "scale": 0.5, "zero": 0.0})
+    actual = activations.rounded(x, {**how, "scale": 0.5, "zero": 0.0})
     # 3.3 / 0.5 = 6.6 lies between e4m3's 6.5 and 7.0; -0.52 between -0.5 and -0.5625
-    torch.testing.assert_close(found, torch.tensor([224.0, 3.25, -0.25]))
+    torch.testing.assert_close(actual, torch.tensor([224.0, 3.25, -0.25]))
     shifted = {"type": "int", "bits": 8, "symmetric": False, "strategy": "tensor", "dynamic": False}
     torch.testing.assert_close(
         activations.rounded(x, {**shifted, "scale": 0.5, "zero": 10.0}), torch.tensor([58.5, 3.5, -0.5])
@@ -183,8 +183,8 @@ def test_a_dense_checkpoint_keeps_what_the_tool_did_not_change(tmp_path):
     save_file({"a.weight": torch.zeros(2, 2), "b.weight": torch.ones(2)}, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "llama", "quantization_config": {}}')
     (source / "tokenizer.json").write_text("{}")
-    made = job.Job(model=str(source), tokens="", out=str(out), method="rtn")
-    job.write_dense(made, {"a.weight": torch.full((2, 2), 3.0), "spare": torch.ones(1)}, {"a": {"bits": 8}})
+    result = job.Job(model=str(source), tokens="", out=str(out), method="rtn")
+    job.write_dense(result, {"a.weight": torch.full((2, 2), 3.0), "spare": torch.ones(1)}, {"a": {"bits": 8}})
     tensors = load_file(out / "model.safetensors")
     assert sorted(tensors) == ["a.weight", "b.weight"]
     assert tensors["a.weight"].unique().item() == 3.0 and tensors["b.weight"].unique().item() == 1.0
@@ -192,7 +192,7 @@ def test_a_dense_checkpoint_keeps_what_the_tool_did_not_change(tmp_path):
     assert (out / "tokenizer.json").is_file()
     assert json.loads((out / job.ACTIVATIONS).read_text()) == {"a": {"bits": 8}}
     with pytest.raises(SystemExit, match="came back"):
-        job.write_dense(made, {"a.weight": torch.zeros(2, 3)})
+        job.write_dense(result, {"a.weight": torch.zeros(2, 3)})
 
 
 def test_output_error_of_scaled_blocks(tmp_path):
@@ -279,9 +279,9 @@ def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, mon
     ]
     lines = [json.dumps({"key": json.dumps(key), "found": {"kl": tokens / 2**15}}) for key, tokens in files]
     (tmp_path / "gguf.jsonl").write_text("\n".join(lines))
-    found = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "bytes": 50e6, "decode": 321.4}
-    found["tasks"] = {name: [0.5, 0.01] for name in real_table.SETS}
-    monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, found))
+    actual = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "bytes": 50e6, "decode": 321.4}
+    actual["tasks"] = {name: [0.5, 0.01] for name in real_table.SETS}
+    monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, actual))
     table = real_table.table(rest).splitlines()
     assert table[0] == "<!-- table:real -->"
     assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 |"
@@ -308,11 +308,11 @@ def test_keys_in_few_bits_cost_more_than_in_eight(tiny_kv):
 
 def test_what_keeps_everything_changes_nothing_and_a_fifth_does(tiny_kv):
     (text,) = real_kv.passages("wikitext", 320, 1, Path(tiny_kv[1]))
-    found = real_kv.tails(text[:-8], text[-8:], ["SnapKV", "Reread", "H2O"], [1.0, 0.5])
-    full = found["everything", 1.0]
+    actual = real_kv.tails(text[:-8], text[-8:], ["SnapKV", "Reread", "H2O"], [1.0, 0.5])
+    full = actual["everything", 1.0]
     for name in ("SnapKV", "Reread", "H2O"):
-        torch.testing.assert_close(found[name, 1.0], full, atol=1e-4, rtol=1e-4)
-        assert (found[name, 0.5] - full).abs().max() > 1e-2
+        torch.testing.assert_close(actual[name, 1.0], full, atol=1e-4, rtol=1e-4)
+        assert (actual[name, 0.5] - full).abs().max() > 1e-2
     with pytest.raises(SystemExit, match="tokens are not 1000 texts of 4,096"):
         real_kv.passages("wikitext", 4096, 1000, Path(tiny_kv[1]))
 

@@ -71,19 +71,19 @@ def options(script: str) -> set[str]:
     "module:function"; every name in it where it makes options out of names."""
     tree = ast.parse((ROOT / script).read_text())
     names = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    found = {name for name in names if name.startswith("--")}
+    actual = {name for name in names if name.startswith("--")}
     if "--" in names:
-        found |= {f"--{name.replace('_', '-')}" for name in names if name.isidentifier()}
+        actual |= {f"--{name.replace('_', '-')}" for name in names if name.isidentifier()}
     for node in ast.walk(tree):
         modules = [node.module] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.Constant) and re.fullmatch(r"\w+:\w+", str(node.value)):
             modules.append(str(node.value).partition(":")[0])
         for module in modules:
-            beside = f"{Path(script).parent}/{module}.py"
-            if (ROOT / beside).is_file():
-                found |= options(beside)
-    return found | {"--help"}
+            neighbour = f"{Path(script).parent}/{module}.py"
+            if (ROOT / neighbour).is_file():
+                actual |= options(neighbour)
+    return actual | {"--help"}
 
 
 @cache

@@ -1,7 +1,7 @@
 """Every verb that takes a device gives on it what the CPU gives.
 
 ATTAR_DEVICE names the device (make gpu); else a GPU, if any. Devices sum in other orders, so weights are
-compared by how far they are from each other beside their own size."""
+compared by their difference relative to their own size."""
 
 import os
 
@@ -53,11 +53,11 @@ VERBS = {
 def test_a_verb_on_the_device_is_what_it_is_on_the_cpu(case, model, text, tmp_path):
     verb, settings = VERBS[case]
     settings = {name: text if value == "text" else value for name, value in settings.items()}
-    found = []
-    for place, device in (("there", DEVICE), ("here", "cpu")):
-        getattr(attar, verb)(str(model), out=str(tmp_path / place), device=device, **settings)
-        found.append(weights(tmp_path / place))
-    close(*found)
+    results = []
+    for folder, device in (("there", DEVICE), ("here", "cpu")):
+        getattr(attar, verb)(str(model), out=str(tmp_path / folder), device=device, **settings)
+        results.append(weights(tmp_path / folder))
+    close(*results)
 
 
 def test_a_text_through_the_modules_is_that_of_the_cpu(model):

@@ -64,10 +64,10 @@ def finish(model, out):
     began: dict[str, float] = {}
     ended = {}
     for line in process.stderr:
-        if found := re.match(r"(\d\d-[\w-]+): (starts|goes on)", line):
+        if actual := re.match(r"(\d\d-[\w-]+): (starts|goes on)", line):
             if began:
                 ended[list(began)[-1]] = time.monotonic()
-            began[found[1]] = time.monotonic()
+            began[actual[1]] = time.monotonic()
     assert process.wait() == 0
     ended[list(began)[-1]] = time.monotonic()
     return {name: ended[name] - began[name] for name in began}
@@ -155,13 +155,15 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(verb, tmp_path):
     for _ in range(2):
         process = begun([*command, str(out)], out)
         process.send_signal(signal.SIGINT)
-        said = process.communicate()[1].splitlines()
-        assert process.returncode == 130, said
-        assert said[-1].startswith(f"stopped; to go on: attar {verb} ") and "Traceback" not in "".join(said)
+        fields = process.communicate()[1].splitlines()
+        assert process.returncode == 130, fields
+        assert fields[-1].startswith(f"stopped; to go on: attar {verb} ") and "Traceback" not in "".join(
+            fields
+        )
         assert not out.exists()
     for folder in (out, whole):
         process = begun([*command, str(folder)], folder)
-        said = process.communicate()[1]
-        assert process.returncode == 0, said
+        fields = process.communicate()[1]
+        assert process.returncode == 0, fields
     files = sorted(path.name for path in whole.iterdir() if path.suffix in (".safetensors", ".gguf"))
     assert files and all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)

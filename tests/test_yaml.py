@@ -64,8 +64,8 @@ def test_what_is_not_well_formed(text: str, message: str) -> None:
 
 
 def test_several_documents() -> None:
-    found = parse_documents("a: 1\n---\nb: 2\n---\n# nothing\n---\n- x\n", "r.yaml")
-    assert [(each.plain(), each.where) for each in found] == [
+    actual = parse_documents("a: 1\n---\nb: 2\n---\n# nothing\n---\n- x\n", "r.yaml")
+    assert [(item.plain(), item.where) for item in actual] == [
         ({"a": 1}, "r.yaml:1"), ({"b": 2}, "r.yaml:3"), (["x"], "r.yaml:7"),
     ]  # fmt: skip
     assert parse_documents("", "r.yaml") == []
@@ -76,7 +76,10 @@ def test_several_documents() -> None:
 
 
 def test_documents_of_a_text() -> None:
-    assert [each.plain() for each in parse_documents("a: 1\n---\na: 2\n", "two.yml")] == [{"a": 1}, {"a": 2}]
+    assert [parse_document.plain() for parse_document in parse_documents("a: 1\n---\na: 2\n", "two.yml")] == [
+        {"a": 1},
+        {"a": 2},
+    ]
 
 
 def test_aliases_do_not_explode() -> None:

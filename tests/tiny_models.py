@@ -2,7 +2,7 @@
 
     from tests import tiny_models
     model = tiny_models.build("qwen2")                       seeded, float32, evaluation mode
-    folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer beside it
+    folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer
     rows = tiny_models.tokens(model, batch=2, length=12)
 
 Weights are large enough that attention is not flat and that leaving anything out changes the logits.
@@ -78,15 +78,15 @@ DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
 def config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
     config_class, model_class, arguments = FAMILIES[family]
-    made = getattr(transformers, config_class)(**{**arguments, **changes})
-    made.architectures = [model_class]
-    return made
+    result = getattr(transformers, config_class)(**{**arguments, **changes})
+    result.architectures = [model_class]
+    return result
 
 
 def build(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A tiny model in evaluation mode with seeded random weights, float32."""
-    made = config(family, **changes)
-    model = getattr(transformers, made.architectures[0])(made)
+    built_config = config(family, **changes)
+    model = getattr(transformers, built_config.architectures[0])(built_config)
     return randomize(model, seed).eval()
 
 

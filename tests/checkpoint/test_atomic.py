@@ -232,13 +232,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from mounted(tmp_path / "disk", "size=1m")
 
 
-def mounted(place: Path, options: str) -> Iterator[Path]:
-    place.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True)
+def mounted(mount_point: Path, options: str) -> Iterator[Path]:
+    mount_point.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", mount_point], capture_output=True)
     if mount.returncode:
         pytest.skip("may not mount a tmpfs here")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    yield mount_point
+    subprocess.run(["umount", mount_point], check=True)
 
 
 def test_a_full_disk(small_disk):

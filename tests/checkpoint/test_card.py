@@ -107,12 +107,12 @@ def test_versions_name_what_decides_numbers():
     assert versions()["torch"] == torch.__version__
 
 
-def places(value, path=()):
+def locations(value, path=()):
     """The path of every value inside a JSON value."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
-        yield from places(item, (*path, key))
+        yield from locations(item, (*path, key))
 
 
 def replaced(value, path, other):
@@ -142,13 +142,13 @@ VALUES = (None, True, 5, -1, 10**250, 0.5, "text", "", [], [1], {}, {"a": 1})
 def test_no_field_of_a_card_can_break_what_reads_it(make, tmp_path):
     """One value anywhere in the card of another kind: one line, or no notice taken."""
     folder = make()
-    for path in places(WHOLE):
+    for path in locations(WHOLE):
         for value in VALUES:
             (folder / "attar.json").write_text(json.dumps(replaced(WHOLE, path, value)))
             try:
-                found = inspect(folder)
-                render(found)
-                found.to_dict()
+                summary = inspect(folder)
+                render(summary)
+                summary.to_dict()
                 duties_of(open_checkpoint(folder))
                 lineage = compact(
                     [as_parent(open_checkpoint(folder), role) for role in ("weights", "signal")]

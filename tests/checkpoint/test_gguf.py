@@ -60,18 +60,18 @@ def test_the_fingerprint_is_that_of_the_bytes(file: Path, folder: Path, tmp_path
 
 
 def test_counts_are_those_of_the_model(file: Path, folder: Path) -> None:
-    dense, found = inspect(folder), inspect(file)
-    assert found.parameters == dense.parameters and found.tied == dense.tied
-    assert [(part.name, part.parameters) for part in found.parts] == [
+    dense, actual = inspect(folder), inspect(file)
+    assert actual.parameters == dense.parameters and actual.tied == dense.tied
+    assert [(part.name, part.parameters) for part in actual.parts] == [
         (part.name, part.parameters) for part in dense.parts
     ]
-    assert found.tensor_bytes == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
-    assert found.disk_bytes == file.stat().st_size and found.path == file and found.weight_files == 1
+    assert actual.tensor_bytes == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
+    assert actual.disk_bytes == file.stat().st_size and actual.path == file and actual.weight_files == 1
     matrices = sum(part.parameters for part in dense.parts if part.name != "norm")
-    assert found.quantization is not None and found.quantization["parameters"] == matrices
-    assert found.quantization["bits_per_weight"] == 8.5
+    assert actual.quantization is not None and actual.quantization["parameters"] == matrices
+    assert actual.quantization["bits_per_weight"] == 8.5
     # blocks name no number type: keys and values are those of the dense model that is made of them
-    assert found.geometry == dense.geometry and found.dtype == "bfloat16"
+    assert actual.geometry == dense.geometry and actual.dtype == "bfloat16"
 
 
 def test_what_made_tensors_and_tied_heads_count(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_what_made_tensors_and_tied_heads_count(tmp_path: Path) -> None:
     ):
         folder = tiny_models.save(tiny_models.build(family, **changes), tmp_path / name, dtype=torch.float16)
         file = write_gguf(folder, tmp_path / f"{name}.gguf")
-        dense, found = inspect(folder), inspect(file)
-        assert found.parameters == dense.parameters, family
-        assert found.quantization is None and found.container is not None
-        assert found.container["file_type"] == "F16"
+        dense, actual = inspect(folder), inspect(file)
+        assert actual.parameters == dense.parameters, family
+        assert actual.quantization is None and actual.container is not None
+        assert actual.container["file_type"] == "F16"
 
 
 def test_the_text(file: Path) -> None:
@@ -134,10 +134,10 @@ def test_an_unknown_architecture_is_shown_all_the_same(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"qwen3", b"qwen9"))
     with pytest.raises(ModelError, match=r"q\.gguf: attar cannot read GGUF's architecture 'qwen9'"):
         open_checkpoint(file)
-    found, known = inspect(file), inspect(folder)
-    assert (found.model_type, found.parameters) == ("qwen9", known.parameters)
-    assert found.geometry == known.geometry and found.path == file
-    assert "GGUF version 3, F16" in found.render()
+    actual, known = inspect(file), inspect(folder)
+    assert (actual.model_type, actual.parameters) == ("qwen9", known.parameters)
+    assert actual.geometry == known.geometry and actual.path == file
+    assert "GGUF version 3, F16" in actual.render()
 
 
 def test_the_licence_of_a_file(folder: Path, tmp_path: Path) -> None:

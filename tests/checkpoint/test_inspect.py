@@ -34,31 +34,35 @@ FAMILIES = {
 def test_parameters_and_cache_agree_with_the_model(family, tmp_path):
     model = tiny_models.build(family)
     model.save_pretrained(tmp_path)
-    found = inspect(tmp_path)
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert sum(part.parameters for part in found.parts) == found.parameters
-    assert "other" not in [part.name for part in found.parts]
-    assert found.geometry.kv_bytes_per_token == FAMILIES[family]
-    assert found.geometry.context == 128
-    assert found.geometry.layers == 3
+    summary = inspect(tmp_path)
+    assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(part.parameters for part in summary.parts) == summary.parameters
+    assert "other" not in [part.name for part in summary.parts]
+    assert summary.geometry.kv_bytes_per_token == FAMILIES[family]
+    assert summary.geometry.context == 128
+    assert summary.geometry.layers == 3
 
 
 def test_by_hand(make):
-    found = inspect(make())
-    sizes = {part.name: part.parameters for part in found.parts}
+    summary = inspect(make())
+    sizes = {part.name: part.parameters for part in summary.parts}
     assert sizes == {
         "embedding": 32 * 8,
         "attention": 2 * (8 * 8 + 4 * 8 + 4 * 8 + 8 * 8),
         "mlp": 2 * 3 * 16 * 8,
         "norm": 5 * 8,
     }
-    assert found.bits_per_weight == 16
-    assert found.tensor_bytes == 2 * found.parameters
-    assert found.disk_bytes == sum(path.stat().st_size for path in found.path.iterdir())
-    assert (found.architecture, found.model_type, found.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
-    assert found.tied
-    assert found.geometry.kv_bytes_per_token == 2 * 2 * 2 * 2 * 2  # K and V, layers, KV heads, width, bytes
-    assert found.quantization is None
+    assert summary.bits_per_weight == 16
+    assert summary.tensor_bytes == 2 * summary.parameters
+    assert summary.disk_bytes == sum(path.stat().st_size for path in summary.path.iterdir())
+    assert (summary.architecture, summary.model_type, summary.dtype) == (
+        "LlamaForCausalLM",
+        "llama",
+        "bfloat16",
+    )
+    assert summary.tied
+    assert summary.geometry.kv_bytes_per_token == 2 * 2 * 2 * 2 * 2  # K and V, layers, KV heads, width, bytes
+    assert summary.quantization is None
 
 
 def packed(group: int = 8) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
@@ -84,15 +88,15 @@ def packed(group: int = 8) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
 
 def test_packed_codes_count_as_the_weights_they_stand_for(make):
     tensors, config = packed()
-    dense, found = inspect(make("dense")), inspect(make("packed", config=config, tensors=tensors))
-    assert found.parameters == dense.parameters
-    assert [(p.name, p.parameters) for p in found.parts] == [(p.name, p.parameters) for p in dense.parts]
-    assert found.tensor_bytes == sum(tensor.nbytes for tensor in tensors.values())
-    assert found.bits_per_weight == pytest.approx(found.tensor_bytes * 8 / dense.parameters)
-    assert found.quantization["tensors"] == 14
-    assert found.quantization["bits_per_weight"] == 6.0  # 4-bit codes, and 16 bits of scale for each 8
-    assert found.quantization["schemes"][0]["group_size"] == 8
-    assert "W4A16 group 8, pack-quantized (compressed-tensors): 14 tensors at 6.00 bits" in found.render()
+    dense, actual = inspect(make("dense")), inspect(make("packed", config=config, tensors=tensors))
+    assert actual.parameters == dense.parameters
+    assert [(p.name, p.parameters) for p in actual.parts] == [(p.name, p.parameters) for p in dense.parts]
+    assert actual.tensor_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert actual.bits_per_weight == pytest.approx(actual.tensor_bytes * 8 / dense.parameters)
+    assert actual.quantization["tensors"] == 14
+    assert actual.quantization["bits_per_weight"] == 6.0  # 4-bit codes, and 16 bits of scale for each 8
+    assert actual.quantization["schemes"][0]["group_size"] == 8
+    assert "W4A16 group 8, pack-quantized (compressed-tensors): 14 tensors at 6.00 bits" in actual.render()
 
 
 GPTQ = {
@@ -131,10 +135,10 @@ def test_other_ways_to_store_codes(make, stored, config, parameters):
         for last, (dtype, shape) in stored.items()
     }
     tensors["model.norm.weight"] = torch.ones(8)
-    found = inspect(make(config={**CONFIG, "quantization_config": config}, tensors=tensors))
-    assert found.parameters == parameters + 8
-    assert found.quantization["tensors"] == 1
-    assert found.quantization["parameters"] == parameters
+    summary = inspect(make(config={**CONFIG, "quantization_config": config}, tensors=tensors))
+    assert summary.parameters == parameters + 8
+    assert summary.quantization["tensors"] == 1
+    assert summary.quantization["parameters"] == parameters
 
 
 def test_a_tied_head_that_is_stored_all_the_same_counts_once(make):
@@ -210,8 +214,8 @@ def test_json_and_text_tell_the_lineage(make):
     measurements = {"perplexity": 12.5, "bytes": 1234, "sample": "def f"}
     card = Card(name="small", stage="quantize", settings={"scheme": "W4A16"}, parents=(middle,))
     replace(card, command="attar quantize middle", measurements=measurements).write(folder)
-    found = inspect(folder)
-    text = found.render()
+    summary = inspect(folder)
+    text = summary.render()
     assert max(len(line) for line in text.splitlines()) <= 100
     lines = [line.strip() for line in text.splitlines()]
     start = lines.index("Lineage")
@@ -223,10 +227,10 @@ def test_json_and_text_tell_the_lineage(make):
     ]
     assert '- Show "Built with Llama".' in lines
     assert any("perplexity" in line and "12.5" in line for line in lines)
-    content = json.loads(json.dumps(found.to_dict()))
+    content = json.loads(json.dumps(summary.to_dict()))
     assert content["lineage"]["parents"][0]["parents"][1]["role"] == "signal"
     assert content["licence"]["name_prefix"] == "Llama"
-    assert content["kv_bytes_per_token"] == found.geometry.kv_bytes_per_token
+    assert content["kv_bytes_per_token"] == summary.geometry.kv_bytes_per_token
     assert content["measurements"]["perplexity"] == 12.5
     assert content["parts"][0]["name"] == "embedding"
 

@@ -58,10 +58,10 @@ def test_the_age_of_the_data_is_known():
 
 
 def test_permissive_weights():
-    found = duties([root("apache-2.0")])
-    assert found.status == "allow_with_duties"
-    assert "Apache-2.0" in found.duties[0]
-    assert found.name_prefix is None
+    outcome = duties([root("apache-2.0")])
+    assert outcome.status == "allow_with_duties"
+    assert "Apache-2.0" in outcome.duties[0]
+    assert outcome.name_prefix is None
     assert duties([root("mit", "signal"), root("apache-2.0", "signal")]).status == "allow"
 
 
@@ -71,18 +71,18 @@ def test_unknown_stays_unknown():
         [root("no-such-licence")],
         [Parent(role="weights", name="x", stage="original")],
     ):
-        found = duties(lineage)
-        assert found.status == "unknown"
-        assert "find out" in found.duties[0]
+        outcome = duties(lineage)
+        assert outcome.status == "unknown"
+        assert "find out" in outcome.duties[0]
     assert duties([]).status == "unknown"
     assert duties([root("apache-2.0"), root("unknown", "signal")]).status == "unknown"
 
 
 def test_union_of_duties_and_meet_of_permissions():
-    found = duties([root("apache-2.0"), root("mrl-0.1")])
-    assert found.status == "research_only"
-    assert len(found.duties) == 3
-    assert [source.id for source in found.sources] == ["apache-2.0", "mrl-0.1"]
+    outcome = duties([root("apache-2.0"), root("mrl-0.1")])
+    assert outcome.status == "research_only"
+    assert len(outcome.duties) == 3
+    assert [source.id for source in outcome.sources] == ["apache-2.0", "mrl-0.1"]
     assert duties([root("cc-by-nc"), root("unknown")]).status == "unknown"
 
 
@@ -105,17 +105,17 @@ def test_teachers_that_allow_only_their_own_family(teacher):
 
 
 def test_llama_3_teaching_llama_3_1_needs_a_person():
-    found = duties([root("llama3.1"), root("llama3", "signal")])
-    assert found.status == "unknown"
-    assert any("have it reviewed" in duty for duty in found.duties)
-    assert found.name_prefix == "Llama 3"
+    outcome = duties([root("llama3.1"), root("llama3", "signal")])
+    assert outcome.status == "unknown"
+    assert any("have it reviewed" in duty for duty in outcome.duties)
+    assert outcome.name_prefix == "Llama 3"
 
 
 @pytest.mark.parametrize("teacher", ["gemma", "deepseek-1.0", "tencent-hunyuan"])
 def test_students_that_become_derivatives(teacher):
-    found = duties([root("mit"), root(teacher, "signal")])
-    assert found.status == "allow_with_duties"
-    assert any("derivative" in duty for duty in found.duties)
+    outcome = duties([root("mit"), root(teacher, "signal")])
+    assert outcome.status == "allow_with_duties"
+    assert any("derivative" in duty for duty in outcome.duties)
 
 
 def test_qwen_wants_to_be_named():
@@ -143,21 +143,21 @@ def test_answers_of_a_service(provider, status):
 
 def test_one_signal_on_the_way_makes_the_root_a_signal():
     taught = child(root("mit"), child(root("llama2"), role="signal"))
-    found = duties([taught])
-    assert [(source.id, source.role) for source in found.sources] == [
+    outcome = duties([taught])
+    assert [(source.id, source.role) for source in outcome.sources] == [
         ("mit", "weights"),
         ("llama2", "signal"),
     ]
-    assert found.status == "block"
+    assert outcome.status == "block"
     onward = duties([root("apache-2.0"), child(root("gemma"), role="signal")])
     assert any("Gemma derivative" in duty for duty in onward.duties)
 
 
-def test_each_thing_is_said_once():
-    found = duties([child(root("llama3.1")), root("llama3.1"), root("llama3.1", "signal")])
-    assert len(found.duties) == len(set(found.duties)) == 4
-    assert [source.role for source in found.sources] == ["weights", "signal"]
-    content = found.to_dict()
+def test_each_duty_is_listed_once():
+    outcome = duties([child(root("llama3.1")), root("llama3.1"), root("llama3.1", "signal")])
+    assert len(outcome.duties) == len(set(outcome.duties)) == 4
+    assert [source.role for source in outcome.sources] == ["weights", "signal"]
+    content = outcome.to_dict()
     assert content["sources"][0]["clause"] == "1.b.i, 2"
     assert content["sources"][0]["checked_on"] == "2026-09-20"
 
@@ -170,15 +170,15 @@ def readme(**fields: object) -> str:
     return "\n".join(["---", *lines, "---", "# A model", "license: mit"])
 
 
-def found(
+def licence_ids(
     make, name: str = "model", files: dict[str, str] | None = None, hub: str | None = None
 ) -> list[str]:
     checkpoint = open_checkpoint(make(name, files=files))
     return identify(replace(checkpoint, name=hub) if hub else checkpoint)["ids"]
 
 
-def test_nothing_said_is_unknown(make):
-    assert found(make) == ["unknown"]
+def test_a_model_without_a_licence_is_unknown(make):
+    assert licence_ids(make) == ["unknown"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_nothing_said_is_unknown(make):
     ],
 )
 def test_front_matter(make, fields, ids):
-    assert found(make, files={"README.md": readme(**fields)}) == ids
+    assert licence_ids(make, files={"README.md": readme(**fields)}) == ids
 
 
 @pytest.mark.parametrize(
@@ -214,28 +214,28 @@ def test_front_matter(make, fields, ids):
     ],
 )
 def test_families_by_their_hub_name(make, hub, licence, ids):
-    assert found(make, files={"README.md": readme(license=licence)}, hub=hub) == ids
+    assert licence_ids(make, files={"README.md": readme(license=licence)}, hub=hub) == ids
 
 
 def test_a_name_adds_limits_but_makes_nothing_known(make):
-    assert found(make, "a", hub="meta-llama/Llama-3.1-8B") == ["unknown", "llama3.1"]
-    assert found(make, "b", hub="Qwen/Qwen3-8B") == ["unknown"]
+    assert licence_ids(make, "a", hub="meta-llama/Llama-3.1-8B") == ["unknown", "llama3.1"]
+    assert licence_ids(make, "b", hub="Qwen/Qwen3-8B") == ["unknown"]
 
 
 def test_licence_texts(make):
-    assert found(make, "a", files={"LICENSE": APACHE}) == ["apache-2.0"]
-    assert found(make, "b", files={"LICENSE.txt": "LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nVersion"}) == [
-        "llama3.2"
-    ]
-    assert found(make, "c", files={"LICENCE.md": "All rights reserved."}) == ["unknown"]
+    assert licence_ids(make, "a", files={"LICENSE": APACHE}) == ["apache-2.0"]
+    assert licence_ids(
+        make, "b", files={"LICENSE.txt": "LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nVersion"}
+    ) == ["llama3.2"]
+    assert licence_ids(make, "c", files={"LICENCE.md": "All rights reserved."}) == ["unknown"]
     both = {"LICENSE": "Qwen RESEARCH LICENSE AGREEMENT", "README.md": readme(license="apache-2.0")}
-    assert found(make, "d", files=both) == ["apache-2.0", "qwen-research"]
+    assert licence_ids(make, "d", files=both) == ["apache-2.0", "qwen-research"]
 
 
 def test_broken_front_matter_is_passed_over(make):
-    assert found(make, "a", files={"README.md": "---\nlicense: [mit\n---\n"}) == ["unknown"]
-    assert found(make, "b", files={"README.md": "---\n- mit\n---\n"}) == ["unknown"]
-    assert found(make, "c", files={"README.md": "license: mit"}) == ["unknown"]
+    assert licence_ids(make, "a", files={"README.md": "---\nlicense: [mit\n---\n"}) == ["unknown"]
+    assert licence_ids(make, "b", files={"README.md": "---\n- mit\n---\n"}) == ["unknown"]
+    assert licence_ids(make, "c", files={"README.md": "license: mit"}) == ["unknown"]
 
 
 def test_the_card_of_a_root_decides(make):

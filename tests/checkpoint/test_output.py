@@ -90,8 +90,8 @@ def test_rounds_of_pruning_and_recovery_grow_the_card_by_the_same_each(make, tmp
 
 def test_the_same_work_gives_the_same_bytes(make, tmp_path):
     model = make()
-    for place in ("a", "b"):
-        with start(tmp_path / place / "out", model) as output:
+    for folder in ("a", "b"):
+        with start(tmp_path / folder / "out", model) as output:
             fill(output)
     for name in names(tmp_path / "a" / "out"):
         assert (tmp_path / "a" / "out" / name).read_bytes() == (tmp_path / "b" / "out" / name).read_bytes()
@@ -297,9 +297,11 @@ def test_finished_work_is_recognised_and_tidied(tmp_path):
     assert not finished(out, "k")
 
 
-def mount(place: Path, size: str) -> None:
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+def mount(mount_point: Path, size: str) -> None:
+    mount_point.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount_point], capture_output=True
+    )
     if done.returncode:
         pytest.skip("may not mount a tmpfs here")
 

@@ -72,8 +72,8 @@ def test_licences_that_the_hub_does_not_know_are_other(tmp_path):
 
 def test_every_stage_writes_it_among_its_hashed_files(tmp_path):
     settings = PruneSettings(ratio=0.25, method="neurons", samples=1, sequence_length=32)
-    made = [prune("attar:tiny", tmp_path / name / "cut", settings) for name in "ab"]
-    cards = [each.card for each in made]
+    items = [prune("attar:tiny", tmp_path / name / "cut", settings) for name in "ab"]
+    cards = [item.card for item in items]
     for name, card in zip("ab", cards, strict=True):
         assert card.files[FILE] == sha256_file(tmp_path / name / "cut" / FILE)
     assert cards[0].files[FILE] == cards[1].files[FILE]

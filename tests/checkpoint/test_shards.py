@@ -205,7 +205,7 @@ def test_writing_needs_the_memory_of_one_tensor(tmp_path):
     assert int(run.stdout) < 40_000  # kB, for 192 MB of 8 MB tensors
 
 
-def test_a_full_disk_is_said_before_the_work(tmp_path):
+def test_a_full_disk_is_reported_before_the_work(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)

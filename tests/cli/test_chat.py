@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_the_whole_conversation(llm: LLM) -> None:
     ]
     assert chat.messages == [*whole[1:], {"role": "assistant", "content": second}]
     assert second == llm.chat(whole, GREEDY).text
-    assert [each.tokens for each in chat.stats] == [8, 8]
+    assert [stat.tokens for stat in chat.stats] == [8, 8]
 
 
 def test_a_turn_reads_what_the_turns_before_wrote(llm: LLM) -> None:
@@ -77,12 +77,12 @@ def test_special_tokens_in_a_message_stay_text(llm: LLM) -> None:
     assert not set(ids) & set(llm.engine.ends)
 
 
-def test_the_oldest_turns_make_room(llm: LLM) -> None:
+def test_the_oldest_turns_are_dropped_first(llm: LLM) -> None:
     chat = Chat(llm, GREEDY)
     for turn in range(6):
         answer(chat, f"turn {turn} " + "word " * 60)
-    assert sum(each.dropped for each in chat.stats) >= 2
-    assert all(each.prompt_tokens + 8 <= chat.limit for each in chat.stats)
+    assert sum(stat.dropped for stat in chat.stats) >= 2
+    assert all(stat.prompt_tokens + 8 <= chat.limit for stat in chat.stats)
     assert chat.messages[-2]["content"].startswith("turn 5")
     assert chat.messages[0]["role"] == "user"
 
@@ -105,7 +105,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(llm: LLM) -> None:
     assert answer(chat, "more") and not chat.stats[-1].stopped
 
 
-def test_a_model_without_a_template_is_told_how_it_is_run() -> None:
+def test_a_model_without_a_template_is_refused_with_the_right_command() -> None:
     with pytest.raises(ModelError, match="no chat template") as error:
         Chat(LLM("attar:tiny", kv_tokens=64), GREEDY)
     assert "attar generate" in str(error.value)
@@ -183,10 +183,10 @@ class Terminal:
         return self.shown.index(text, after) + len(text)
 
 
-def _interrupt_prompt(terminal: Terminal, place: int) -> int:
+def _interrupt_prompt(terminal: Terminal, offset: int) -> int:
     """Ctrl-C at the prompt; again where it came just before the prompt's ``select`` and was lost."""
     limit = time.monotonic() + 120
-    while "Ctrl-D or /exit ends" not in terminal.shown[place:]:
+    while "Ctrl-D or /exit ends" not in terminal.shown[offset:]:
         assert time.monotonic() < limit, terminal.shown
         terminal.process.send_signal(signal.SIGINT)
         while select.select([terminal.ours], [], [], 2)[0]:
@@ -194,15 +194,15 @@ def _interrupt_prompt(terminal: Terminal, place: int) -> int:
     return len(terminal.shown)
 
 
-def _interrupted(terminal: Terminal, place: int) -> int:
+def _interrupted(terminal: Terminal, offset: int) -> int:
     """Asks, and sends Ctrl-C when the answer has begun; the place behind what that came to."""
     terminal.type("def f(\n")
-    place = terminal.wait("def f(\n", place)
+    offset = terminal.wait("def f(\n", offset)
     limit = time.monotonic() + 60
-    while len(terminal.shown) < place + 5 and time.monotonic() < limit:
+    while len(terminal.shown) < offset + 5 and time.monotonic() < limit:
         terminal.shown += os.read(terminal.ours, 4096).decode(errors="replace").replace("\r\n", "\n")
     terminal.process.send_signal(signal.SIGINT)
-    while not any(text in terminal.shown[place:] for text in (" (stopped)\n", "Ctrl-D or /exit ends")):
+    while not any(text in terminal.shown[offset:] for text in (" (stopped)\n", "Ctrl-D or /exit ends")):
         assert time.monotonic() < limit, terminal.shown
         terminal.shown += os.read(terminal.ours, 4096).decode(errors="replace").replace("\r\n", "\n")
     return len(terminal.shown)
@@ -210,15 +210,15 @@ def _interrupted(terminal: Terminal, place: int) -> int:
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(model: Path) -> None:
     terminal = Terminal(model)
-    place = terminal.wait("> ")
-    place = _interrupt_prompt(terminal, place)
+    interrupted_at = terminal.wait("> ")
+    interrupted_at = _interrupt_prompt(terminal, interrupted_at)
     for _ in range(5):  # on a crowded machine an answer may end before the signal comes
-        place = _interrupted(terminal, place)
-        if " (stopped)\n" in terminal.shown[:place]:
+        interrupted_at = _interrupted(terminal, interrupted_at)
+        if " (stopped)\n" in terminal.shown[:interrupted_at]:
             break
-    place = terminal.wait("> ", terminal.wait(" (stopped)\n"))
+    interrupted_at = terminal.wait("> ", terminal.wait(" (stopped)\n"))
     terminal.type("/stats\n")
-    place = terminal.wait("> ", terminal.wait("first token after", place))
+    interrupted_at = terminal.wait("> ", terminal.wait("first token after", interrupted_at))
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     os.close(terminal.ours)

@@ -54,11 +54,11 @@ def test_texts_of_every_source(
 def test_json_has_every_sample(known: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", "attar:tiny", "def f(", "x = ", "--max-tokens", "6", "--json", "--n", "2"]
     assert call([*line, "--logprobs", "1", "--eviction", "streaming:4,60", "--step-tokens", "64"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [each["text"] for each in made["completions"]] == [known["def f("], known["x = "]]
-    assert [len(each["samples"]) for each in made["completions"]] == [2, 2]
-    assert len(made["completions"][0]["samples"][0]["logprobs"]) == 6
-    assert made["usage"]["completion_tokens"] == 24
+    record = json.loads(capsys.readouterr().out)
+    assert [item["text"] for item in record["completions"]] == [known["def f("], known["x = "]]
+    assert [len(item["samples"]) for item in record["completions"]] == [2, 2]
+    assert len(record["completions"][0]["samples"][0]["logprobs"]) == 6
+    assert record["usage"]["completion_tokens"] == 24
 
 
 def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["a", "--regex", "("], "--regex is '(', but must be one that can be enforced (unclosed group)"),
         (["a", "--chat"], "the tokenizer has no chat template"),
@@ -102,23 +102,23 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_refused_is_one_line(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llguidance")
     assert call(["generate", "attar:tiny", "-q", *options]) != 0
     shown = capsys.readouterr()
-    assert said in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
+    assert message in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
 
 
 def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", "attar:tiny", "-q", "--batch", "1", "--batch", "3", "--context", "9", "--tokens", "4"]
     assert call([*line, "--rounds", "1", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [(case["batch"], case["context"]) for case in made["cases"]] == [(1, 9), (3, 9)]
-    for case in made["cases"]:
+    record = json.loads(capsys.readouterr().out)
+    assert [(case["batch"], case["context"]) for case in record["cases"]] == [(1, 9), (3, 9)]
+    for case in record["cases"]:
         assert all(value > 0 for value in case.values())
         assert case["between_p50_s"] <= case["between_p99_s"] and case["first_p50_s"] <= case["first_p99_s"]
-    assert made["peak_rss_bytes"] > 10**7 and made["runner"] in ("modules", "compiled")
+    assert record["peak_rss_bytes"] > 10**7 and record["runner"] in ("modules", "compiled")
     assert call(["bench", "attar:tiny", "-q", "--context", "100000"]) == 1
     assert "pass the model's context" in capsys.readouterr().err
 
@@ -135,8 +135,8 @@ def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_python_verb_takes_both_kinds_of_settings(known: dict[str, str]) -> None:
-    made = attar.generate("attar:tiny", list(known), max_tokens=6, kv_tokens=256)
-    assert [result.text for result in made] == list(known.values())
+    results = attar.generate("attar:tiny", list(known), max_tokens=6, kv_tokens=256)
+    assert [result.text for result in results] == list(known.values())
     with pytest.raises(
         UsageError, match="unknown setting 'max_token' of generate; did you mean 'max_tokens'"
     ):
@@ -146,5 +146,5 @@ def test_the_python_verb_takes_both_kinds_of_settings(known: dict[str, str]) -> 
 
 
 def test_a_number_alone_is_the_capacity_of_reread() -> None:
-    made = EngineSettings(eviction="200").options()["eviction"]
-    assert (type(made).__name__, made.capacity, made.recent) == ("Reread", 200, 128)
+    result = EngineSettings(eviction="200").options()["eviction"]
+    assert (type(result).__name__, result.capacity, result.recent) == ("Reread", 200, 128)

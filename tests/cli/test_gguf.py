@@ -61,15 +61,15 @@ def test_a_damaged_file_is_one_line(file: Path, capsys: pytest.CaptureFixture[st
 
 def test_evaluate_and_generate(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--tokens", "256", "--sequence-length", "64", "--no-speed", "--sample-tokens", "4"]
-    found, known = (answer(capsys, "evaluate", model, *options) for model in (file, folder))
-    assert found["perplexity"] == known["perplexity"] and found["sample"] == known["sample"]
+    actual, known = (answer(capsys, "evaluate", model, *options) for model in (file, folder))
+    assert actual["perplexity"] == known["perplexity"] and actual["sample"] == known["sample"]
     against = answer(capsys, "evaluate", file, "--reference", folder, "--runner", "transformers", *options)
     assert against["kl_mean"] == 0 and against["top1_agreement"] == 1
-    found, known = (
+    actual, known = (
         answer(capsys, "generate", model, "-p", "def f(", "--max-tokens", "8") for model in (file, folder)
     )
-    assert [each["samples"] for each in found["completions"]] == [
-        each["samples"] for each in known["completions"]
+    assert [item["samples"] for item in actual["completions"]] == [
+        item["samples"] for item in known["completions"]
     ]
 
 

@@ -56,11 +56,11 @@ def generated(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
     """The one completion."""
     line = ["generate", "attar:tiny", PROMPT, "--max-tokens", "24", "--kv-tokens", "512", "-q", "--json"]
     assert call([*line, *options]) == 0
-    (made,) = json.loads(capsys.readouterr().out)["completions"]
-    usage = made["usage"]
+    (result,) = json.loads(capsys.readouterr().out)["completions"]
+    usage = result["usage"]
     assert 0 <= usage["accepted_tokens"] <= usage["drafted_tokens"]
     assert usage["drafted_tokens"] == 0 or set(options) & {*WAYS, "--draft"}
-    return dict(made)
+    return dict(result)
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]], ids=["greedy", "seeded"])
@@ -80,8 +80,8 @@ def test_verification_is_handed_on(
         build, "DraftPolicy", lambda latency, most: FixedPolicy(most)
     )  # drafts, whether they pay or not
     hot = ["--temperature", "1.5", "--seed", "3"]
-    found = generated(capsys, "--draft", "attar:tiny", "--verification", "exact", *hot)
-    assert found["usage"]["drafted_tokens"] and found["text"] != generated(capsys, *hot)["text"]
+    actual = generated(capsys, "--draft", "attar:tiny", "--verification", "exact", *hot)
+    assert actual["usage"]["drafted_tokens"] and actual["text"] != generated(capsys, *hot)["text"]
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve"])
@@ -126,8 +126,8 @@ def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert call([*BENCH, *sets, "--speculate", "ngram", "--draft", "attar:tiny"]) == 0
     shown = capsys.readouterr().out
     lines = shown.splitlines()
-    said = r"attar:tiny, runner (compiled|modules), 10 tokens each, greedy, 1 round"
-    assert re.fullmatch(said, lines[0])
+    message = r"attar:tiny, runner (compiled|modules), 10 tokens each, greedy, 1 round"
+    assert re.fullmatch(message, lines[0])
     header = "set  method  batch  tok/s  speedup  95 %  accepted  a  tok/pass  theory  drafting  same"
     assert re.split(" {2,}", lines[2]) == header.split("  ")
     rows = [line.split() for line in lines[4:10]]
@@ -141,13 +141,18 @@ def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_reads_spec_bench_and_gives_json(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prompt-file", str(questions), "--speculate", "ngram", "--batch", "1", "--batch", "2"]
     assert call([*BENCH, *options, "--drafts", "1", "--drafts", "3", "--fixed", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [made[name] for name in ("model", "tokens", "rounds", "temperature")] == ["attar:tiny", 10, 1, 0.0]
-    cases = [(row["set"], row["method"], row["batch"], row["texts"]) for row in made["rows"]]
+    record = json.loads(capsys.readouterr().out)
+    assert [record[name] for name in ("model", "tokens", "rounds", "temperature")] == [
+        "attar:tiny",
+        10,
+        1,
+        0.0,
+    ]
+    cases = [(row["set"], row["method"], row["batch"], row["texts"]) for row in record["rows"]]
     methods = ("plain", "ngram, 1", "ngram, 3")
     sets = {"writing": 1, "coding": 2}
     assert cases == [(s, m, batch, sets[s]) for batch in (1, 2) for s in sets for m in methods]
-    for row in made["rows"]:
+    for row in record["rows"]:
         assert row["same"] == row["texts"] and row["tokens_per_s"] > 0 and 0 <= row["draft_share"] < 1
         if row["method"] == "plain":
             assert row["speedup"] is row["low"] is row["high"] is None and row["histogram"] == []
@@ -168,16 +173,16 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file = tmp_path / "speedup.svg"
     options = ["--sets", "code", "--prompts", "1", "--speculate", "ngram", "--speculate", "lookahead"]
     assert call([*BENCH, *options, "--temperature", "0.7", "--picture", str(file), "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    words = {each.text for each in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")}
+    record = json.loads(capsys.readouterr().out)
+    words = {item.text for item in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")}
     assert {"code", "ngram", "lookahead"} <= words
     assert "attar:tiny: times as fast as plain decoding, temperature 0.7" in words
-    assert made["temperature"] == 0.7 and all(row["same"] == row["texts"] for row in made["rows"])
+    assert record["temperature"] == 0.7 and all(row["same"] == row["texts"] for row in record["rows"])
     assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "error"),
     [
         (["--picture", "p.svg"], 2, "--picture goes with --speculate or --draft"),
         (["--prompts", "3"], 2, "--prompts goes with --speculate or --draft"),
@@ -203,7 +208,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_bad_input_is_one_line(
-    options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    options: list[str], code: int, error: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -213,6 +218,6 @@ def test_bad_input_is_one_line(
     assert call([*BENCH, *options]) == code
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
-    assert shown.out == "" and 1 <= len(lines) <= 2 and all("Traceback" not in each for each in lines)
-    assert lines[0].startswith("error: ") and said in lines[0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["bad", "empty"]
+    assert shown.out == "" and 1 <= len(lines) <= 2 and all("Traceback" not in item for item in lines)
+    assert lines[0].startswith("error: ") and error in lines[0]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["bad", "empty"]

@@ -31,7 +31,7 @@ def models_that_are_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Made:
+class Built:
     """Stands for a checkpoint."""
 
     path: Path = Path("out")
@@ -80,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
                 return Answered(MEASURED)
             if path.endswith(":generate"):
                 return Answered({"completions": [COMPLETION] * len(arguments[1]), "usage": USAGE})
-            return Made()
+            return Built()
 
         return function
 

@@ -13,7 +13,7 @@ from attar.recipe.schema import parse_recipe
 from tests import tiny_models
 
 
-class Told:
+class LogLines:
     def __init__(self):
         self.lines = []
 
@@ -66,13 +66,13 @@ def test_the_embedded_models_keep_their_text():
         assert fitting(open_checkpoint(name)) == ("python-stdlib", f"{name} was trained on it")
 
 
-def test_what_was_chosen_is_told_and_the_wrong_kind_is_warned_of(tmp_path):
-    told, prose = Told(), model(tmp_path)
-    assert fit(PruneSettings(), prose, told).data == "python-docs"
-    assert fit(PruneSettings(data="mine.txt"), prose, told).data == "mine.txt"
-    assert fit(PruneSettings(data="python-stdlib"), prose, told).data == "python-stdlib"
-    assert [line.split()[0] for line in told.lines] == ["text:", "warning:"]
-    assert "python-docs, because" in told.lines[0] and "python-docs fits better" in told.lines[1]
+def test_the_choice_is_reported_and_the_wrong_kind_is_warned_of(tmp_path):
+    messages, prose = LogLines(), model(tmp_path)
+    assert fit(PruneSettings(), prose, messages).data == "python-docs"
+    assert fit(PruneSettings(data="mine.txt"), prose, messages).data == "mine.txt"
+    assert fit(PruneSettings(data="python-stdlib"), prose, messages).data == "python-stdlib"
+    assert [line.split()[0] for line in messages.lines] == ["text:", "warning:"]
+    assert "python-docs, because" in messages.lines[0] and "python-docs fits better" in messages.lines[1]
 
 
 def test_a_recipe_fits_its_text_to_its_model_before_any_key_is_made():

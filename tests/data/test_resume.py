@@ -91,6 +91,6 @@ def test_the_key_of_every_stage_holds_the_text(tmp_path, stage, settings):
     keys = []
     for seed in (1, 2, 1):
         (tmp_path / "text.txt").write_text(prose(30, seed=seed))
-        made = stage(model, tmp_path / "out", replace(settings, data=f"{tmp_path}/text.txt"), force=True)
-        keys.append(made.card.key)
+        result = stage(model, tmp_path / "out", replace(settings, data=f"{tmp_path}/text.txt"), force=True)
+        keys.append(result.card.key)
     assert keys[0] == keys[2] != keys[1]

@@ -22,7 +22,7 @@ from tests.data.test_splits import prose
 EVALUATION = {"tokens": 32_768, "sequence_length": 64, "speed": False, "sample": ""}
 
 
-class Told:
+class LogLines:
     """A progress that keeps its lines."""
 
     def __init__(self):
@@ -75,11 +75,15 @@ def pruned(tmp_path_factory):
 
 
 def note(model, data):
-    told = Told()
-    told.task = seen_task
-    found = evaluate(model, EvaluateSettings(data=str(data), **EVALUATION), progress=told)
-    assert found.held_out == (not found.held_out_note) == (not any("warning" in line for line in told.lines))
-    return found.held_out_note
+    messages = LogLines()
+    messages.task = seen_task
+    measurements = evaluate(model, EvaluateSettings(data=str(data), **EVALUATION), progress=messages)
+    assert (
+        measurements.held_out
+        == (not measurements.held_out_note)
+        == (not any("warning" in line for line in messages.lines))
+    )
+    return measurements.held_out_note
 
 
 def seen_task(*_, **__):
@@ -88,13 +92,13 @@ def seen_task(*_, **__):
     return nullcontext(SimpleNamespace(advance=lambda *_, **__: None))
 
 
-def test_the_text_of_a_stage_is_in_its_card_and_beside_it(pruned):
+def test_the_text_of_a_stage_is_in_its_card_and_next_to_it(pruned):
     model, _, folder = pruned
     (record,) = model.card.details["text"]
     assert record["split"] == "calibration" and record["held_out"] and "sketch" not in record
     assert record["data"] == f"{folder}/read.txt" and 500 < record["tokens"] <= 64 * 64
     assert (model.path / TEXTS).stat().st_size < 25_000 and TEXTS in model.card.files
-    assert [each["stage"] for each in texts_of(model)] == ["prune"]
+    assert [item["stage"] for item in texts_of(model)] == ["prune"]
 
 
 def test_the_other_split_of_the_same_file_was_not_read(pruned):
@@ -115,8 +119,8 @@ def test_one_shared_document_among_many_is_seen(pruned, tmp_path):
         (tmp_path / f"{number}.txt").write_text(prose(6, seed=100 + number))
     shared = text[int(len(text) * 0.8) : int(len(text) * 0.9)]  # what calibration read
     (tmp_path / "shared.txt").write_text(shared)
-    said = note(model.path, f"whole:{tmp_path}")
-    assert "of the evaluation text was read by prune" in said and "all" not in said
+    message = note(model.path, f"whole:{tmp_path}")
+    assert "of the evaluation text was read by prune" in message and "all" not in message
 
 
 def test_another_text_gives_no_warning(pruned, tmp_path):
@@ -124,7 +128,7 @@ def test_another_text_gives_no_warning(pruned, tmp_path):
     assert note(pruned[0].path, f"whole:{tmp_path}/fresh.txt") == ""
 
 
-def test_what_cannot_be_held_out_is_said_everywhere(tmp_path, capsys):
+def test_what_cannot_be_held_out_is_reported_everywhere(tmp_path, capsys):
     from attar.cli.main import call
 
     model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")
@@ -167,10 +171,10 @@ def test_a_recipe_that_evaluates_on_what_it_recovered_on(tmp_path):
     result = run_recipe(parse_recipe(RECIPE.format(model=model, folder=tmp_path)), tmp_path / "run")
     held = [stage["measurements"]["held_out"] for stage in result.content["stages"]]
     assert held == [True, True, False]
-    said = "recover is not measured on held-out text: all of the evaluation text was read by recover"
-    assert said in result.table() and said in (tmp_path / "run" / "report.html").read_text()
+    message = "recover is not measured on held-out text: all of the evaluation text was read by recover"
+    assert message in result.table() and message in (tmp_path / "run" / "report.html").read_text()
     lineage = json.loads((tmp_path / "run" / "02-recover" / TEXTS).read_text())["texts"]
-    assert [(each["stage"], each["split"]) for each in lineage][:2] == [
+    assert [(item["stage"], item["split"]) for item in lineage][:2] == [
         ("prune", "calibration"),
         ("recover", "train"),
     ]

@@ -98,7 +98,7 @@ def test_fingerprint_follows_the_content(tmp_path):
 @pytest.mark.parametrize("data", ["", ":", " ", ":text", "whole:", "x" * 5_000])
 def test_data_without_a_name_is_no_folder(data, tmp_path, monkeypatch):
     """The empty name was the current folder, with all that is below it."""
-    (tmp_path / "a.txt").write_text("a text that nobody named")
+    (tmp_path / "a.txt").write_text("a text without a name")
     monkeypatch.chdir(tmp_path)
     for read in (lambda: list(documents(data, "train")), lambda: fingerprint(data)):
         with pytest.raises(DataError):

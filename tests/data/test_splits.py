@@ -107,8 +107,10 @@ def test_pythons_documentation_is_prose_in_disjoint_splits():
     assert not any(part in source for part in parts["evaluation"])
     chats = list(documents("python-docs-chat", "evaluation"))
     assert all([message["role"] for message in chat][:2] == ["user", "assistant"] for chat in chats)
-    said = "".join(message["content"] for chat in chats for message in chat if message["role"] == "assistant")
-    assert len(said) > 60_000
+    reply = "".join(
+        message["content"] for chat in chats for message in chat if message["role"] == "assistant"
+    )
+    assert len(reply) > 60_000
 
 
 def test_many_documents_are_split_as_they_were(tmp_path):

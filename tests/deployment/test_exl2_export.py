@@ -17,15 +17,17 @@ CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision"
 @pytest.mark.parametrize("tied", [False, True])
 def test_export_meets_its_bits_and_loads(tmp_path, tied):
     source = save(tmp_path / "model", tie_word_embeddings=tied, num_hidden_layers=1)
-    made = export(source, tmp_path / "out", ExportSettings(format="exl2", bits=4.6, **CALIBRATION))
-    assert 4.2 < made.card.details["bits_per_weight"] <= 4.6
-    layers = made.card.details["layers"]
+    exported = export(source, tmp_path / "out", ExportSettings(format="exl2", bits=4.6, **CALIBRATION))
+    assert 4.2 < exported.card.details["bits_per_weight"] <= 4.6
+    layers = exported.card.details["layers"]
     assert len(layers) == 7 and all(row["error"] < row["rtn_error"] for row in layers)
     assert len({row["pattern"] for row in layers}) > 1
-    model, dense = load_model(made, dtype=torch.float32), load_model(source, dtype=torch.float32)
+    model, dense = load_model(exported, dtype=torch.float32), load_model(source, dtype=torch.float32)
     name = "model.layers.0.mlp.down_proj"
-    parts = {leaf: made.load(f"{name}.{leaf}") for leaf in ("q_weight", "q_invperm", "q_scale", "q_groups")}
-    wanted = decode({**parts, "q_scale_max": made.load(f"{name}.q_scale_max")}, 128)
+    parts = {
+        leaf: exported.load(f"{name}.{leaf}") for leaf in ("q_weight", "q_invperm", "q_scale", "q_groups")
+    }
+    wanted = decode({**parts, "q_scale_max": exported.load(f"{name}.q_scale_max")}, 128)
     assert torch.equal(model.get_submodule(name).weight, wanted.float())
     rows = tiny_models.tokens(dense)
     lost = tiny_models.logits(model, rows) - tiny_models.logits(dense, rows)

@@ -47,29 +47,29 @@ def matrices(file):
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "BF16"])
 def test_every_type_stays_near_the_model_and_loads(wide, tmp_path, name):
-    made = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
-    assert made.path.is_dir() and open_checkpoint(tmp_path / f"{name}.gguf").card.stage == "export"
+    exported = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
+    assert exported.path.is_dir() and open_checkpoint(tmp_path / f"{name}.gguf").card.stage == "export"
     rows = tiny_models.tokens(load_model(wide))
     wanted = tiny_models.logits(load_model(wide, dtype=torch.float32), rows)
-    got = tiny_models.logits(load_model(made, dtype=torch.float32), rows)
+    got = tiny_models.logits(load_model(exported, dtype=torch.float32), rows)
     bound = {"Q8_0": 0.05, "BF16": 1e-5, "Q6_K": 0.15}.get(name, 0.9)
     assert (got - wanted).norm() / wanted.norm() < bound
-    assert name in made.card.details["type"]
+    assert name in exported.card.details["type"]
 
 
 def test_the_file_holds_what_its_grids_say(wide, tmp_path):
     """Weights of the file, decoded by the gguf library, are no farther than plain rounding puts them, and the
     rows of queries stand in pairs."""
     export(wide, tmp_path / "q8.gguf", settings(type="Q8_0"))
-    found, source = matrices(tmp_path / "q8.gguf"), open_checkpoint(wide)
+    actual, source = matrices(tmp_path / "q8.gguf"), open_checkpoint(wide)
     weight = source.load("model.layers.1.mlp.down_proj.weight").float()
     step = weight.reshape(-1, 32).abs().amax(1).repeat_interleave(32).reshape(weight.shape) / 127
     plain = (weight / step).round() * step
-    assert (found["blk.1.ffn_down.weight"] - weight).norm() <= (plain - weight).norm()
+    assert (actual["blk.1.ffn_down.weight"] - weight).norm() <= (plain - weight).norm()
     heads = source.config["num_attention_heads"]
     query = source.load("model.layers.0.self_attn.q_proj.weight").float()
     paired = query.reshape(heads, 2, -1, query.shape[1]).transpose(1, 2).reshape(query.shape)
-    assert (found["blk.0.attn_q.weight"] - paired).norm() < 0.01 * paired.norm()
+    assert (actual["blk.0.attn_q.weight"] - paired).norm() < 0.01 * paired.norm()
     assert (query - paired).norm() > 0.5 * paired.norm()
 
 
@@ -108,13 +108,13 @@ def _inputs(folder):
 
 
 def test_importance_is_computed_written_and_read_again(wide, tmp_path):
-    made = export(wide, tmp_path / "out", settings(type="Q4_K_S", imatrix="compute", **CALIBRATION))
+    exported = export(wide, tmp_path / "out", settings(type="Q4_K_S", imatrix="compute", **CALIBRATION))
     file = tmp_path / "out" / "imatrix.gguf"
     again = export(wide, tmp_path / "again", settings(type="Q4_K_S", imatrix=str(file)))
-    for name in made.tensors:
-        assert torch.equal(made.load(name), again.load(name)), name
+    for name in exported.tensors:
+        assert torch.equal(exported.load(name), again.load(name)), name
     plain = export(wide, tmp_path / "plain", settings(type="Q4_K_S"))
-    assert any(not torch.equal(made.load(name), plain.load(name)) for name in made.tensors)
+    assert any(not torch.equal(exported.load(name), plain.load(name)) for name in exported.tensors)
     other = save(tmp_path / "other", hidden_size=128, intermediate_size=512)
     with pytest.raises(SettingsError, match="one of this model"):
         export(other, tmp_path / "wrong", settings(type="Q4_0", imatrix=str(file)))
@@ -126,20 +126,20 @@ def test_importance_is_computed_written_and_read_again(wide, tmp_path):
 )
 def test_codes_are_carried_over(tmp_path, scheme, group, wanted):
     source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme=scheme, group_size=group)[1]
-    made = export(source, tmp_path / "out.gguf", settings())
-    assert made.card.details["carried"] == 21
+    exported = export(source, tmp_path / "out.gguf", settings())
+    assert exported.card.details["carried"] == 21
     assert kinds(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == wanted
-    found, dense = matrices(tmp_path / "out.gguf"), Decoded(source)
+    actual, dense = matrices(tmp_path / "out.gguf"), Decoded(source)
     for name in ("up", "down", "gate"):
         weight = dense.load(f"model.layers.2.mlp.{name}_proj.weight")
-        assert torch.equal(found[f"blk.2.ffn_{name}.weight"].to(weight.dtype), weight)
+        assert torch.equal(actual[f"blk.2.ffn_{name}.weight"].to(weight.dtype), weight)
 
 
-def test_codes_without_a_type_are_decoded_and_it_is_said(tmp_path):
+def test_codes_without_a_type_are_decoded_and_reported(tmp_path):
     source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="FP8_DYNAMIC")[1]
-    made = export(source, tmp_path / "out.gguf", settings())
-    assert made.card.details["carried"] == 0
-    assert any("cannot keep their codes" in note for note in made.card.details["notes"])
+    exported = export(source, tmp_path / "out.gguf", settings())
+    assert exported.card.details["carried"] == 0
+    assert any("cannot keep their codes" in note for note in exported.card.details["notes"])
 
 
 def test_a_file_read_back_and_written_again_is_the_same(wide, tmp_path):
@@ -152,9 +152,9 @@ def test_a_file_read_back_and_written_again_is_the_same(wide, tmp_path):
 
 
 def test_overrides_and_budgets(wide, tmp_path):
-    made = export(wide, tmp_path / "a.gguf", settings(type="Q4_K_S", overrides=("ffn_down=Q8_0",)))
+    exported = export(wide, tmp_path / "a.gguf", settings(type="Q4_K_S", overrides=("ffn_down=Q8_0",)))
     assert {kind for name, kind in kinds(tmp_path / "a.gguf").items() if "ffn_down" in name} == {"Q8_0"}
-    assert made.card.details["types"]["Q8_0"] == 3
+    assert exported.card.details["types"]["Q8_0"] == 3
     with pytest.raises(SettingsError, match="pattern that some matrix"):
         export(wide, tmp_path / "b.gguf", settings(type="Q4_K_S", overrides=("nothing=Q8_0",)))
     sized = export(wide, tmp_path / "c.gguf", settings(size="1.2MB", **CALIBRATION))
@@ -165,12 +165,12 @@ def test_overrides_and_budgets(wide, tmp_path):
 
 
 def test_parts(wide, tmp_path):
-    made = export(wide, tmp_path / "out", settings(type="Q8_0", max_file="700KB"))
+    exported = export(wide, tmp_path / "out", settings(type="Q8_0", max_file="700KB"))
     files = sorted((tmp_path / "out").glob("*.gguf"))
     assert len(files) > 1 and all(file.stat().st_size <= 700_000 for file in files)
     assert files[0].name.endswith(f"-00001-of-{len(files):05d}.gguf")
     whole = export(wide, tmp_path / "whole.gguf", settings(type="Q8_0"))
-    assert all(torch.equal(made.load(name), whole.load(name)) for name in whole.tensors)
+    assert all(torch.equal(exported.load(name), whole.load(name)) for name in whole.tensors)
     with pytest.raises(SettingsError, match="max_file"):
         export(wide, tmp_path / "one.gguf", settings(type="Q8_0", max_file="700KB"))
 
@@ -211,11 +211,11 @@ def test_a_damaged_write_is_noticed(wide, tmp_path, monkeypatch):
     finish = GGUFWriter.finish
 
     def broken(self):
-        made = finish(self)
-        data = bytearray(made[0].read_bytes())
+        result = finish(self)
+        data = bytearray(result[0].read_bytes())
         data[-100] ^= 1
-        made[0].write_bytes(bytes(data))
-        return made
+        result[0].write_bytes(bytes(data))
+        return result
 
     monkeypatch.setattr(GGUFWriter, "finish", broken)
     with pytest.raises(NumericsError, match="reads back differently"):
@@ -243,8 +243,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
 
 def test_few_bits_rounded_to_nearest_name_the_better_rounding(wide, tmp_path):
     def notes(**changes):
-        made = export(wide, tmp_path / "a.gguf", settings(imatrix="none", **changes), force=True)
-        return [note for note in made.card.details["notes"] if "--rounding gptq" in note]
+        exported = export(wide, tmp_path / "a.gguf", settings(imatrix="none", **changes), force=True)
+        return [note for note in exported.card.details["notes"] if "--rounding gptq" in note]
 
     assert notes(type="Q2_K") == ["Q2_K is rounded to nearest; --rounding gptq takes longer and loses less"]
     assert not notes(type="Q4_K_M") and not notes(type="Q2_K", rounding="qronos", samples=2)
@@ -256,8 +256,10 @@ def test_auto_keeps_the_blocks_of_a_gguf_file(wide, tmp_path, name):
     first = export(wide, tmp_path / "a.gguf", settings(type=name, imatrix="none"))
     again = export(first, tmp_path / "b.gguf", settings())
     old, new = container.read_gguf(tmp_path / "a.gguf"), container.read_gguf(tmp_path / "b.gguf")
-    assert {each.kind for each in old.tensors.values()} == {each.kind for each in new.tensors.values()}
-    assert all(torch.equal(new.load(each), old.load(each)) for each in old.tensors)
+    assert {tensor.kind for tensor in old.tensors.values()} == {
+        tensor.kind for tensor in new.tensors.values()
+    }
+    assert all(torch.equal(new.load(tensor), old.load(tensor)) for tensor in old.tensors)
     assert again.card.details["carried"] == 23 and not again.card.details["notes"]
 
 
@@ -278,23 +280,23 @@ def sweeps(monkeypatch):
 
 def test_few_bits_are_rounded_with_an_importance_matrix_unasked(wide, tmp_path, sweeps, monkeypatch):
     monkeypatch.setattr("attar.deployment.settings.AUTO_ROWS", 4)
-    made = export(wide, tmp_path / "auto", settings(type="Q4_K_S", imatrix="auto", **CALIBRATION))
-    assert sweeps == [4 * 32] and made.card.details["importance"] == "128 tokens of python-docs"
-    assert [text["tokens"] for text in made.card.details["text"]] == [128]
+    exported = export(wide, tmp_path / "auto", settings(type="Q4_K_S", imatrix="auto", **CALIBRATION))
+    assert sweeps == [4 * 32] and exported.card.details["importance"] == "128 tokens of python-docs"
+    assert [text["tokens"] for text in exported.card.details["text"]] == [128]
     readme = (tmp_path / "auto" / "README.md").read_text()
     assert "| importance matrix | 128 tokens of python-docs |" in readme
     few = CALIBRATION | {"samples": 4}
     asked = export(wide, tmp_path / "asked", settings(type="Q4_K_S", imatrix="compute", **few))
     plain = export(wide, tmp_path / "plain", settings(type="Q4_K_S", imatrix="none", **CALIBRATION))
-    assert all(torch.equal(made.load(name), asked.load(name)) for name in made.tensors)
-    assert any(not torch.equal(made.load(name), plain.load(name)) for name in made.tensors)
+    assert all(torch.equal(exported.load(name), asked.load(name)) for name in exported.tensors)
+    assert any(not torch.equal(exported.load(name), plain.load(name)) for name in exported.tensors)
     assert plain.card.details["importance"] == "" and "text" not in plain.card.details
 
 
 def test_no_text_is_read_where_it_would_not_help(wide, tmp_path, sweeps):
     for name in ("Q8_0", "BF16", "auto"):
-        made = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
-        assert not made.card.details["importance"]
+        exported = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
+        assert not exported.card.details["importance"]
     assert not sweeps
 
 
@@ -303,11 +305,11 @@ def test_without_text_an_export_is_plain_and_says_so(wide, tmp_path, monkeypatch
         raise DataError("no text on this machine")
 
     monkeypatch.setattr("attar.deployment.stage.record", nothing)
-    told = []
-    progress = type("Told", (type(SILENT),), {"log": lambda self, line: told.append(line)})()
-    made = export(wide, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto"), progress=progress)
-    assert not made.card.details["importance"]
-    assert any("no text on this machine" in line for line in told)
+    messages = []
+    progress = type("Told", (type(SILENT),), {"log": lambda self, line: messages.append(line)})()
+    exported = export(wide, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto"), progress=progress)
+    assert not exported.card.details["importance"]
+    assert any("no text on this machine" in line for line in messages)
     with pytest.raises(DataError, match="no text"):
         export(wide, tmp_path / "b.gguf", settings(type="Q4_0", imatrix="compute"))
     with pytest.raises(DataError, match="no text"):
@@ -317,8 +319,8 @@ def test_without_text_an_export_is_plain_and_says_so(wide, tmp_path, monkeypatch
 def test_a_quantized_checkpoint_has_an_importance_matrix_too(tmp_path, sweeps):
     """Its decoded weights run over the text."""
     packed = pack(save(tmp_path / "dense", hidden_size=256), tmp_path / "packed", scheme="W8A16")[1]
-    made = export(packed, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto", **CALIBRATION))
-    assert sweeps == [8 * 32] and made.card.details["importance"]
+    exported = export(packed, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto", **CALIBRATION))
+    assert sweeps == [8 * 32] and exported.card.details["importance"]
 
 
 def test_blocks_that_the_gguf_library_decodes_otherwise_are_noticed(wide, tmp_path, monkeypatch):
@@ -329,7 +331,7 @@ def test_blocks_that_the_gguf_library_decodes_otherwise_are_noticed(wide, tmp_pa
 
 
 def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch):
-    """They are most of what a small file's export takes beside its weights."""
+    """They are most of a small file's export time besides its weights."""
     from attar.deployment import gguf
     from attar.formats.gguf import writer
 

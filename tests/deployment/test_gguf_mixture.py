@@ -31,8 +31,8 @@ class Case:
     """A tiny model on disk, and where its tensors stand."""
 
     def __init__(self, folder, family="llama2", **changes):
-        made = tiny_models.build(family, **{**({} if family == "gpt2" else WIDTHS), **changes})
-        self.checkpoint = open_checkpoint(tiny_models.save(made, folder / "model"))
+        model = tiny_models.build(family, **{**({} if family == "gpt2" else WIDTHS), **changes})
+        self.checkpoint = open_checkpoint(tiny_models.save(model, folder / "model"))
         self.placed = placements(self.checkpoint.config, self.checkpoint.tensors)
         self.shapes = {one.gguf: one.shape for one in self.placed}
         self.settings = ExportSettings(**TEXT)
@@ -44,10 +44,10 @@ class Case:
     def measured(self):
         """KL by group and type, as the cached file has them."""
         on = load_inputs(self.checkpoint, self.settings)
-        found = {}
+        actual = {}
         for one in read(on.file, on.key):
-            found.setdefault(one.group, {})[one.grid] = one
-        return found
+            actual.setdefault(one.group, {})[one.grid] = one
+        return actual
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,9 @@ def test_the_choice_is_the_best_of_all_and_keeps_its_budget(tmp_path):
     case = Case(tmp_path)
     previous = math.inf
     for budget in (3.1, 4.0, 5.5):
-        found = case.mix(bits=budget)
-        assert found.bits_per_weight == bits(found.kinds, case.shapes)[0] <= budget
-        assert list(found.kinds) == list(case.shapes)
+        mix = case.mix(bits=budget)
+        assert mix.bits_per_weight == bits(mix.kinds, case.shapes)[0] <= budget
+        assert list(mix.kinds) == list(case.shapes)
         groups = case.measured()
         assert len(groups) == 6 and all(list(options) == list(WIDE) for options in groups.values())
         weights = sum(math.prod(shape) for shape in case.shapes.values())
@@ -78,7 +78,7 @@ def test_the_choice_is_the_best_of_all_and_keeps_its_budget(tmp_path):
         room = budget * weights / 8 - vectors
         loss, size = (
             torch.tensor(
-                [[getattr(each[kind], what) for kind in WIDE] for each in groups.values()],
+                [[getattr(group[kind], what) for kind in WIDE] for group in groups.values()],
                 dtype=torch.float64,
             )
             for what in ("kl", "bits")
@@ -87,16 +87,16 @@ def test_the_choice_is_the_best_of_all_and_keeps_its_budget(tmp_path):
         at = torch.arange(len(groups)), every
         best = float(loss[at].sum(1)[size[at].sum(1) <= 8 * room].min())
         ours = 0.0
-        for each in groups.values():
-            modules = next(iter(each.values())).modules
-            kinds = {found.kinds[name] for module in modules for name in stored_of(case, module)}
+        for group in groups.values():
+            modules = next(iter(group.values())).modules
+            kinds = {mix.kinds[name] for module in modules for name in stored_of(case, module)}
             assert len(kinds) == 1
-            ours += each[kinds.pop()].kl
-        assert ours == pytest.approx(best, rel=1e-9) and ours < previous and found.report["gap"] == 0
-        assert found.report["predicted"] == pytest.approx(ours, rel=1e-9)
+            ours += group[kinds.pop()].kl
+        assert ours == pytest.approx(best, rel=1e-9) and ours < previous and mix.report["gap"] == 0
+        assert mix.report["predicted"] == pytest.approx(ours, rel=1e-9)
         previous = ours
-    assert len({kind for kind in found.kinds.values() if kind != "F32"}) > 1
-    assert found.report["curve"][0][0] < 3.1 < 8.5 < found.report["curve"][-1][0] + 0.1
+    assert len({kind for kind in mix.kinds.values() if kind != "F32"}) > 1
+    assert mix.report["curve"][0][0] < 3.1 < 8.5 < mix.report["curve"][-1][0] + 0.1
 
 
 def kl_by_hand(case, kinds):
@@ -120,7 +120,7 @@ def kl_by_hand(case, kinds):
 @pytest.mark.parametrize("family", ["llama2", "smollm", "gemma3"])
 def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, family):
     case = Case(tmp_path, family, num_hidden_layers=2)
-    found = case.mix(bits=5.0)
+    mix = case.mix(bits=5.0)
     groups, tied = case.measured(), family != "llama2"
     assert ("lm_head" in groups) == (not tied) and ("output.weight" in case.shapes) == (not tied)
     assert next(iter(groups)) == "model.embed_tokens"
@@ -129,8 +129,8 @@ def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, 
             assert groups[name][kind].kl == pytest.approx(kl_by_hand(case, {name: kind}), rel=2e-3), name
             assert groups[name][kind].bits == 320 * TYPES[kind].size * 8
             assert 0 < groups[name][kind].output_error < 0.2
-    chosen = {one.stored.removesuffix(".weight"): found.kinds[one.gguf] for one in case.placed if one.matrix}
-    assert found.report["measured"] == pytest.approx(kl_by_hand(case, chosen), rel=2e-3)
+    chosen = {one.stored.removesuffix(".weight"): mix.kinds[one.gguf] for one in case.placed if one.matrix}
+    assert mix.report["measured"] == pytest.approx(kl_by_hand(case, chosen), rel=2e-3)
 
 
 def test_the_size_is_that_of_the_written_file(tmp_path):
@@ -138,20 +138,20 @@ def test_the_size_is_that_of_the_written_file(tmp_path):
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": [f"t{i}" for i in range(320)]}
     smallest = None
     for size in (400_000, 300_000):
-        found = case.mix(size=size, metadata=metadata)
-        slots = [GGUFTensorInfo(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
-        whole = metadata | {"general.file_type": found.file_type, "general.quantization_version": 2}
+        mix = case.mix(size=size, metadata=metadata)
+        slots = [GGUFTensorInfo(name, kind, case.shapes[name]) for name, kind in mix.kinds.items()]
+        whole = metadata | {"general.file_type": mix.file_type, "general.quantization_version": 2}
         with GGUFWriter(tmp_path / "model.gguf", whole, slots) as writer:
-            for name, kind in found.kinds.items():
+            for name, kind in mix.kinds.items():
                 nbytes = tensor_bytes(kind, case.shapes[name])
                 raw = torch.zeros(nbytes, dtype=torch.uint8)
                 rows = case.shapes[name][:-1]
                 writer.add(name, raw.view(torch.float32) if kind == "F32" else raw.view(*rows, -1))
             writer.finish()
         written = (tmp_path / "model.gguf").stat().st_size
-        assert found.size == written <= size
+        assert mix.size == written <= size
         assert written > 0.9 * size
-        smallest = found.size
+        smallest = mix.size
     with pytest.raises(SettingsError, match=r"size is 9000, but must be at least (\d+) bytes") as caught:
         case.mix(size=9000, metadata=metadata)
     least = int(caught.value.allowed.split()[2])
@@ -173,28 +173,28 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(tmp_p
 
 def test_inputs_that_256_does_not_divide(tmp_path):
     case = Case(tmp_path, hidden_size=64, intermediate_size=96)
-    found = case.mix(bits=5.2)
+    mix = case.mix(bits=5.2)
     groups = case.measured()
     assert all(sorted(options) == sorted(NARROW) for options in groups.values())
-    assert found.bits_per_weight <= 5.2 and any("256 does not divide" in note for note in found.notes)
-    assert {TYPES[kind].block for kind in found.kinds.values()} <= {1, 32}
+    assert mix.bits_per_weight <= 5.2 and any("256 does not divide" in note for note in mix.notes)
+    assert {TYPES[kind].block for kind in mix.kinds.values()} <= {1, 32}
 
 
 def test_inputs_that_32_does_not_divide_stay_numbers(tmp_path):
     case = Case(tmp_path, intermediate_size=80)
-    found = case.mix(bits=6.0)
-    down = [kind for name, kind in found.kinds.items() if "ffn_down" in name]
-    assert down == ["F16"] and "1 tensors are F16" in found.notes
-    assert found.bits_per_weight <= 6.0 and not any("down_proj" in group for group in case.measured())
+    mix = case.mix(bits=6.0)
+    down = [kind for name, kind in mix.kinds.items() if "ffn_down" in name]
+    assert down == ["F16"] and "1 tensors are F16" in mix.notes
+    assert mix.bits_per_weight <= 6.0 and not any("down_proj" in group for group in case.measured())
 
 
 def test_types_given_by_hand_are_kept_and_paid_for(tmp_path):
     case = Case(tmp_path)
     own = ExportSettings(**TEXT, overrides=("^output=Q8_0", "attn_(q|k)=Q6_K"))
-    found = case.mix(bits=5.5, settings=own)
-    assert found.kinds["output.weight"] == "Q8_0"
-    assert found.kinds["blk.0.attn_q.weight"] == found.kinds["blk.0.attn_k.weight"] == "Q6_K"
-    assert found.bits_per_weight <= 5.5
+    mix = case.mix(bits=5.5, settings=own)
+    assert mix.kinds["output.weight"] == "Q8_0"
+    assert mix.kinds["blk.0.attn_q.weight"] == mix.kinds["blk.0.attn_k.weight"] == "Q6_K"
+    assert mix.bits_per_weight <= 5.5
     assert list(case.measured()) == [
         "model.embed_tokens",
         "model.layers.0.self_attn.v_proj",
@@ -225,16 +225,16 @@ def test_tensors_of_one_parameter_share_a_type_and_both_are_paid_for(tmp_path):
     """A family whose file needs a copy of the tied embedding as its head."""
     case = Case(tmp_path, "gpt_neox", tie_word_embeddings=True)
     budget = 4.6
-    found = case.mix(bits=budget)
-    assert found.kinds["output.weight"] == found.kinds["token_embd.weight"]
-    assert found.bits_per_weight <= budget and "lm_head" not in case.measured()
-    assert found.kinds["blk.0.attn_qkv.weight"] in WIDE
+    mix = case.mix(bits=budget)
+    assert mix.kinds["output.weight"] == mix.kinds["token_embd.weight"]
+    assert mix.bits_per_weight <= budget and "lm_head" not in case.measured()
+    assert mix.kinds["blk.0.attn_qkv.weight"] in WIDE
 
 
 def test_conv1d_and_positions(tmp_path):
     case = Case(tmp_path, "gpt2", n_embd=256, n_layer=1)
-    found = case.mix(bits=7.0)
-    assert found.kinds["position_embd.weight"] == "F32" and found.kinds["blk.0.attn_qkv.weight"] in WIDE
+    mix = case.mix(bits=7.0)
+    assert mix.kinds["position_embd.weight"] == "F32" and mix.kinds["blk.0.attn_qkv.weight"] in WIDE
     name = "transformer.h.0.mlp.c_proj"
     wanted = kl_by_hand(case, {name: "Q3_K"})
     assert case.measured()[name]["Q3_K"].kl == pytest.approx(wanted, rel=2e-3)

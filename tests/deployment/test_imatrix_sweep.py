@@ -25,11 +25,11 @@ def text(model, count=3):
 
 def by_hooks(model, batches):
     """Sums of squares in float64 by parameter name, and tokens."""
-    anatomy, found = discover(model), {}
+    anatomy, actual = discover(model), {}
 
     def note(name):
         def hook(_, args):
-            found[name] = found.get(name, 0) + args[0].flatten(0, 1).double().square().sum(0)
+            actual[name] = actual.get(name, 0) + args[0].flatten(0, 1).double().square().sum(0)
 
         return hook
 
@@ -38,7 +38,7 @@ def by_hooks(model, batches):
     with torch.no_grad():
         for batch in batches:
             model(input_ids=batch)
-    return found, sum(batch.numel() for batch in batches)
+    return actual, sum(batch.numel() for batch in batches)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_sums_are_those_of_plain_hooks(tmp_path, family):
     model = load_model(checkpoint, dtype=torch.float32)
     batches = text(model)
     wanted, tokens = by_hooks(model, batches)
-    found = compute(checkpoint, batches, work=tmp_path / "work", precision="fp32")
+    result = compute(checkpoint, batches, work=tmp_path / "work", precision="fp32")
     anatomy = discover(model)
     head = anatomy.embedding if anatomy.tied else {"gpt_neox": "embed_out"}.get(family, anatomy.head)
     names = {f"{name}.weight": sums for name, sums in wanted.items() if name != anatomy.head}
     names[f"{head}.weight"] = wanted[anatomy.head]
-    assert sorted(found) == sorted(names) and all(name in checkpoint.tensors for name in found)
+    assert sorted(result) == sorted(names) and all(name in checkpoint.tensors for name in result)
     for name, sums in names.items():
-        in_sum2, count = found[name]
+        in_sum2, count = result[name]
         assert in_sum2.dtype == torch.float32 and count == tokens
         torch.testing.assert_close(in_sum2.double(), sums, rtol=1e-4, atol=1e-6 * float(sums.max()))
 
@@ -64,8 +64,8 @@ def test_sums_are_those_of_plain_hooks(tmp_path, family):
 def test_a_model_without_a_head_has_no_head(tmp_path):
     model = tiny_models.build("llama2").base_model
     checkpoint = open_checkpoint(tiny_models.save(model, tmp_path / "model"))
-    found = compute(checkpoint, text(model), work=tmp_path / "work", precision="fp32")
-    assert len(found) == 3 * 7
+    result = compute(checkpoint, text(model), work=tmp_path / "work", precision="fp32")
+    assert len(result) == 3 * 7
 
 
 def test_a_finished_run_is_read_back_and_a_killed_one_starts_again(tmp_path, monkeypatch):
@@ -83,10 +83,10 @@ def test_a_finished_run_is_read_back_and_a_killed_one_starts_again(tmp_path, mon
     again = compute(checkpoint, batches, work=tmp_path / "cut", precision="fp32")
     monkeypatch.setattr(imatrix, "sweep", dies)
     read = compute(checkpoint, batches, work=tmp_path / "cut", precision="fp32")
-    for found in (again, read):
-        assert sorted(found) == sorted(whole)
-        assert all(torch.equal(found[name][0], sums) for name, (sums, _) in whole.items())
-        assert all(found[name][1] == count for name, (_, count) in whole.items())
+    for actual in (again, read):
+        assert sorted(actual) == sorted(whole)
+        assert all(torch.equal(actual[name][0], sums) for name, (sums, _) in whole.items())
+        assert all(actual[name][1] == count for name, (_, count) in whole.items())
     assert "behind" not in [file.name for file in (tmp_path / "cut").iterdir()]
 
 
@@ -95,8 +95,8 @@ def test_hidden_states_may_wait_on_disk(tmp_path, monkeypatch):
     batches = text(load_model(checkpoint))
     wanted = compute(checkpoint, batches, work=tmp_path / "a", precision="fp32")
     monkeypatch.setattr(imatrix, "MEMORY", 0)
-    found = compute(checkpoint, batches, work=tmp_path / "b", precision="fp32")
-    assert all(torch.equal(found[name][0], sums) for name, (sums, _) in wanted.items())
+    result = compute(checkpoint, batches, work=tmp_path / "b", precision="fp32")
+    assert all(torch.equal(result[name][0], sums) for name, (sums, _) in wanted.items())
 
 
 def test_an_input_that_is_not_finite_is_named():

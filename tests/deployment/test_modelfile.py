@@ -94,7 +94,7 @@ def test_a_template_says_the_same_in_go(name: str) -> None:
     ]
     chats = [chat[:1], chat]
     if "system" in turns.around:
-        chats += [[{"role": "system", "content": "Be brief."}, *each] for each in chats]
+        chats += [[{"role": "system", "content": "Be brief."}, *item] for item in chats]
     for messages in chats:
         expected = render_chat(KNOWN[name], messages, add_generation_prompt=True, **SPECIAL)
         default = turns.system is not None and messages[0]["role"] != "system"

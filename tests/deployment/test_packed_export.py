@@ -24,8 +24,8 @@ def make(tmp_path):
 def codes(checkpoint):
     """Codes of every Linear by the name of its module."""
     read = reader(checkpoint)
-    found = {name.rpartition(".")[0]: read.codes(name) for name in checkpoint.tensors if read.is_coded(name)}
-    return {name: pair[0].codes.float() for name, pair in found.items() if pair is not None}
+    actual = {name.rpartition(".")[0]: read.codes(name) for name in checkpoint.tensors if read.is_coded(name)}
+    return {name: pair[0].codes.float() for name, pair in actual.items() if pair is not None}
 
 
 def weights(checkpoint):
@@ -57,9 +57,9 @@ def test_codes_travel_from_layout_to_layout(make, tmp_path, scheme, targets):
     assert len(first) == 21 and len(dense) == 21
     for number, target in enumerate(targets):
         source = export(source, tmp_path / f"{number}", ExportSettings(format=target))
-        found = codes(source)
-        assert found.keys() == first.keys()
-        assert all(torch.equal(found[name], first[name]) for name in first)
+        actual = codes(source)
+        assert actual.keys() == first.keys()
+        assert all(torch.equal(actual[name], first[name]) for name in first)
         for name, weight in weights(source).items():
             if scheme in ("NVFP4A16", "FP8"):  # a reciprocal is rounded; scales come back as float32
                 assert torch.allclose(weight, dense[name], rtol=1e-2, atol=1e-6), name
@@ -72,19 +72,19 @@ def test_codes_travel_from_layout_to_layout(make, tmp_path, scheme, targets):
 
 def test_int8_goes_to_bitsandbytes(make, tmp_path):
     source = make("W8A16", group_size=0)
-    made = export(source, tmp_path / "bnb", ExportSettings(format="bitsandbytes"))
-    assert made.config["quantization_config"]["load_in_8bit"]
-    assert torch.allclose(logits(made), logits(source), rtol=1e-3, atol=1e-3)
+    exported = export(source, tmp_path / "bnb", ExportSettings(format="bitsandbytes"))
+    assert exported.config["quantization_config"]["load_in_8bit"]
+    assert torch.allclose(logits(exported), logits(source), rtol=1e-3, atol=1e-3)
     grouped = pack(tmp_path / "dense", tmp_path / "grouped", scheme="W8A16", group_size=32)[1]
     with pytest.raises(ModelError, match="one scale for each output"):
         export(grouped, tmp_path / "no", ExportSettings(format="bitsandbytes"))
 
 
-def test_scales_that_float16_rounds_are_told(make, tmp_path):
+def test_scales_that_float16_rounds_are_reported(make, tmp_path):
     source = make("W4A16", dtype=torch.float32)
-    made = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
-    assert any("scales that float16 cannot hold" in note for note in made.card.details["notes"])
-    assert made.card.details["limits"][0].startswith("tensor parallel")
+    exported = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
+    assert any("scales that float16 cannot hold" in note for note in exported.card.details["notes"])
+    assert exported.card.details["limits"][0].startswith("tensor parallel")
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_settings_that_a_format_ignores_are_refused():
 def test_a_head_under_another_name_is_found(make, tmp_path):
     """GPT-NeoX stores its head as ``embed_out``."""
     source = make("W4A16", family="gpt_neox")
-    made = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
-    assert torch.equal(logits(made), logits(source))
+    exported = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
+    assert torch.equal(logits(exported), logits(source))

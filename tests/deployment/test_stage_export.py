@@ -33,12 +33,12 @@ def logits(model):
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
     source = packed(family, embedding_bits=8 if family == "smollm" else 0)
-    made = export(source, tmp_path / "out", ExportSettings(format="dense", dtype=dtype))
+    exported = export(source, tmp_path / "out", ExportSettings(format="dense", dtype=dtype))
     wanted = load_model(source, dtype=torch.float32)
-    got = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
+    got = AutoModelForCausalLM.from_pretrained(exported.path, dtype=torch.float32)
     assert torch.equal(logits(got), logits(wanted))
-    assert "quantization_config" not in made.config
-    kinds = {info.dtype for info in made.tensors.values()}
+    assert "quantization_config" not in exported.config
+    kinds = {info.dtype for info in exported.tensors.values()}
     assert kinds == ({"BF16"} if dtype == "auto" else {"F32"})
 
 
@@ -46,8 +46,8 @@ def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_every_scheme_leaves_dense_and_is_checked(tmp_path, family, name):
     source = pack(save(tmp_path / "dense", family), tmp_path / "packed", scheme=name)[1]
-    made = export(source, tmp_path / "out", ExportSettings(format="dense"))
-    wanted, got = load_model(source).state_dict(), load_model(made).state_dict()
+    exported = export(source, tmp_path / "out", ExportSettings(format="dense"))
+    wanted, got = load_model(source).state_dict(), load_model(exported).state_dict()
     assert wanted.keys() == got.keys()
     assert all(torch.equal(tensor, got[key]) for key, tensor in wanted.items())
     if family == "llama3" and name != "NF4":
@@ -63,10 +63,13 @@ def test_nf4_leaves_dense_alone(tmp_path):
 
 def test_packed_export_is_the_same_bytes(packed, tmp_path):
     source = packed()
-    made = export(source, tmp_path / "out", ExportSettings())
-    ours, theirs = load_file(source.path / "model.safetensors"), load_file(made.path / "model.safetensors")
+    exported = export(source, tmp_path / "out", ExportSettings())
+    ours, theirs = (
+        load_file(source.path / "model.safetensors"),
+        load_file(exported.path / "model.safetensors"),
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert any("read back equal" in line for line in made.card.details["checks"])
+    assert any("read back equal" in line for line in exported.card.details["checks"])
 
 
 def damage(folder, change):
@@ -113,9 +116,9 @@ def test_whole_numbers_keep_their_type(tmp_path):
     folder = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense", dtype=torch.bfloat16)
     positions = torch.arange(5, dtype=torch.int32)
     damage(folder, lambda tensors: tensors.update({"model.position_ids": positions}))
-    made = export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float32"))
-    assert torch.equal(made.load("model.position_ids"), positions)
-    assert made.tensors["model.norm.weight"].dtype == "F32"
+    exported = export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float32"))
+    assert torch.equal(exported.load("model.position_ids"), positions)
+    assert exported.tensors["model.norm.weight"].dtype == "F32"
 
 
 def test_dense_export_of_quantized_blocks_is_bfloat16_unless_asked(tmp_path):
@@ -124,11 +127,13 @@ def test_dense_export_of_quantized_blocks_is_bfloat16_unless_asked(tmp_path):
     file = tmp_path / "m.gguf"
     export(folder, file, ExportSettings(format="gguf", type="Q8_0"))
     exact = export(file, tmp_path / "exact", ExportSettings(format="dense", dtype="float32"))
-    made = export(file, tmp_path / "out", ExportSettings(format="dense"))
+    exported = export(file, tmp_path / "out", ExportSettings(format="dense"))
     assert {info.dtype for info in exact.tensors.values()} == {"F32"} and exact.config["dtype"] == "float32"
-    assert {info.dtype for info in made.tensors.values()} == {"BF16"} and made.config["dtype"] == "bfloat16"
-    assert all(torch.equal(made.load(name), exact.load(name).bfloat16()) for name in made.tensors)
-    assert "--dtype float32" in made.card.details["notes"][0]
+    assert {info.dtype for info in exported.tensors.values()} == {"BF16"} and exported.config[
+        "dtype"
+    ] == "bfloat16"
+    assert all(torch.equal(exported.load(name), exact.load(name).bfloat16()) for name in exported.tensors)
+    assert "--dtype float32" in exported.card.details["notes"][0]
     assert "notes" not in exact.card.details
 
 
@@ -136,8 +141,8 @@ def test_a_checkpoint_with_names_of_its_own_is_exported_as_it_is(tmp_path):
     """Older releases of a family name their tensors otherwise; transformers renames them as it loads."""
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "dense")
     damage(folder, lambda tensors: [tensors.update({f"old.{n}": tensors.pop(n)}) for n in list(tensors)])
-    made = export(folder, tmp_path / "out", ExportSettings(format="dense"))
-    assert all(name.startswith("old.") for name in made.tensors)
+    exported = export(folder, tmp_path / "out", ExportSettings(format="dense"))
+    assert all(name.startswith("old.") for name in exported.tensors)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "made_up"}))
     assert export(folder, tmp_path / "unknown", ExportSettings(format="dense")).tensors

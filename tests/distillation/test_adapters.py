@@ -109,8 +109,8 @@ def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
     peft = pytest.importorskip("peft")
     teacher, student = models
     settings = RecoverSettings(**{**SETTINGS, "steps": 40}, adapter_init=init)
-    made = recover(student, tmp_path / "out", settings, teacher=teacher)
-    base, merged = (load_model(path, dtype=torch.float32) for path in (student, made.path))
+    recovered = recover(student, tmp_path / "out", settings, teacher=teacher)
+    base, merged = (load_model(path, dtype=torch.float32) for path in (student, recovered.path))
     for name, value in base.named_parameters():
         if name.removesuffix(".weight") not in linears(base):
             assert torch.equal(value, merged.get_parameter(name)), name
@@ -127,11 +127,11 @@ def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
             nn.functional.kl_div(z, wanted, log_target=True, reduction="batchmean") for z in (before, after)
         ]
         assert kl[1] < 0.95 * kl[0]  # random tokens, a random model
-        loaded = peft.PeftModel.from_pretrained(base, str(made.path / "adapter")).eval()
+        loaded = peft.PeftModel.from_pretrained(base, str(recovered.path / "adapter")).eval()
         assert torch.allclose(loaded(input_ids=tokens).logits.log_softmax(-1), after, atol=1e-4)
-    config = read_adapter_config(made.path / "adapter")
+    config = read_adapter_config(recovered.path / "adapter")
     assert config["base_model_name_or_path"] == str(student) and config["r"] == 4
-    assert made.card.settings["adapter_rank"] == 4
+    assert recovered.card.settings["adapter_rank"] == 4
 
 
 def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch):

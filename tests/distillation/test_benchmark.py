@@ -42,8 +42,8 @@ def test_a_table_of_all_that_ran(run, tmp_path):
     rows = {line.split()[0]: line.split() for line in text.splitlines()[-3:]}
     assert list(rows) == ["plain", "kl", "longer"] and rows["plain"][1] == "4"
     for name in rows:
-        found = [json.loads((tmp_path / f"work/{name}-{seed}.json").read_text()) for seed in (0, 1)]
-        assert all(each["tokens"] > 0 and 0 < each["acceptance"] < 1 for each in found)
+        results = [json.loads((tmp_path / f"work/{name}-{seed}.json").read_text()) for seed in (0, 1)]
+        assert all(item["tokens"] > 0 and 0 < item["acceptance"] < 1 for item in results)
     again = run("--methods", "plain", "kl", "longer")
     assert again.splitlines()[-3:] and "acceptance 0." not in again.splitlines()[0]  # nothing was trained
 

@@ -126,13 +126,13 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
 def test_a_fresh_student_is_narrower_and_seeded(family):
     model = tiny_models.build(family)
-    made, again, other = (fresh_student(model, [0, 2], 32, seed) for seed in (0, 0, 1))
-    assert made.get_input_embeddings().weight.shape == (tiny_models.VOCABULARY, 32)
-    assert made.config.num_hidden_layers == 2
-    state, same, differing = (each.state_dict() for each in (made, again, other))
+    result, again, other = (fresh_student(model, [0, 2], 32, seed) for seed in (0, 0, 1))
+    assert result.get_input_embeddings().weight.shape == (tiny_models.VOCABULARY, 32)
+    assert result.config.num_hidden_layers == 2
+    state, same, differing = (item.state_dict() for item in (result, again, other))
     assert all(torch.equal(state[name], same[name]) for name in state)
     assert any(not torch.equal(state[name], differing[name]) for name in state)
-    assert torch.isfinite(tiny_models.logits(made, tiny_models.tokens(model))).all()
+    assert torch.isfinite(tiny_models.logits(result, tiny_models.tokens(model))).all()
 
 
 @pytest.mark.parametrize("width", [64, 40, 100])
@@ -167,7 +167,7 @@ def test_the_report_counts_the_common_vocabulary_and_no_padding():
     model, wide = tiny_models.build("llama3"), tiny_models.build("llama3", vocab_size=384)
     rows = tiny_models.tokens(model, batch=2, length=10)
     padded = torch.cat([rows, torch.full((2, 4), PADDING)], 1)
-    got, wanted = (draft_report(wide, model, each, prompt=2, batch=2) for each in (padded, rows))
+    got, wanted = (draft_report(wide, model, row, prompt=2, batch=2) for row in (padded, rows))
     assert got["tokens"] == wanted["tokens"] == 16
     assert got["acceptance"] == pytest.approx(wanted["acceptance"], rel=1e-5)
     assert got["by_rows"]["4"] == pytest.approx(wanted["by_rows"]["4"], rel=1e-5)
@@ -181,8 +181,8 @@ def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
         "lk": {},
         "tv": {"draft_loss": "tv"},
     }.items():
-        made = distill(teacher, tmp_path / name, DistillSettings(**{**SMALL, **changes}))
-        learned[name] = made.card.details["drafting"]["acceptance"]
+        student = distill(teacher, tmp_path / name, DistillSettings(**{**SMALL, **changes}))
+        learned[name] = student.card.details["drafting"]["acceptance"]
     assert learned["lk"] > 1.2 * learned["plain"] and learned["tv"] > 1.2 * learned["plain"], learned
 
 

@@ -1,4 +1,4 @@
-"""What a student learns: the loss beside its teacher, and what it begins with."""
+"""What a student learns: its loss against the teacher, and its initial weights."""
 
 import pytest
 import torch

@@ -29,21 +29,21 @@ def save(family, tmp_path, name=None, **changes):
 
 def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
     folder = save("llama3", tmp_path)
-    made = distill(folder, tmp_path / "out", DistillSettings(layers=2, **{**SMALL, "steps": 60}))
-    assert made.config["num_hidden_layers"] == 2
-    AutoModelForCausalLM.from_pretrained(made.path)
-    curve = [row["loss"] for row in made.card.details["curve"] if "loss" in row]
+    student = distill(folder, tmp_path / "out", DistillSettings(layers=2, **{**SMALL, "steps": 60}))
+    assert student.config["num_hidden_layers"] == 2
+    AutoModelForCausalLM.from_pretrained(student.path)
+    curve = [row["loss"] for row in student.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.8 * curve[0]
-    assert made.card.details["layer_map"] == [0, 2]
-    assert {parent.role for parent in made.card.parents} == {"weights", "signal"}
+    assert student.card.details["layer_map"] == [0, 2]
+    assert {parent.role for parent in student.card.parents} == {"weights", "signal"}
 
 
 def test_recover_keeps_the_shape_and_comes_closer(tmp_path):
     teacher = save("smollm", tmp_path, "teacher")
     pruned = save("smollm", tmp_path, "pruned", intermediate_size=64)
-    made = recover(pruned, tmp_path / "out", RecoverSettings(**{**SMALL, "steps": 60}), teacher=teacher)
-    assert made.config["intermediate_size"] == 64
-    curve = [row["loss"] for row in made.card.details["curve"] if "loss" in row]
+    recovered = recover(pruned, tmp_path / "out", RecoverSettings(**{**SMALL, "steps": 60}), teacher=teacher)
+    assert recovered.config["intermediate_size"] == 64
+    curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.8 * curve[0]
 
 
@@ -70,5 +70,5 @@ def test_documents_can_be_kept_apart(tmp_path):
     text = tmp_path / "lines.jsonl"
     text.write_text("".join(json.dumps({"text": f"line number {i} of the text"}) + "\n" for i in range(50)))
     settings = RecoverSettings(**{**SMALL, "steps": 4, "data": str(text)}, packing="separate")
-    made = recover(save("smollm", tmp_path), tmp_path / "out", settings, teacher=tmp_path / "smollm")
-    assert made.card.details["steps"] == 4
+    recovered = recover(save("smollm", tmp_path), tmp_path / "out", settings, teacher=tmp_path / "smollm")
+    assert recovered.card.details["steps"] == 4

@@ -14,9 +14,9 @@ from attar.formats.coded import Coded
 from attar.formats.rules import WeightRule
 
 
-def rule(bits: int = 4, size: int = 16, **said: Any) -> WeightRule:
+def rule(bits: int = 4, size: int = 16, **fields: Any) -> WeightRule:
     """Groups of ``size``; 0: the whole row."""
-    return WeightRule("int", bits, "group" if size else "channel", size, **said)
+    return WeightRule("int", bits, "group" if size else "channel", size, **fields)
 
 
 def random_coded(made: WeightRule, shape: tuple[int, int] = (8, 64), seed: int = 0) -> Coded:
@@ -37,7 +37,7 @@ def random_coded(made: WeightRule, shape: tuple[int, int] = (8, 64), seed: int =
 
 def field(words: torch.Tensor, index: int, bits: int) -> int:
     """Field ``index`` of a little-endian string of 32-bit words."""
-    number = sum((int(word) & 0xFFFFFFFF) << (32 * place) for place, word in enumerate(words))
+    number = sum((int(word) & 0xFFFFFFFF) << (32 * position) for position, word in enumerate(words))
     return number >> (index * bits) & (2**bits - 1)
 
 
@@ -54,20 +54,20 @@ def half(number: float) -> float:
 def folder(
     path: Path,
     tensors: dict[str, torch.Tensor],
-    said: dict[str, Any] | None,
+    quantization_config: dict[str, Any] | None,
     *,
-    beside: tuple[str, dict[str, Any]] | None = None,
+    config_file: tuple[str, dict[str, Any]] | None = None,
     family: str = "llama",
 ) -> Any:
-    """A checkpoint of these tensors, opened; ``said`` is its quantization_config, ``beside`` a file more."""
+    """An opened checkpoint of these tensors with its ``quantization_config``, or with a config file more."""
     path.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     config: dict[str, Any] = {"model_type": family, "architectures": ["LlamaForCausalLM"]}
-    if said is not None:
-        config["quantization_config"] = said
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
     (path / "config.json").write_text(json.dumps(config))
-    if beside:
-        (path / beside[0]).write_text(json.dumps(beside[1]))
+    if config_file:
+        (path / config_file[0]).write_text(json.dumps(config_file[1]))
     return open_checkpoint(path)
 
 

@@ -20,13 +20,13 @@ from attar.formats.readers import dequantize_state, quant_method, reader
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
-SAID = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 
 
 def nibble(word, output):
     """Output 0 to 7 of a word: even ones in the low half, odd ones in the high half."""
-    place = output // 2 if output % 2 == 0 else 4 + output // 2
-    return (int(word) & 0xFFFFFFFF) >> (4 * place) & 15
+    index = output // 2 if output % 2 == 0 else 4 + output // 2
+    return (int(word) & 0xFFFFFFFF) >> (4 * index) & 15
 
 
 def by_loops(tensors, shape, size):
@@ -42,14 +42,14 @@ def by_loops(tensors, shape, size):
 @pytest.mark.parametrize("size", [16, 32, 0])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_decoding_agrees_with_loops_over_the_description(size, symmetric):
-    made, shape = rule(4, size, symmetric=symmetric), (24, 96)
-    weight = random_coded(made, shape)
-    tensors = encode(weight, made)
-    got = decode(tensors, made)
+    result, shape = rule(4, size, symmetric=symmetric), (24, 96)
+    weight = random_coded(result, shape)
+    tensors = encode(weight, result)
+    got = decode(tensors, result)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, shape, size or 96))
     assert equal(unpack(tensors), weight)
-    assert layout(shape, made) == {
+    assert layout(shape, result) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
 
@@ -74,12 +74,14 @@ def test_the_two_orders_are_inverses():
 
 
 def test_nothing_is_modified():
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
-    tensors = encode(weight, made)
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
+    tensors = encode(weight, weight_rule)
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    decode(tensors, made)
-    assert equal(weight, random_coded(made)) and all(torch.equal(kept[name], tensors[name]) for name in kept)
+    decode(tensors, weight_rule)
+    assert equal(weight, random_coded(weight_rule)) and all(
+        torch.equal(kept[name], tensors[name]) for name in kept
+    )
 
 
 def test_config():
@@ -108,30 +110,30 @@ def stored(made=None, shape=(8, 64)):
 
 
 @pytest.mark.parametrize(
-    ("said", "beside"),
+    ("config", "config_file"),
     [
-        (SAID, None),
-        ({**SAID, "version": "GEMM"}, None),
-        ({key: value for key, value in SAID.items() if key != "version"}, None),
+        (CONFIG, None),
+        ({**CONFIG, "version": "GEMM"}, None),
+        ({key: value for key, value in CONFIG.items() if key != "version"}, None),
         (
             None,
             ("quant_config.json", {"zero_point": True, "q_group_size": 16, "w_bit": 4, "version": "GEMM"}),
         ),
     ],
 )
-def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
+def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, config, config_file):
     norm, bias = torch.randn(4).half(), torch.randn(8).half()
     tensors = {**stored(), "model.norm.weight": norm, f"{MODULE}.bias": bias}
-    checkpoint = folder(tmp_path, tensors, said, beside=beside)
+    checkpoint = folder(tmp_path, tensors, config, config_file=config_file)
     assert quant_method(checkpoint) == "awq"
     read = reader(checkpoint)
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
-    found = read.codes(f"{MODULE}.qweight")
-    assert equal(found[0], weight) and found[1] == made
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
+    actual = read.codes(f"{MODULE}.qweight")
+    assert equal(actual[0], weight) and actual[1] == weight_rule
     state = dequantize_state(checkpoint)
     assert sorted(state) == [f"{MODULE}.bias", f"{MODULE}.weight", "model.norm.weight"]
-    assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, made), made))
+    assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, weight_rule), weight_rule))
     assert torch.equal(state["model.norm.weight"], norm) and torch.equal(state[f"{MODULE}.bias"], bias)
     slot = read.header(checkpoint.tensors[f"{MODULE}.qweight"])
     assert slot == (f"{MODULE}.weight", "F16", (8, 64))
@@ -139,21 +141,21 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
 
 
 def test_zero_points_of_8_are_none(tmp_path):
-    made = rule(4, 16)
-    found = AWQReader(folder(tmp_path, stored(made), SAID)).codes(f"{MODULE}.qweight")
-    assert found[1] == made and equal(found[0], random_coded(made))
+    weight_rule = rule(4, 16)
+    actual = AWQReader(folder(tmp_path, stored(weight_rule), CONFIG)).codes(f"{MODULE}.qweight")
+    assert actual[1] == weight_rule and equal(actual[0], random_coded(weight_rule))
 
 
 @pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])
 def test_other_layouts_are_refused_by_name(tmp_path, changes):
     with pytest.raises(ModelError, match="gemm with 4 bits"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, **changes}))
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, **changes}))
 
 
 @pytest.mark.parametrize("size", [None, 0, "16"])
 def test_group_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(CheckpointError, match="in groups of"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).decode(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, "group_size": size})).decode(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +172,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
     tensors = stored()
     tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
     with pytest.raises(CheckpointError, match=error):
-        AWQReader(folder(tmp_path, tensors, SAID)).decode(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, CONFIG)).decode(f"{MODULE}.qweight")
 
 
 def test_scales_of_zero_are_named(tmp_path):
     tensors = stored()
     tensors[f"{MODULE}.scales"][0, 0] = 0
     with pytest.raises(NumericsError, match=r"down_proj\.scales"):
-        AWQReader(folder(tmp_path, tensors, SAID)).check(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, CONFIG)).check(f"{MODULE}.qweight")

@@ -29,12 +29,12 @@ from attar.quantization.methods.rtn import rtn
 from tests.quantization.packing import pack, save
 
 
-def made(double, shape=(6, 128)):
+def encoded_codes(double, shape=(6, 128)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = rtn(weight, NF4Grid(64, double, torch.bfloat16))
-    nested = found.parameters.stored if double else None
+    quantized = rtn(weight, NF4Grid(64, double, torch.bfloat16))
+    nested = quantized.parameters.stored if double else None
     levels = torch.tensor(LEVELS)
-    return found, encode_nf4(found.codes, found.parameters.scale, levels, torch.bfloat16, nested)
+    return quantized, encode_nf4(quantized.codes, quantized.parameters.scale, levels, torch.bfloat16, nested)
 
 
 def by_loops(tensors):
@@ -55,9 +55,9 @@ def by_loops(tensors):
 
 @pytest.mark.parametrize("double", [False, True])
 def test_decoding_agrees_with_loops_over_the_description(double):
-    found, tensors = made(double)
+    actual, tensors = encoded_codes(double)
     assert torch.equal(decode_nf4(tensors), by_loops(tensors))
-    assert torch.equal(decode_nf4(tensors).float(), found.dequantize())
+    assert torch.equal(decode_nf4(tensors).float(), actual.dequantize())
     assert layout_nf4((6, 128), 64, torch.bfloat16, double) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -65,9 +65,9 @@ def test_decoding_agrees_with_loops_over_the_description(double):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e-7, 0.012345678359270096, 1.2345678e-05, 123456.789])
 def test_the_state_has_the_announced_length_whatever_the_offset(offset):
-    found, _ = made(True)
-    nested = {**found.parameters.stored, "nested_offset": torch.tensor([offset])}
-    tensors = encode_nf4(found.codes, found.parameters.scale, torch.tensor(LEVELS), torch.bfloat16, nested)
+    actual, _ = encoded_codes(True)
+    nested = {**actual.parameters.stored, "nested_offset": torch.tensor([offset])}
+    tensors = encode_nf4(actual.codes, actual.parameters.scale, torch.tensor(LEVELS), torch.bfloat16, nested)
     assert tensors[STATE].shape == layout_nf4((6, 128), 64, torch.bfloat16, True)[STATE][1]
     assert read_state(tensors[STATE])["nested_offset"] == torch.tensor(offset).item()
 
@@ -134,19 +134,19 @@ def test_other_layouts_are_refused(tmp_path):
 def whole(shape=(6, 40), dtype=torch.bfloat16, seed=2):
     """A weight on the grid of W8A8."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    found = rtn(weight, IntGrid(8, 0, storage=dtype))
-    return found, Coded(found.codes, found.parameters.scale)
+    quantized = rtn(weight, IntGrid(8, 0, storage=dtype))
+    return quantized, Coded(quantized.codes, quantized.parameters.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_int8_decodes_to_what_the_codes_were_made_for(dtype):
-    found, coded = whole(dtype=dtype)
+    actual, coded = whole(dtype=dtype)
     tensors = bitsandbytes.encode_int8(coded)
     assert bitsandbytes.layout_int8((6, 40)) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
-    assert torch.equal(tensors["weight"], found.codes)
-    assert torch.equal(bitsandbytes.decode_int8(tensors, dtype).float(), found.dequantize())
+    assert torch.equal(tensors["weight"], actual.codes)
+    assert torch.equal(bitsandbytes.decode_int8(tensors, dtype).float(), actual.dequantize())
     for n in range(6):
         for k in range(40):
             wanted = int(tensors["weight"][n, k]) * (float(tensors["SCB"][n]) / 127)
@@ -194,10 +194,10 @@ def save_int8(folder, family="llama3"):
     dense = {}
     for name in linears:
         weight = tensors.pop(name)
-        found = rtn(weight, IntGrid(8, 0, storage=torch.bfloat16))
-        dense[name] = found.dequantize().bfloat16()
-        made = bitsandbytes.encode_int8(Coded(found.codes, found.parameters.scale))
-        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
+        quantized = rtn(weight, IntGrid(8, 0, storage=torch.bfloat16))
+        dense[name] = quantized.dequantize().bfloat16()
+        encoded_codes = bitsandbytes.encode_int8(Coded(quantized.codes, quantized.parameters.scale))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in encoded_codes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**checkpoint.config, "quantization_config": bitsandbytes.int8_config(["lm_head"])}
     (folder / "config.json").write_text(json.dumps(config))

@@ -26,11 +26,11 @@ def random_blocks(kind, rows, columns, seed=0):
     data = torch.randint(
         0, 256, (rows, columns // TYPES[kind].block * size), dtype=torch.uint8, generator=generator
     )
-    each = data.view(-1, size)
+    item = data.view(-1, size)
     for at in blocks.LAYOUTS[kind].halves.values():
-        each[:, at : at + 2] = torch.randn(len(each), 1, generator=generator).half().view(torch.uint8)
+        item[:, at : at + 2] = torch.randn(len(item), 1, generator=generator).half().view(torch.uint8)
     if kind == "MXFP4":
-        each[:, 0] = 120 + each[:, 0] % 8
+        item[:, 0] = 120 + item[:, 0] % 8
     return data
 
 

@@ -42,11 +42,11 @@ def packed(folder, groups, weights, *, aside=None, **config):
             half = 2 ** (rule.bits - 1)
             codes = torch.randint(-half, half, shape, generator=g).to(torch.int8)
         scale = torch.rand(rule.tiles(shape), generator=g) + 0.1
-        made = encode(Coded(codes, scale), rule, form, torch.float32)
-        tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in made.items()}
+        result = encode(Coded(codes, scale), rule, form, torch.float32)
+        tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in result.items()}
     save_file(tensors, folder / "model.safetensors")
-    said = quantization_config(groups, ignore=[], **config) if isinstance(groups, list) else groups
-    whole = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": said}
+    message = quantization_config(groups, ignore=[], **config) if isinstance(groups, list) else groups
+    whole = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": message}
     (folder / "config.json").write_text(json.dumps(whole))
     return open_checkpoint(folder)
 
@@ -91,14 +91,14 @@ def test_the_more_exact_name_decides():
 
 
 def test_groups_that_leave_out_their_format():
-    said = quantization_config([ConfigGroup(("Linear",), FP8, STATIC, FLOAT)], ignore=[])
-    del said["config_groups"]["group_0"]["format"]
-    assert CompressedTensorsConfig(said).groups[0].form == FLOAT
-    said["format"] = "mixed-precision"
-    assert CompressedTensorsConfig(said).groups[0].form == FLOAT
+    config = quantization_config([ConfigGroup(("Linear",), FP8, STATIC, FLOAT)], ignore=[])
+    del config["config_groups"]["group_0"]["format"]
+    assert CompressedTensorsConfig(config).groups[0].form == FLOAT
+    config["format"] = "mixed-precision"
+    assert CompressedTensorsConfig(config).groups[0].form == FLOAT
 
 
-def test_reading_each_layout_beside_the_others(tmp_path):
+def test_reading_each_layout_next_to_the_others(tmp_path):
     groups = [
         ConfigGroup(("Linear",), W4),
         ConfigGroup(("b.x",), W8, TOKEN, INT),
@@ -119,7 +119,7 @@ def test_reading_each_layout_beside_the_others(tmp_path):
     }
 
 
-def test_class_names_are_told_apart_by_their_tensors(tmp_path):
+def test_class_names_are_distinguished_by_their_tensors(tmp_path):
     groups = [ConfigGroup(("Linear",), W4, TOKEN, INT), ConfigGroup(("Embedding",), W8, None, NAIVE)]
     checkpoint = packed(tmp_path / "a", groups, {"embed": (W8, NAIVE), "a.x": (W4, INT)})
     codes, scale = checkpoint.load("embed.weight").float(), checkpoint.load("embed.weight_scale")
@@ -143,10 +143,10 @@ def test_a_config_that_does_not_fit_its_tensors_is_refused(rule, tmp_path):
 
 
 def test_groups_without_weights_are_refused(tmp_path):
-    said = quantization_config([ConfigGroup(("Linear",), W4)], ignore=[])
-    said["config_groups"]["group_0"]["weights"] = None
+    config = quantization_config([ConfigGroup(("Linear",), W4)], ignore=[])
+    config["config_groups"]["group_0"]["weights"] = None
     with pytest.raises(CheckpointError, match="quantizes no weights"):
-        CompressedTensorsReader(packed(tmp_path / "a", said, {"a.x": (W4, PACK)}))
+        CompressedTensorsReader(packed(tmp_path / "a", config, {"a.x": (W4, PACK)}))
 
 
 @pytest.mark.parametrize("leaf", ["weight_scale", "input_scale"])

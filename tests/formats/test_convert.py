@@ -1,4 +1,4 @@
-"""Conversions between integer layouts: no code is touched, the numbers stay the same, changes are told."""
+"""Conversions between integer layouts: codes and numbers stay the same, scale changes are reported."""
 
 from dataclasses import replace
 
@@ -24,12 +24,12 @@ def write(path, target, weight, made, form=PACK):
     if target == "compressed-tensors":
         group = compressed_tensors.ConfigGroup((MODULE,), made, None, form)
         tensors = layouts.encode(weight, made, form, torch.float16)
-        said, module = compressed_tensors.quantization_config([group], ignore=[]), compressed_tensors
+        message, module = compressed_tensors.quantization_config([group], ignore=[]), compressed_tensors
     else:
         module = {"gptq": gptq, "awq": awq}[target]
-        tensors, said = module.encode(weight, made), module.quantization_config({MODULE: made})
+        tensors, message = module.encode(weight, made), module.quantization_config({MODULE: made})
     named = {f"{MODULE}.{leaf}": tensor for leaf, tensor in tensors.items()}
-    return READERS[module.METHOD](folder(path, named, said))
+    return READERS[module.METHOD](folder(path, named, message))
 
 
 def read(reader):
@@ -56,14 +56,14 @@ CHAINS = [
 )
 def test_codes_and_numbers_stay_through_every_conversion(tmp_path, made, chain):
     start = weight = random_coded(made, SHAPE)
-    found, first = made, None
+    actual, first = made, None
     for step, target in enumerate(chain):
-        assert misfit(found, SHAPE, target) is None
-        carried = convert(weight, found, target)
+        assert misfit(actual, SHAPE, target) is None
+        carried = convert(weight, actual, target)
         assert carried.change == 0.0 and carried.note is None
-        weight, found, dense = read(write(tmp_path / str(step), target, carried.weight, carried.rule))
+        weight, actual, dense = read(write(tmp_path / str(step), target, carried.weight, carried.rule))
         first = dense if first is None else first
-        assert equal(weight, start) and found == made
+        assert equal(weight, start) and actual == made
         assert dense.dtype == torch.float16 and torch.equal(dense, first)
 
 
@@ -76,17 +76,19 @@ def test_codes_and_numbers_stay_through_every_conversion(tmp_path, made, chain):
     seed=st.integers(0, 99),
 )
 def test_gptq_and_compressed_tensors_hold_the_same(bits, size, symmetric, ordered, seed):
-    made = rule(bits, size, symmetric=symmetric, ordered=ordered and size > 0)
-    weight = random_coded(made, (8, 32), seed)
-    packed = layouts.encode(weight, made, PACK, torch.float16)
-    tensors = gptq.encode(weight, made)
+    weight_rule = rule(bits, size, symmetric=symmetric, ordered=ordered and size > 0)
+    weight = random_coded(weight_rule, (8, 32), seed)
+    packed = layouts.encode(weight, weight_rule, PACK, torch.float16)
+    tensors = gptq.encode(weight, weight_rule)
     assert torch.equal(tensors["qweight"], packed["weight_packed"].T)
     assert torch.equal(tensors["scales"], packed["weight_scale"].T)
-    assert torch.equal(gptq.decode(tensors, made), layouts.decode(packed, made, PACK))
+    assert torch.equal(gptq.decode(tensors, weight_rule), layouts.decode(packed, weight_rule, PACK))
     if not symmetric:
         assert torch.equal(tensors["qzeros"], packed["weight_zero_point"].T)
-    if bits == 4 and not made.ordered:
-        assert torch.equal(awq.decode(awq.encode(weight, made), made), gptq.decode(tensors, made))
+    if bits == 4 and not weight_rule.ordered:
+        assert torch.equal(
+            awq.decode(awq.encode(weight, weight_rule), weight_rule), gptq.decode(tensors, weight_rule)
+        )
 
 
 @pytest.mark.parametrize("form", [PACK, INT])
@@ -94,10 +96,10 @@ def test_gptq_and_compressed_tensors_hold_the_same(bits, size, symmetric, ordere
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [1, 4, 7, 8])
 def test_compressed_tensors_gives_its_codes(tmp_path, form, strategy, symmetric, bits):
-    made = WeightRule("int", bits, strategy, 16 if strategy == "group" else 0, symmetric)
-    weight = random_coded(made, SHAPE)
-    found, back, _ = read(write(tmp_path, "compressed-tensors", weight, made, form))
-    assert equal(found, weight) and back == made
+    weight_rule = WeightRule("int", bits, strategy, 16 if strategy == "group" else 0, symmetric)
+    weight = random_coded(weight_rule, SHAPE)
+    actual, back, _ = read(write(tmp_path, "compressed-tensors", weight, weight_rule, form))
+    assert equal(actual, weight) and back == weight_rule
 
 
 @pytest.mark.parametrize("form", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"])
@@ -105,38 +107,38 @@ def test_float_codes_come_as_they_are_too(tmp_path, form):
     g = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, SHAPE, generator=g, dtype=torch.uint8)
     if form == "float-quantized":
-        made = WeightRule("float", 8, "channel")
+        weight_rule = WeightRule("float", 8, "channel")
         weight = Coded(
             torch.randn(SHAPE, generator=g).to(torch.float8_e4m3fn), torch.rand(16, 1).half().float()
         )
     elif form == "mxfp4-pack-quantized":
-        made = WeightRule("float", 4, "group", 32)
+        weight_rule = WeightRule("float", 4, "group", 32)
         weight = Coded(codes, torch.exp2(torch.randint(-9, 9, (16, 2), generator=g).float()))
     else:
-        made, above = WeightRule("float", 4, "tensor_group", 16), torch.tensor([700.0])
+        weight_rule, above = WeightRule("float", 4, "tensor_group", 16), torch.tensor([700.0])
         local = (torch.rand(16, 4, generator=g) * 400 + 1).to(torch.float8_e4m3fn).float()
         weight = Coded(codes, local / above, global_scale=above)
-    reader = write(tmp_path, "compressed-tensors", weight, made, form)
-    found, back, _ = read(reader)
-    assert back == made and torch.equal(found.scale, weight.scale)
-    assert torch.equal(found.codes.view(torch.uint8), weight.codes.view(torch.uint8))
-    again = layouts.encode(found, made, form, torch.float16)
+    reader = write(tmp_path, "compressed-tensors", weight, weight_rule, form)
+    actual, back, _ = read(reader)
+    assert back == weight_rule and torch.equal(actual.scale, weight.scale)
+    assert torch.equal(actual.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    again = layouts.encode(actual, weight_rule, form, torch.float16)
     assert all(torch.equal(again[leaf], reader.checkpoint.load(f"{MODULE}.{leaf}")) for leaf in again)
 
 
 def test_static_act_order_is_no_order():
-    said = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    config = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
     for order in ("static", "weight", None):
-        made = WeightRule.read({**said, "actorder": order})
-        assert all(misfit(made, SHAPE, target) is None for target in WIDTHS)
-    assert "act-order" in misfit(WeightRule.read({**said, "actorder": "group"}), SHAPE, "awq")
+        result = WeightRule.read({**config, "actorder": order})
+        assert all(misfit(result, SHAPE, target) is None for target in WIDTHS)
+    assert "act-order" in misfit(WeightRule.read({**config, "actorder": "group"}), SHAPE, "awq")
 
 
 def test_a_g_idx_of_neighbours_is_none(tmp_path):
-    made = rule(4, 16, ordered=True)
-    weight = replace(random_coded(made, SHAPE), g_idx=torch.arange(64) // 16)
-    found, back, _ = read(write(tmp_path, "compressed-tensors", weight, made))
-    assert back == rule(4, 16) and found.g_idx is None
+    weight_rule = rule(4, 16, ordered=True)
+    weight = replace(random_coded(weight_rule, SHAPE), g_idx=torch.arange(64) // 16)
+    actual, back, _ = read(write(tmp_path, "compressed-tensors", weight, weight_rule))
+    assert back == rule(4, 16) and actual.g_idx is None
 
 
 @pytest.mark.parametrize(
@@ -151,20 +153,20 @@ def test_a_g_idx_of_neighbours_is_none(tmp_path):
         (rule(4, 48), SHAPE, "awq", "64 inputs are no multiple of 48"),
     ],
 )
-def test_what_does_not_fit_is_told(made, shape, target, why):
+def test_what_does_not_fit_is_reported(made, shape, target, why):
     assert why in misfit(made, shape, target)
 
 
 @pytest.mark.parametrize("target", list(WIDTHS))
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_wider_code_holds_the_same_number(tmp_path, target, bits):
-    made = rule(bits, 16, symmetric=False)
-    weight = random_coded(made, SHAPE)
-    carried = convert(weight, made, target)
+    weight_rule = rule(bits, 16, symmetric=False)
+    weight = random_coded(weight_rule, SHAPE)
+    carried = convert(weight, weight_rule, target)
     assert carried.rule.bits == next(width for width in WIDTHS[target] if width >= bits)
-    found, back, dense = read(write(tmp_path, target, carried.weight, carried.rule))
-    assert equal(found, weight) and back.bits == carried.rule.bits
-    assert torch.equal(dense, gptq.decode(gptq.encode(weight, made), made))
+    actual, back, dense = read(write(tmp_path, target, carried.weight, carried.rule))
+    assert equal(actual, weight) and back.bits == carried.rule.bits
+    assert torch.equal(dense, gptq.decode(gptq.encode(weight, weight_rule), weight_rule))
 
 
 def test_five_bits_become_eight_in_gptq():
@@ -173,17 +175,17 @@ def test_five_bits_become_eight_in_gptq():
 
 
 def test_one_scale_for_all_becomes_one_for_each_output(tmp_path):
-    made = WeightRule("int", 4, "tensor", symmetric=False)
-    weight = random_coded(made, SHAPE)
-    carried = convert(weight, made, "gptq")
+    weight_rule = WeightRule("int", 4, "tensor", symmetric=False)
+    weight = random_coded(weight_rule, SHAPE)
+    carried = convert(weight, weight_rule, "gptq")
     assert carried.rule == rule(4, 0, symmetric=False) and carried.weight.scale.shape == (16, 1)
-    found, _, dense = read(write(tmp_path, "gptq", carried.weight, carried.rule))
-    wanted = layouts.decode(layouts.encode(weight, made, PACK, torch.float16), made, PACK)
-    assert torch.equal(found.codes, weight.codes) and torch.equal(dense, wanted)
-    assert convert(weight, made, "compressed-tensors").rule == made
+    actual, _, dense = read(write(tmp_path, "gptq", carried.weight, carried.rule))
+    wanted = layouts.decode(layouts.encode(weight, weight_rule, PACK, torch.float16), weight_rule, PACK)
+    assert torch.equal(actual.codes, weight.codes) and torch.equal(dense, wanted)
+    assert convert(weight, weight_rule, "compressed-tensors").rule == weight_rule
 
 
-def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
+def test_symmetric_weights_next_to_asymmetric_ones(tmp_path):
     weight = random_coded(rule(), SHAPE)
     carried = convert(weight, rule(), "gptq", zeros=True)
     assert not carried.rule.symmetric and not carried.weight.zero.any()
@@ -201,7 +203,7 @@ def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
         ([1.0 + 2.0**-11, 3.0], 2.0**-11 / (1 + 2.0**-11)),  # float32: half a step of float16
     ],
 )
-def test_scales_change_by_what_is_told(scale, change):
+def test_scales_change_by_the_reported_amount(scale, change):
     weight = Coded(torch.zeros(len(scale), 16, dtype=torch.int8), torch.tensor(scale)[:, None])
     carried = convert(weight, rule(4, 0), "gptq")
     assert carried.change == pytest.approx(change, rel=1e-6)
@@ -224,7 +226,7 @@ def test_bfloat16_scales_can_stay(tmp_path):
 
 
 def test_nothing_is_modified():
-    made = rule(3, 16, symmetric=False)
-    weight = random_coded(made, SHAPE)
-    convert(weight, made, "awq")
-    assert equal(weight, random_coded(made, SHAPE))
+    weight_rule = rule(3, 16, symmetric=False)
+    weight = random_coded(weight_rule, SHAPE)
+    convert(weight, weight_rule, "awq")
+    assert equal(weight, random_coded(weight_rule, SHAPE))

@@ -13,7 +13,7 @@ from attar.formats.dense_pack import dense_pack, dense_unpack
 
 def words_of(codes, bits):
     """The description itself: one long number, cut into words."""
-    number = sum(int(code) << (place * bits) for place, code in enumerate(codes))
+    number = sum(int(code) << (index * bits) for index, code in enumerate(codes))
     return [number >> (32 * word) & 0xFFFFFFFF for word in range(-(-len(codes) * bits // 32))]
 
 
@@ -50,10 +50,10 @@ def test_any_codes_of_any_width_and_length(bits, codes):
     data=st.data(),
 )
 def test_any_words_are_read_by_the_description(bits, words, data):
-    """Unpacking sees the words alone, whoever wrote them; what is left over at the end is not looked at."""
+    """Unpacking depends on the words alone; padding bits at the end are ignored."""
     length = data.draw(st.integers(1, len(words) * 32 // bits))
-    number = sum((word & 0xFFFFFFFF) << (32 * place) for place, word in enumerate(words))
-    wanted = [number >> (place * bits) & (2**bits - 1) for place in range(length)]
+    number = sum((word & 0xFFFFFFFF) << (32 * index) for index, word in enumerate(words))
+    wanted = [number >> (index * bits) & (2**bits - 1) for index in range(length)]
     assert dense_unpack(torch.tensor(words, dtype=torch.int32), bits, length).tolist() == wanted
 
 

@@ -20,7 +20,7 @@ SECTIONS = ((8, 32), (6, 32), (5, 64), (4, 32), (3, 64), (2, 64), (2, 32))
 COLUMNS = sum(width for _, width in SECTIONS)
 
 
-def made(rows, sections=SECTIONS, seed=0, largest=None):
+def packed_tensors(rows, sections=SECTIONS, seed=0, largest=None):
     """Random codes, scales and order."""
     g = torch.Generator().manual_seed(seed)
     parts = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (rows, w), generator=g) for b, w in sections]
@@ -41,10 +41,10 @@ def by_loops(tensors, rows):
     groups = [int(word) & 0xFFFF for word in tensors["q_groups"]]
     outputs, columns = tensors["q_weight"].shape[1], len(tensors["q_invperm"])
     weight = [[None] * columns for _ in range(rows)]
-    table = {int(place): column for column, place in enumerate(tensors["q_invperm"])}
+    table = {int(index): column for column, index in enumerate(tensors["q_invperm"])}
     for n in range(rows):
         words = [int(word) & 0xFFFFFFFF for word in tensors["q_weight"][:, n]]
-        place = 0
+        index = 0
         for number in range(len(groups) // 2):
             bits, first = groups[2 * number : 2 * number + 2]
             last = groups[2 * number + 3] if 2 * number + 3 < len(groups) else len(words)
@@ -55,16 +55,16 @@ def by_loops(tensors, rows):
             scale = half(sub * sub * step)
             for start in range(0, len(text), bits):
                 code = int(text[start : start + bits][::-1], 2) - 2 ** (bits - 1)
-                weight[n][table[place]] = half(code * scale)
-                place += 1
-        assert place == columns
+                weight[n][table[index]] = half(code * scale)
+                index += 1
+        assert index == columns
     assert outputs % 32 == 0
     return torch.tensor(weight, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("rows", [32, 5, 40])
 def test_decoding_agrees_with_loops_over_the_description(rows):
-    weight = made(rows)
+    weight = packed_tensors(rows)
     tensors = encode(*weight)
     assert layout((rows, COLUMNS), SECTIONS) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
@@ -116,7 +116,7 @@ def test_hand_computed_words():
 
 
 def test_first_rows_of_groups():
-    tensors = encode(*made(8))
+    tensors = encode(*packed_tensors(8))
     # 8 rows for 32 inputs of 8 bits, 6, then 10, 4, 6, 4, 2
     assert tensors["q_groups"].tolist() == [8, 0, 6, 8, 5, 14, 4, 24, 3, 28, 2, 34, 2, 38]
     assert tensors["q_weight"].shape == (40, 32)
@@ -133,7 +133,7 @@ def test_many_rows_do_not_fit_a_short_and_still_come_back():
 
 
 def test_nothing_is_modified():
-    weight = made(8)
+    weight = packed_tensors(8)
     before = [value.clone() for value in weight if torch.is_tensor(value)]
     encode(*weight)
     after = [value for value in weight if torch.is_tensor(value)]
@@ -160,13 +160,13 @@ def save_exl2(folder, family="llama3", **changes):
         (outputs, columns), base = tensors.pop(name).shape, name.removesuffix(".weight")
         largest = torch.tensor([0.01, 0.02]).half()
         sections = ((4, 32), (3, columns - 32))
-        coded = encode(*made(outputs, sections, seed, largest))
+        coded = encode(*packed_tensors(outputs, sections, seed, largest))
         tensors |= {f"{base}.{leaf}": value for leaf, value in coded.items()}
         weights[name] = decode(coded, outputs)
         rows |= {base: outputs} if outputs % 32 else {}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    said = exl2.quantization_config(3.2, 6, rows=rows)
-    (folder / "config.json").write_text(json.dumps({**checkpoint.config, "quantization_config": said}))
+    config = exl2.quantization_config(3.2, 6, rows=rows)
+    (folder / "config.json").write_text(json.dumps({**checkpoint.config, "quantization_config": config}))
     return open_checkpoint(folder), weights
 
 

@@ -65,11 +65,11 @@ def test_decoding_agrees_with_loops_over_the_description(made, version):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("shape", [(7, 33), (33, 7), (1, 5)])
 def test_shapes_that_fill_no_words(bits, shape):
-    made = rule(bits, 5, symmetric=False)
-    weight = random_coded(made, shape)
-    tensors = encode(weight, made)
-    assert torch.equal(decode(tensors, made), by_loops(tensors, bits, shape, V2))
-    assert equal(unpack(tensors, made, V2), weight)
+    weight_rule = rule(bits, 5, symmetric=False)
+    weight = random_coded(weight_rule, shape)
+    tensors = encode(weight, weight_rule)
+    assert torch.equal(decode(tensors, weight_rule), by_loops(tensors, bits, shape, V2))
+    assert equal(unpack(tensors, weight_rule, V2), weight)
 
 
 def test_hand_computed_words():
@@ -107,56 +107,56 @@ def test_three_bit_fields_straddle_words():
 
 
 def test_the_versions_differ_by_one_and_agree():
-    made = rule(3, 16, symmetric=False)
-    weight = random_coded(made)
-    first, second = encode(weight, made, V1), encode(weight, made, V2)
+    weight_rule = rule(3, 16, symmetric=False)
+    weight = random_coded(weight_rule)
+    first, second = encode(weight, weight_rule, V1), encode(weight, weight_rule, V2)
     assert not torch.equal(first["qzeros"], second["qzeros"])
-    assert torch.equal(decode(first, made, V1), decode(second, made, V2))
-    assert not torch.equal(decode(second, made, V1), decode(second, made, V2))
+    assert torch.equal(decode(first, weight_rule, V1), decode(second, weight_rule, V2))
+    assert not torch.equal(decode(second, weight_rule, V1), decode(second, weight_rule, V2))
 
 
 def test_the_first_version_has_no_zero_point_of_0():
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
     weight.zero[2, 1] = -8
     with pytest.raises(NumericsError, match="first version"):
-        encode(weight, made, V1)
-    assert equal(unpack(encode(weight, made, V2), made, V2), weight)
-    assert version_for({"a": rule(), "b": made}) == V2 and version_for({"a": rule()}) == V1
+        encode(weight, weight_rule, V1)
+    assert equal(unpack(encode(weight, weight_rule, V2), weight_rule, V2), weight)
+    assert version_for({"a": rule(), "b": weight_rule}) == V2 and version_for({"a": rule()}) == V1
 
 
 def test_a_borrow_between_zero_points_is_undone():
     """A writer that takes 0x11111111 from whole words, zero points of 0 or not, is read back exactly."""
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
     weight.zero[:, 1] = torch.tensor([-8.0, 3, -8, -8, 7, -8, 0, -8])
-    tensors = encode(weight, made, V2)
+    tensors = encode(weight, weight_rule, V2)
     less = (tensors["qzeros"].to(torch.int64) & 0xFFFFFFFF) - 0x11111111
     tensors["qzeros"] = torch.tensor([w - 2**32 if w >= 2**31 else w for w in (less % 2**32).flatten()])
     tensors["qzeros"] = tensors["qzeros"].reshape(less.shape).to(torch.int32)
-    assert equal(unpack(tensors, made, V1), weight)
+    assert equal(unpack(tensors, weight_rule, V1), weight)
 
 
 def test_a_zero_point_of_0_that_went_round_in_three_bits():
     """Fields straddle words there, so that a writer took 1 from each field: 0 became 7."""
-    made = rule(3, 16, symmetric=False)
-    weight = random_coded(made, (32, 64))
+    weight_rule = rule(3, 16, symmetric=False)
+    weight = random_coded(weight_rule, (32, 64))
     weight.zero[5] = -4
-    tensors = encode(weight, made, V2)
+    tensors = encode(weight, weight_rule, V2)
     fields = dense_unpack(tensors["qzeros"], 3, 32)
     assert (fields == 0).any()
     tensors["qzeros"] = dense_pack((fields - 1) & 7, 3)
-    assert equal(unpack(tensors, made, V1), weight)
+    assert equal(unpack(tensors, weight_rule, V1), weight)
 
 
 def test_rounds_once():
     """float16 scale times whole number, to the nearest float16: no rounding of s z in between."""
     scale = torch.tensor([[0.033721923828125]])  # a float16 number
     assert scale.half().float() == scale
-    made = rule(8, 0, symmetric=False)
+    weight_rule = rule(8, 0, symmetric=False)
     codes = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)[None]
     weight = Coded(codes, scale, torch.tensor([[-77.0]]))
-    got = decode(encode(weight, made), made)
+    got = decode(encode(weight, weight_rule), weight_rule)
     exact = (codes.double() + 77) * scale.double()
     assert torch.equal(got, exact.half())
     twice = (codes.half() * scale.half() + (77 * scale).half()).half()
@@ -164,11 +164,11 @@ def test_rounds_once():
 
 
 def test_nothing_is_modified():
-    made = rule(4, 16, symmetric=False, ordered=True)
-    weight, again = random_coded(made), random_coded(made)
-    tensors = encode(weight, made)
+    weight_rule = rule(4, 16, symmetric=False, ordered=True)
+    weight, again = random_coded(weight_rule), random_coded(weight_rule)
+    tensors = encode(weight, weight_rule)
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    decode(tensors, made)
+    decode(tensors, weight_rule)
     assert equal(weight, again) and all(torch.equal(kept[name], tensors[name]) for name in kept)
 
 
@@ -197,10 +197,10 @@ def test_config_of_several_rules_names_exactly_the_modules_that_differ():
     rules = {f"model.layers.{n}.mlp.{leaf}": rule(4, 32) for n in range(12) for leaf in ("gate_proj", "c")}
     rules["model.layers.1.mlp.gate_proj"] = rule(8, 32)
     rules["model.layers.1.mlp.c"] = rule(4, 0, symmetric=False)
-    made = quantization_config(rules, ignore=["model.layers.11.mlp.d", "lm_head"])
-    assert (made["bits"], made["group_size"], made["sym"]) == (4, 32, True)
-    assert made["checkpoint_format"] == "gptq_v2"
-    dense, wide, odd = made["dynamic"].items()
+    config = quantization_config(rules, ignore=["model.layers.11.mlp.d", "lm_head"])
+    assert (config["bits"], config["group_size"], config["sym"]) == (4, 32, True)
+    assert config["checkpoint_format"] == "gptq_v2"
+    dense, wide, odd = config["dynamic"].items()
     assert dense[1] == {} and wide[1] == {"bits": 8} and odd[1] == {"group_size": -1, "sym": False}
     assert dense[0].startswith("-:") and wide[0].startswith("+:")
 
@@ -211,7 +211,7 @@ def test_config_of_several_rules_names_exactly_the_modules_that_differ():
     assert matched(dense[0]) == ["model.layers.11.mlp.d"]
     assert matched(wide[0]) == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.gate_up_proj"]
     assert matched(odd[0]) == ["model.layers.1.mlp.c"]
-    assert made["modules_in_block_to_quantize"] == [list(rules)]
+    assert config["modules_in_block_to_quantize"] == [list(rules)]
 
 
 # checkpoints
@@ -223,10 +223,10 @@ def stored(made=None, shape=(8, 64), version=None, name=MODULE, seed=0):
 
 
 def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
-    made = rule(4, 16, symmetric=False)
+    weight_rule = rule(4, 16, symmetric=False)
     dense, bias = torch.randn(4, 8).half(), torch.randn(8).half()
-    tensors = {**stored(made), "model.norm.weight": dense, f"{MODULE}.bias": bias}
-    checkpoint = folder(tmp_path, tensors, quantization_config({MODULE: made}))
+    tensors = {**stored(weight_rule), "model.norm.weight": dense, f"{MODULE}.bias": bias}
+    checkpoint = folder(tmp_path, tensors, quantization_config({MODULE: weight_rule}))
     assert quant_method(checkpoint) == "gptq"
     read = reader(checkpoint)
     assert isinstance(read, GPTQReader) and read.version == V2
@@ -236,14 +236,14 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
         (f"{MODULE}.weight", "F16", (8, 64)),
         ("model.norm.weight", "F16", (4, 8)),
     ]
-    weight = random_coded(made)
-    assert torch.equal(read.decode(f"{MODULE}.qweight"), decode(encode(weight, made), made))
+    weight = random_coded(weight_rule)
+    assert torch.equal(read.decode(f"{MODULE}.qweight"), decode(encode(weight, weight_rule), weight_rule))
     assert torch.equal(read.decode(f"{MODULE}.bias"), bias) and torch.equal(
         read.decode("model.norm.weight"), dense
     )
     assert all(read.decode(f"{MODULE}.{leaf}") is None for leaf in ("qzeros", "scales", "g_idx"))
-    found = read.codes(f"{MODULE}.qweight")
-    assert equal(found[0], weight) and found[1] == made
+    actual = read.codes(f"{MODULE}.qweight")
+    assert equal(actual[0], weight) and actual[1] == weight_rule
     assert read.codes(f"{MODULE}.scales") is None and read.codes("model.norm.weight") is None
     read.check(f"{MODULE}.qweight")
     read.check("model.norm.weight")
@@ -259,7 +259,7 @@ OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_metho
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
-    ("said", "version"),
+    ("expected", "version"),
     [
         ({}, V1),
         ({"checkpoint_format": "gptq"}, V1),
@@ -268,16 +268,16 @@ OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_metho
         ({"checkpoint_format": "GPTQ"}, V1),
     ],
 )
-def test_labels_old_and_new(tmp_path, said, version, symmetric):
-    made = rule(4, 16, symmetric=symmetric)
-    checkpoint = folder(tmp_path, stored(made, version=version), {**OLD, "sym": symmetric, **said})
-    found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
-    assert equal(found[0], random_coded(made)) and found[1] == made
+def test_labels_old_and_new(tmp_path, expected, version, symmetric):
+    weight_rule = rule(4, 16, symmetric=symmetric)
+    checkpoint = folder(tmp_path, stored(weight_rule, version=version), {**OLD, "sym": symmetric, **expected})
+    actual = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
+    assert equal(actual[0], random_coded(weight_rule)) and actual[1] == weight_rule
 
 
-def test_a_config_beside_the_config(tmp_path):
-    said = {key: value for key, value in OLD.items() if key != "quant_method"}
-    checkpoint = folder(tmp_path, stored(), None, beside=("quantize_config.json", said))
+def test_a_quantize_config_next_to_the_config(tmp_path):
+    config = {key: value for key, value in OLD.items() if key != "quant_method"}
+    checkpoint = folder(tmp_path, stored(), None, config_file=("quantize_config.json", config))
     assert quant_method(checkpoint) == "gptq"
     assert equal(reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
     dense = folder(tmp_path, {"a.weight": torch.ones(2)}, None)
@@ -293,41 +293,41 @@ def test_a_symmetric_file_with_the_wrong_label(tmp_path):
 
 
 def test_a_file_that_says_symmetric_and_is_not(tmp_path):
-    made = rule(4, 16, symmetric=False)
-    checkpoint = folder(tmp_path, stored(made, version=V1), OLD)
-    found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
-    assert equal(found[0], random_coded(made)) and not found[1].symmetric
+    weight_rule = rule(4, 16, symmetric=False)
+    checkpoint = folder(tmp_path, stored(weight_rule, version=V1), OLD)
+    actual = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
+    assert equal(actual[0], random_coded(weight_rule)) and not actual[1].symmetric
 
 
 def test_overrides_and_skips(tmp_path):
     names = [f"model.layers.{n}.mlp.up_proj" for n in range(3)]
     rules = [rule(4, 16), rule(8, 16), rule(3, 0, symmetric=False)]
     tensors = {"lm_head.weight": torch.ones(2, 2)}
-    for n, (name, made) in enumerate(zip(names, rules, strict=True)):
-        tensors |= stored(made, (32, 64), V2, name, seed=n)
-    said = {**OLD, "checkpoint_format": "gptq_v2"}
+    for n, (name, result) in enumerate(zip(names, rules, strict=True)):
+        tensors |= stored(result, (32, 64), V2, name, seed=n)
+    config = {**OLD, "checkpoint_format": "gptq_v2"}
     dynamic = {
         r".*\.1\..*": {"bits": 8},  # no prefix: as +:
         r"+:.*\.[12]\..*": {"bits": 3, "group_size": -1, "sym": False},
         r"-:lm_head": {},
     }
-    read = GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": dynamic}))
-    for n, (name, made) in enumerate(zip(names, rules, strict=True)):
-        weight, found = read.codes(f"{name}.qweight")
-        assert found == made and equal(weight, random_coded(made, (32, 64), n))
+    read = GPTQReader(folder(tmp_path, tensors, {**config, "dynamic": dynamic}))
+    for n, (name, result) in enumerate(zip(names, rules, strict=True)):
+        weight, actual = read.codes(f"{name}.qweight")
+        assert actual == result and equal(weight, random_coded(result, (32, 64), n))
     assert torch.equal(read.decode("lm_head.weight"), torch.ones(2, 2))
-    skipped = GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
+    skipped = GPTQReader(folder(tmp_path, tensors, {**config, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
     with pytest.raises(CheckpointError, match=r"skips model\.layers\.1"):
         skipped.decode(f"{names[1]}.qweight")
     with pytest.raises(CheckpointError, match="regular expression"):
-        GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {"+:(": {}}}))
+        GPTQReader(folder(tmp_path, tensors, {**config, "dynamic": {"+:(": {}}}))
 
 
 def test_what_we_write_is_read_back_with_its_overrides(tmp_path):
     rules = {"a.q_proj": rule(4, 16), "a.o_proj": rule(8, 0), "b.o_proj": rule(4, 16), "lm_head": rule(4, 16)}
     tensors = {}
-    for n, (name, made) in enumerate(rules.items()):
-        tensors |= stored(made, seed=n, name=name)
+    for n, (name, result) in enumerate(rules.items()):
+        tensors |= stored(result, seed=n, name=name)
     read = GPTQReader(folder(tmp_path, tensors, quantization_config(rules, ignore=["b.q_proj"])))
     assert {name: read.codes(f"{name}.qweight")[1] for name in rules} == rules
 
@@ -362,12 +362,12 @@ def test_biases_of_zeros_that_old_writers_added(tmp_path):
 
 
 def test_act_order_comes_back_and_neighbours_are_no_order(tmp_path):
-    made = rule(4, 16, ordered=True)
-    checkpoint = folder(tmp_path, stored(made), quantization_config({MODULE: made}))
-    weight, found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
-    assert found == made and equal(weight, random_coded(made))
-    said = {**OLD, "desc_act": True}
-    assert GPTQReader(folder(tmp_path, stored(), said)).codes(f"{MODULE}.qweight")[1] == rule()
+    weight_rule = rule(4, 16, ordered=True)
+    checkpoint = folder(tmp_path, stored(weight_rule), quantization_config({MODULE: weight_rule}))
+    weight, actual = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
+    assert actual == weight_rule and equal(weight, random_coded(weight_rule))
+    config = {**OLD, "desc_act": True}
+    assert GPTQReader(folder(tmp_path, stored(), config)).codes(f"{MODULE}.qweight")[1] == rule()
 
 
 def test_conv1d_weights_are_turned(tmp_path):
@@ -407,7 +407,7 @@ def damaged(leaf, change):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said", "error"),
+    ("tensors", "expected", "error"),
     [
         (damaged("scales", lambda t: t[:2]), OLD, "scales is F16"),
         (damaged("qzeros", lambda t: t.repeat(1, 2)), OLD, "qzeros is I32"),
@@ -419,8 +419,8 @@ def damaged(leaf, change):
         (damaged("g_idx", lambda t: t - 1), OLD, "does not have"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said, error):
-    read = GPTQReader(folder(tmp_path, tensors, said))
+def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, expected, error):
+    read = GPTQReader(folder(tmp_path, tensors, expected))
     with pytest.raises(CheckpointError, match=error) as raised:
         read.decode(f"{MODULE}.qweight")
     assert MODULE in str(raised.value)

@@ -12,13 +12,13 @@ ROWS, COLUMNS = 6, 48
 
 
 def strategies(kind, bits, symmetric=True):
-    made = {
+    result = {
         "tensor": WeightRule(kind, bits, "tensor", symmetric=symmetric),
         "channel": WeightRule(kind, bits, "channel", symmetric=symmetric),
         "group": WeightRule(kind, bits, "group", 16, symmetric),
         "block": WeightRule(kind, bits, "block", symmetric=symmetric, block=(4, 32)),
     }
-    return made if symmetric else {name: made[name] for name in ("tensor", "channel", "group")}
+    return result if symmetric else {name: result[name] for name in ("tensor", "channel", "group")}
 
 
 def coded(rule, seed=0):
@@ -37,7 +37,7 @@ def coded(rule, seed=0):
 
 def field(words, index, bits):
     """Field ``index`` of a little-endian string of 32-bit words."""
-    number = sum((int(word) & 0xFFFFFFFF) << (32 * place) for place, word in enumerate(words))
+    number = sum((int(word) & 0xFFFFFFFF) << (32 * position) for position, word in enumerate(words))
     return number >> (index * bits) & (2**bits - 1)
 
 
@@ -78,10 +78,10 @@ CASES = [
     ("rule", "form"), CASES, ids=[f"{f}-{r.kind}{r.bits}-{r.strategy}-{r.symmetric}" for r, f in CASES]
 )
 def test_decoding_agrees_with_loops_over_the_description(rule, form):
-    made = coded(rule)
-    tensors = encode(made, rule, form, torch.bfloat16)
+    encoded = coded(rule)
+    tensors = encode(encoded, rule, form, torch.bfloat16)
     assert torch.equal(decode(tensors, rule, form), by_loops(tensors, rule, form))
-    code = stored_dtype(made.codes.dtype)
+    code = stored_dtype(encoded.codes.dtype)
     assert layout((ROWS, COLUMNS), rule, form, "BF16", code) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -90,14 +90,14 @@ def test_decoding_agrees_with_loops_over_the_description(rule, form):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_inputs_may_name_their_group(symmetric):
     rule = WeightRule("int", 4, "group", 16, symmetric, ordered=True)
-    made = coded(rule)
+    encoded = coded(rule)
     order = torch.arange(COLUMNS) // 16
     order = order[torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(3))]
-    made = Coded(made.codes, made.scale, made.zero, g_idx=order)
-    tensors = encode(made, rule, PACK, torch.bfloat16)
+    encoded = Coded(encoded.codes, encoded.scale, encoded.zero, g_idx=order)
+    tensors = encode(encoded, rule, PACK, torch.bfloat16)
     assert layout((ROWS, COLUMNS), rule, PACK, "BF16")["weight_g_idx"] == ("I32", (COLUMNS,))
-    zero = 0 if symmetric else made.zero[:, order]
-    wanted = ((made.codes.float() - zero) * made.scale[:, order]).to(torch.bfloat16)
+    zero = 0 if symmetric else encoded.zero[:, order]
+    wanted = ((encoded.codes.float() - zero) * encoded.scale[:, order]).to(torch.bfloat16)
     assert torch.equal(decode(tensors, rule, PACK), wanted)
 
 
@@ -114,11 +114,11 @@ def test_fp4_bytes(form):
     if form == NVFP4:
         local = (torch.rand(ROWS, 4, generator=g) * 400 + 1).to(torch.float8_e4m3fn)
         above = torch.tensor([2688 / 3.7])
-        made = Coded(codes, local.float() / above, global_scale=above)
+        encoded = Coded(codes, local.float() / above, global_scale=above)
     else:
         exponent = torch.randint(-20, 20, (ROWS, 2), generator=g).float()
-        made = Coded(codes, torch.exp2(exponent))
-    tensors = encode(made, rule, form, torch.float32)
+        encoded = Coded(codes, torch.exp2(exponent))
+    tensors = encode(encoded, rule, form, torch.float32)
     got = decode(tensors, rule, form)
     assert got.dtype == torch.bfloat16
     for n in range(ROWS):
@@ -149,7 +149,9 @@ def test_every_exponent_of_mxfp4_comes_back():
 
 def test_nothing_is_modified():
     rule = WeightRule("int", 4, "group", 16, symmetric=False)
-    made = coded(rule)
-    before = made.codes.clone(), made.scale.clone(), made.zero.clone()
-    encode(made, rule, PACK, torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(before, (made.codes, made.scale, made.zero), strict=True))
+    encoded = coded(rule)
+    before = encoded.codes.clone(), encoded.scale.clone(), encoded.zero.clone()
+    encode(encoded, rule, PACK, torch.bfloat16)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (encoded.codes, encoded.scale, encoded.zero), strict=True)
+    )

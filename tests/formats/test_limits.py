@@ -73,8 +73,8 @@ def test_blocks_are_not_cut():
 
 def test_a_well_shaped_model_has_no_other_limits():
     shapes = llama(neurons=14336, kv_heads=8)
-    for format, made in (("gptq", W4), ("awq", rule(4, 128, symmetric=False)), ("compressed-tensors", W4)):
-        assert len(limits(format, shapes, made, heads=32, kv_heads=8)) == 1
+    for format, result in (("gptq", W4), ("awq", rule(4, 128, symmetric=False)), ("compressed-tensors", W4)):
+        assert len(limits(format, shapes, result, heads=32, kv_heads=8)) == 1
 
 
 def one(format, made, shapes=None, **said):
@@ -109,9 +109,9 @@ def test_kernels_that_refuse_name_the_layer(format, made, sentence):
 
 def test_shapes_that_kernels_do_not_take():
     odd = {"a.fc1": (96, 256), "a.fc2": (256, 96)}
-    said = one("gptq", rule(4, 32), odd)
-    assert "64 outputs and 128 inputs; a.fc1 has 96 outputs and 256 inputs (and 1 more)" in said
-    assert "pads it" in said and "ExLlama" not in said
+    message = one("gptq", rule(4, 32), odd)
+    assert "64 outputs and 128 inputs; a.fc1 has 96 outputs and 256 inputs (and 1 more)" in message
+    assert "pads it" in message and "ExLlama" not in message
     assert "vLLM refuses it" in one("gptq", rule(4, 32, ordered=True), odd)
     ragged = {"a.fc1": (100, 256)}
     assert "ExLlama wants multiples of 32; a.fc1 has 100 outputs" in one("gptq", rule(4, 32), ragged)
@@ -121,9 +121,9 @@ def test_shapes_that_kernels_do_not_take():
 def test_sets_that_vllm_fuses():
     rules = dict.fromkeys(SHAPES, W4)
     rules["model.layers.1.mlp.up_proj"] = rule(8, 128)
-    said = one("gptq", rules)
-    assert "one Linear of gate_proj, up_proj" in said and "those of model.layers.1.mlp differ" in said
-    assert "transformers knows one rule for all Linears, and model.layers.1.mlp.up_proj differs" in said
+    message = one("gptq", rules)
+    assert "one Linear of gate_proj, up_proj" in message and "those of model.layers.1.mlp differ" in message
+    assert "transformers knows one rule for all Linears, and model.layers.1.mlp.up_proj differs" in message
     del rules["model.layers.0.self_attn.k_proj"]
     assert "(and 1 more)" in one("awq", rules, {name: SHAPES[name] for name in rules})
 

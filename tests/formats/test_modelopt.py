@@ -24,7 +24,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WEIGHTS = [name for name in modelopt.ALGORITHMS if name != "NVFP4"]
 
 
-def made(name, shape=(128, 256), seed=0):
+def encoded_tensors(name, shape=(128, 256), seed=0):
     """Random codes of an algorithm."""
     rule = modelopt.ALGORITHMS[name][0]
     g = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def by_loops(tensors):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_decoding_agrees_with_loops_over_the_description(name):
     shape = (128, 256) if name == "fp8_pb_wo" else (6, 32)
-    weight, rule = made(name, shape)
+    weight, rule = encoded_tensors(name, shape)
     tensors = modelopt.encode(weight, rule, input_scale=0.25)
     got = modelopt.decode(tensors, torch.float32)
     wanted = by_loops(tensors)
@@ -120,14 +120,14 @@ def test_algorithms_by_their_rules():
 
 def test_configs_say_what_readers_ask_for():
     layers = {"a.q_proj": "NVFP4", "a.k_proj": "NVFP4"}
-    said = modelopt.quantization_config(layers, ["lm_head"], kv_cache=True)
-    assert said["quant_method"] == "modelopt" and said["quant_algo"] == "NVFP4"
-    assert said["config_groups"]["group_0"] == {
+    config = modelopt.quantization_config(layers, ["lm_head"], kv_cache=True)
+    assert config["quant_method"] == "modelopt" and config["quant_algo"] == "NVFP4"
+    assert config["config_groups"]["group_0"] == {
         "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
         "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
         "targets": ["Linear"],
     }
-    assert said["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert config["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
     older = modelopt.hf_quant_config(layers, ["lm_head"], kv_cache=True)
     assert older["producer"]["name"] == "modelopt"  # vLLM and SGLang ask for it
     assert older["quantization"] == {
@@ -137,11 +137,11 @@ def test_configs_say_what_readers_ask_for():
         "exclude_modules": ["lm_head"],
     }
     mixed = {"a.q_proj": "FP8", "a.k_proj": "W4A16_NVFP4"}
-    said, older = modelopt.quantization_config(mixed, []), modelopt.hf_quant_config(mixed, [])
-    assert said["quant_algo"] == older["quantization"]["quant_algo"] == "MIXED_PRECISION"
-    assert said["quantized_layers"] == older["quantization"]["quantized_layers"]
-    assert said["quantized_layers"]["a.k_proj"] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
-    assert [group["targets"] for group in said["config_groups"].values()] == [["a.q_proj"], ["a.k_proj"]]
+    config, older = modelopt.quantization_config(mixed, []), modelopt.hf_quant_config(mixed, [])
+    assert config["quant_algo"] == older["quantization"]["quant_algo"] == "MIXED_PRECISION"
+    assert config["quantized_layers"] == older["quantization"]["quantized_layers"]
+    assert config["quantized_layers"]["a.k_proj"] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    assert [group["targets"] for group in config["config_groups"].values()] == [["a.q_proj"], ["a.k_proj"]]
     with pytest.raises(ModelError, match="FP8_PER_CHANNEL_PER_TOKEN in a checkpoint of its own"):
         modelopt.quantization_config({**mixed, "a.v_proj": "FP8_PER_CHANNEL_PER_TOKEN"}, [])
 
@@ -213,8 +213,8 @@ def test_scales_of_keys_and_values_move_to_their_projections(tmp_path):
         save(tmp_path / "dense", num_hidden_layers=2), tmp_path / "ct", scheme="FP8", kv_cache="fp8"
     )
     change, there = convert(source, FromCompressedTensors, tmp_path / "mo")
-    for leaf, beside in (("k_scale", "k_proj"), ("v_scale", "v_proj")):
-        stored = there.load(f"model.layers.0.self_attn.{beside}.{leaf}")
+    for leaf, neighbour in (("k_scale", "k_proj"), ("v_scale", "v_proj")):
+        stored = there.load(f"model.layers.0.self_attn.{neighbour}.{leaf}")
         assert stored.shape == () and stored.dtype == torch.float32
         assert float(stored) == float(source.load(f"model.layers.0.self_attn.{leaf}"))
     assert change.hf_quant_config["quantization"]["kv_cache_quant_algo"] == "FP8"

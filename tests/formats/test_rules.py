@@ -41,11 +41,11 @@ def test_activation_rules_come_back_from_their_config(rule):
 
 
 @pytest.mark.parametrize(
-    ("said", "strategy", "size"),
+    ("fields", "strategy", "size"),
     [({}, "tensor", 0), ({"group_size": 64}, "group", 64), ({"group_size": -1}, "channel", 0)],
 )
-def test_what_files_leave_out(said, strategy, size):
-    rule = WeightRule.read(said)
+def test_what_files_leave_out(fields, strategy, size):
+    rule = WeightRule.read(fields)
     assert (rule.kind, rule.bits, rule.strategy, rule.group_size) == ("int", 8, strategy, size)
     assert WeightRule.read({"strategy": "block", "block_structure": "64x128"}).block == (64, 128)
 

@@ -56,12 +56,12 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
 
     kind = TARGETS[name]
     scratch, corpus = folder / "scratch", folder / "corpus"
-    for place in (scratch, corpus):
-        place.mkdir(parents=True, exist_ok=True)
+    for index in (scratch, corpus):
+        index.mkdir(parents=True, exist_ok=True)
     handle = module.target(scratch)
     for number, data in enumerate(_inputs(name, module, scratch)):
         (corpus / f"seed-{number:04d}").write_bytes(data)
-        handle(data)  # what is imported or compiled at first use is nobody's time
+        handle(data)  # imports and compilation at first use are not timed
     watched = Watched(handle, folder)
 
     def mutated(data: bytes, longest: int, number: int) -> bytes:
@@ -85,18 +85,18 @@ def _inputs(name: str, module: object, scratch: Path) -> list[bytes]:
 
 def _row(name: str, folder: Path, options: argparse.Namespace) -> bool:
     """Fuzz one target in a process of its own, print its row; whether nothing was found."""
-    place = folder / name
-    place.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.fuzz.run", name, "--child", "--folder", str(folder)]
     command += ["--runs", str(options.runs), "--seed", str(options.seed)]
     start = time.monotonic()
-    with (place / "log").open("w") as log:
+    with (path / "log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     counts = {"runs": 0, "slowest": 0.0, "findings": {}}
-    if (place / "counts.json").exists():
-        counts = json.loads((place / "counts.json").read_text())
+    if (path / "counts.json").exists():
+        counts = json.loads((path / "counts.json").read_text())
     rate = counts["runs"] / (time.monotonic() - start)
-    ended = "" if code == 0 else f"; ended with code {code}, see {place / 'log'}"
+    ended = "" if code == 0 else f"; ended with code {code}, see {path / 'log'}"
     row = f"{name:12} {counts['runs']:9} {rate:7.0f} {counts['slowest']:7.2f}s"
     print(f"{row}  {len(counts['findings'])}{ended}", *counts["findings"].values(), sep="\n    ", flush=True)
     return code == 0 and not counts["findings"]

@@ -43,7 +43,7 @@ class Watched:
         self.runs += 1
         self.slowest = max(self.slowest, seconds)
         if failure is not None:
-            self._keep(_place(failure), f"{type(failure).__name__}: {failure}", data)
+            self._keep(_raised_at(failure), f"{type(failure).__name__}: {failure}", data)
         elif seconds > SECONDS:
             self._keep("slow", f"{seconds:.1f} s", data)
         if self.runs % 1000 == 0:
@@ -74,7 +74,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
 
 
-def _place(error: Exception) -> str:
+def _raised_at(error: Exception) -> str:
     """File and line of attar's innermost frame, which tells one failure from another."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/attar/" in frame.filename] or frames

@@ -93,5 +93,5 @@ def searches(kind: str) -> Recording:
         outputs = ggml_search._outputs(ggml_search._empty(layout, 9, 512, True))
         recording.keep(outputs)
         recording.call("attar_ggml_search", name, weight, v, 9, 512, 4, 2, clip, *outputs)
-        recording.want(*(each for each in outputs if each is not None))
+        recording.want(*(output for output in outputs if output is not None))
     return recording

@@ -52,10 +52,10 @@ class Recording:
         elif isinstance(value, dict):
             self.keep(list(value.values()))
         elif isinstance(value, (list, tuple)):
-            for each in value:
-                self.keep(each)
+            for field in value:
+                self.keep(field)
         elif dataclasses.is_dataclass(value):
-            self.keep([getattr(value, each.name) for each in dataclasses.fields(value)])
+            self.keep([getattr(value, field.name) for field in dataclasses.fields(value)])
 
     def call(self, name: str, *arguments: Any, checked: bool = True) -> Result:
         """A call: of numbers, of None, of what is kept (its address), and of results."""
@@ -82,19 +82,19 @@ class Recording:
             for name, checked, arguments in self._calls:
                 file.write(struct.pack("<q", len(name)) + name.encode() + struct.pack("<q", checked))
                 padded = (*arguments, *[0] * (ARGUMENTS - len(arguments)))
-                file.writelines(struct.pack("<3q", *self._argument(each)) for each in padded)
-            places = [self._place(address(value))[0] for value in self._wanted]
-            file.write(struct.pack(f"<{len(places) + 1}q", len(places), *places))
+                file.writelines(struct.pack("<3q", *self._argument(item)) for item in padded)
+            positions = [self._place(address(value))[0] for value in self._wanted]
+            file.write(struct.pack(f"<{len(positions) + 1}q", len(positions), *positions))
 
     def read(self, path: Path) -> list[torch.Tensor]:
         """What was wanted, of the same types and shapes."""
-        data, at, found = path.read_bytes(), 0, []
+        data, at, actual = path.read_bytes(), 0, []
         for value in self._wanted:
             part = torch.frombuffer(bytearray(data[at : at + nbytes(value)]), dtype=value.dtype)
-            found.append(part.view(value.shape))
+            actual.append(part.view(value.shape))
             at += nbytes(value)
         assert at == len(data)
-        return found
+        return actual
 
     def run(self, library: Path, driver: Path, room: Path, *before: str) -> list[torch.Tensor]:
         """The results of a library; ``before``: what runs the driver.
@@ -149,8 +149,8 @@ def _fields(kind: Any, at: int = 0) -> Iterator[int]:
         for index in range(kind._length_):
             yield from _fields(kind._type_, at + index * ctypes.sizeof(kind._type_))
     elif issubclass(kind, ctypes.Structure):
-        for name, each in kind._fields_:
-            yield from _fields(each, at + getattr(kind, name).offset)
+        for name, item in kind._fields_:
+            yield from _fields(item, at + getattr(kind, name).offset)
     elif kind is ctypes.c_void_p:
         yield at
 

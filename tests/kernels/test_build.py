@@ -89,9 +89,9 @@ def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     else:
         (room / "cache").write_text("in the way")
     assert build.load("small") is None
-    said = build.why_missing("small")
+    message = build.why_missing("small")
     words = {"no compiler": "no compiler: none of c++", "an error in the source": "error"}
-    assert words.get(trouble, "cache") in said and "\n" not in said
+    assert words.get(trouble, "cache") in message and "\n" not in message
     if trouble == "an error in the source":
         assert files(room) == []
 
@@ -136,7 +136,7 @@ def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "machine, told, best",
+    "machine, flags, best",
     [
         ("x86_64", "flags\t\t: " + " ".join(levels._V3) + " sse", "v3"),
         ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_vnni avx512_bf16", "v4-vnni-bf16"),
@@ -153,12 +153,12 @@ def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch
         ("riscv64", "isa: rv64", None),
     ],
 )
-def test_the_best_level_of_a_processor(machine, told, best, room, monkeypatch):
-    (room / "cpuinfo").write_text(f"processor : 0\n{told}\n\nprocessor : 1\n{told}\n")
+def test_the_best_level_of_a_processor(machine, flags, best, room, monkeypatch):
+    (room / "cpuinfo").write_text(f"processor : 0\n{flags}\n\nprocessor : 1\n{flags}\n")
     monkeypatch.setattr(levels, "CPUINFO", room / "cpuinfo")
     monkeypatch.setattr(levels.platform, "machine", lambda: machine)
-    found = levels.levels()
-    assert (found[0].name if found else None) == best
+    actual = levels.levels()
+    assert (actual[0].name if actual else None) == best
     monkeypatch.setattr(levels, "CPUINFO", room / "none")
     assert levels.levels() == ()
 
@@ -245,7 +245,7 @@ def spoil(path):
 
 
 def test_another_users_folder_is_not_used(room, monkeypatch, caplog):
-    """Whoever may write there could put code into this process."""
+    """Any user who may write there could put code into this process."""
     build.warn_slower.cache_clear()
     build.load("small")
     build._load.cache_clear()
@@ -264,7 +264,7 @@ def test_another_users_library_is_built_again(room, monkeypatch):
     (name,) = files(room)
     path = room / "cache" / "kernels" / name
     spoil(path)
-    monkeypatch.setattr(build, "_ours", lambda each: each != path)
+    monkeypatch.setattr(build, "_ours", lambda owned: owned != path)
     assert build.load("small").answer() == 42
 
 

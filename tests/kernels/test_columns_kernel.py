@@ -35,8 +35,8 @@ def layer(rows, columns=512, seed=0):
     return torch.randn(rows, columns, generator=g) * 0.1, seen.value()
 
 
-def objective(W, made, H):
-    E = made.dequantize().double() - W
+def objective(W, codes_and_scale, H):
+    E = codes_and_scale.dequantize().double() - W
     return float(((E @ H.double()) * E).sum())
 
 

@@ -32,8 +32,8 @@ def weights():
     return {"normal": normal, "heavy": heavy, "real": real}
 
 
-def error(made, weight, v=None):
-    lost = (made.dequantize().double() - weight).square()
+def error(searched, weight, v=None):
+    lost = (searched.dequantize().double() - weight).square()
     return float((lost if v is None else lost * v).sum())
 
 
@@ -68,39 +68,39 @@ def test_its_error_is_not_above_the_fallbacks(kind, weighted, weights, monkeypat
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_those_of_the_grid(kind, weights):
     for weight in weights.values():
-        made = GGML[kind].search(weight, importance(weight.shape[1]))
-        expected = GGML[kind].quantize(weight, made.parameters)
-        assert made.codes.dtype == expected.codes.dtype
-        assert torch.equal(made.codes, expected.codes)
-        assert torch.equal(made.dequantize(), expected.dequantize())
+        result = GGML[kind].search(weight, importance(weight.shape[1]))
+        expected = GGML[kind].quantize(weight, result.parameters)
+        assert result.codes.dtype == expected.codes.dtype
+        assert torch.equal(result.codes, expected.codes)
+        assert torch.equal(result.dequantize(), expected.dequantize())
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q4_K"])
-def test_scale_codes_beside_all_there_are(kind, weights):
+def test_scale_codes_against_an_exhaustive_search(kind, weights):
     """Under the d and d_m that were found, the best c and c_m of each tile by trying them all, in float64."""
     layout, weight = GGML[kind].layout, weights["normal"][:2, :256]
-    found = plain_search(kind, weight).stored
+    actual = plain_search(kind, weight).stored
     most, tile = layout.codes[1], layout.tile
     c, m = torch.meshgrid(torch.arange(1.0, most + 1), torch.arange(0.0, most + 1), indexing="ij")
     ours = best = 0.0
     for row in range(2):
-        d, dmin = found["d"][row, 0].double(), found["dmin"][row, 0].double()
+        d, dmin = actual["d"][row, 0].double(), actual["dmin"][row, 0].double()
         for j, x in enumerate(weight[row].double().reshape(-1, tile)):
             s, base = (d * c)[..., None], (dmin * m)[..., None]
             lost = ((((x + base) / s).round().clamp(0, layout.high) * s - base - x) ** 2).sum(-1)
-            ours += float(lost[int(found["scale_codes"][row, j]) - 1, int(found["minimum_codes"][row, j])])
+            ours += float(lost[int(actual["scale_codes"][row, j]) - 1, int(actual["minimum_codes"][row, j])])
             best += float(lost.min())
     assert best <= ours < (1.03 if kind == "Q2_K" else 1.01) * best
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL"])
-def test_scales_beside_all_there_are(kind, weights):
+def test_scales_against_an_exhaustive_search(kind, weights):
     """Blocks of 32 under every float16 d worth trying."""
     grid, rows = GGML[kind], weights["heavy"][0].reshape(-1, 32)
     ours = best = 0.0
     for x in rows:
-        made = grid.search(x[None])
-        ours += error(made, x[None].double())
+        result = grid.search(x[None])
+        ours += error(result, x[None].double())
         peak, (down, up) = float(x.abs().max()), grid.layout.ends
         sizes = torch.arange(
             int(torch.tensor(0.6 * peak / max(-down, up)).half().view(torch.int16)),
@@ -143,13 +143,13 @@ def test_hard_sizes(kind, size):
     weight = torch.randn(3, 256, generator=torch.Generator().manual_seed(4)).clamp(-3, 3) * size
     weight[1, 1:] = 0.0
     weight[2] = size
-    made = GGML[kind].search(weight)
-    assert (made.parameters.scale != 0).all() and torch.isfinite(made.parameters.scale).all()
-    assert torch.isfinite(made.parameters.stored["d"]).all()
-    decoded = made.dequantize()
+    result = GGML[kind].search(weight)
+    assert (result.parameters.scale != 0).all() and torch.isfinite(result.parameters.scale).all()
+    assert torch.isfinite(result.parameters.stored["d"]).all()
+    decoded = result.dequantize()
     assert torch.isfinite(decoded).all()
     if size in (1e4, 6e4):
-        assert error(made, weight) < 0.1 * float(weight.double().square().sum())
+        assert error(result, weight) < 0.1 * float(weight.double().square().sum())
     elif size < 1e-6:
         assert decoded.abs().max() <= 5e-6
 
@@ -192,9 +192,9 @@ def test_effort_lowers_the_error(kind, weights):
     weight = weights["heavy"]
     errors = []
     for effort in (0, 1, 3):
-        found = plain_search(kind, weight, effort=effort)
-        made = GGML[kind].quantize(weight, GGML[kind].parameters(found.stored))
-        errors.append(error(made, weight))
+        actual = plain_search(kind, weight, effort=effort)
+        quantized = GGML[kind].quantize(weight, GGML[kind].parameters(actual.stored))
+        errors.append(error(quantized, weight))
     assert errors[2] <= errors[1] < errors[0]
 
 
@@ -216,8 +216,8 @@ def test_no_kernel_leaves_it_to_the_fallback(monkeypatch):
 
 
 def test_no_rows():
-    found = plain_search("Q4_K", torch.zeros(0, 512))
-    assert found.codes.shape == (0, 512) and found.stored["d"].shape == (0, 2)
+    actual = plain_search("Q4_K", torch.zeros(0, 512))
+    assert actual.codes.shape == (0, 512) and actual.stored["d"].shape == (0, 2)
 
 
 def test_torch_has_its_threads_again_behind_the_search():

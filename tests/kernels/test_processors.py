@@ -48,7 +48,7 @@ HALVES = {"bf16": 1e-6, "int4": 1e-6, "norms of heads": 1e-2}  # of the largest:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def built_libraries(tmp_path_factory):
     """Libraries and drivers, each compiled once."""
     room = tmp_path_factory.mktemp("made")
 
@@ -60,18 +60,18 @@ def made(tmp_path_factory):
     return compiled
 
 
-def results(recording, name, level, made, room):
+def results(recording, name, level, built_libraries, room):
     """Of a level's library."""
     cross = level.machine != platform.machine()
     compiler = CROSS if cross else build._compiler()
-    library = made(compiler, build.SOURCES / f"{name}.cpp", *build.FLAGS, *level.flags)
+    library = built_libraries(compiler, build.SOURCES / f"{name}.cpp", *build.FLAGS, *level.flags)
     before = (QEMU, "-L", LIBRARIES, "-cpu", "max") if cross else ()
-    return recording.run(library, made(compiler, replay.SOURCE, "-O1"), room, *before)
+    return recording.run(library, built_libraries(compiler, replay.SOURCE, "-O1"), room, *before)
 
 
-def base(recording, name, made, room):
+def base(recording, name, built_libraries, room):
     (level,) = (each for each in LEVELS if each.name == BASE)
-    return results(recording, name, level, made, room)
+    return results(recording, name, level, built_libraries, room)
 
 
 @pytest.fixture(params=[each for each in LEVELS if each.name != BASE], ids=lambda each: each.name)
@@ -87,39 +87,39 @@ def level(request):
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_products(kind, level, made, tmp_path):
+def test_products(kind, level, built_libraries, tmp_path):
     recording = PRODUCTS[kind]()
-    found = results(recording, "decode", level, made, tmp_path)
-    same(found, base(recording, "decode", made, tmp_path), kind, level)
+    actual = results(recording, "decode", level, built_libraries, tmp_path)
+    same(actual, base(recording, "decode", built_libraries, tmp_path), kind, level)
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_steps(kind, level, made, tmp_path):
+def test_steps(kind, level, built_libraries, tmp_path):
     """Norms, rotary positions, attention over three kinds of cache, activations, soft caps."""
     recording = STEPS[kind]()
-    found = results(recording, "decode", level, made, tmp_path)
-    same(found, base(recording, "decode", made, tmp_path), kind, level)
+    actual = results(recording, "decode", level, built_libraries, tmp_path)
+    same(actual, base(recording, "decode", built_libraries, tmp_path), kind, level)
 
 
 @pytest.mark.parametrize("kind", GGML)
-def test_searches(kind, level, made, tmp_path):
+def test_searches(kind, level, built_libraries, tmp_path):
     recording = cases.searches(kind)
-    found = results(recording, "ggml_search", level, made, tmp_path)
-    same(found, base(recording, "ggml_search", made, tmp_path))
+    actual = results(recording, "ggml_search", level, built_libraries, tmp_path)
+    same(actual, base(recording, "ggml_search", built_libraries, tmp_path))
 
 
-def same(found, expected, kind="", level=None):
+def same(computed, expected, kind="", level=None):
     assert all(each.any() for each in expected)
     if level and "bf16" in level.name and kind in HALVES:
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(computed, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=HALVES[kind] * float(theirs.abs().max()))
     else:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed, expected, strict=True))
 
 
-def test_what_is_replayed_is_what_python_calls(made, tmp_path, monkeypatch):
+def test_what_is_replayed_is_what_python_calls(built_libraries, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS_TARGET", "x86-64-v3")
     packed, recording = next(cases.packed_weights("int4")), cases.products("int4")
     with ThreadPool(2) as team:
         ours = team.multiply(cases.normal(1, 256, seed=1), packed, bits=8)
-    assert torch.equal(ours, base(recording, "decode", made, tmp_path)[0])
+    assert torch.equal(ours, base(recording, "decode", built_libraries, tmp_path)[0])

@@ -25,8 +25,8 @@ TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 @pytest.fixture(params=[1, 3], scope="module")
 def team(request):
-    with ThreadPool(request.param) as found:
-        yield found
+    with ThreadPool(request.param) as actual:
+        yield actual
 
 
 def weight(rows, columns, seed=0):
@@ -49,14 +49,14 @@ def rounded(x, group, bits):
     return ((parts * (TOPS[bits] / peak)).round() * peak / TOPS[bits]).flatten(1)
 
 
-def assert_half_a_step(found, x, packed, bits):
+def assert_half_a_step(computed, x, packed, bits):
     """No input is off by more than half a step of its group."""
     w, group = unpack(packed).double(), packed.group
     step = x.unflatten(1, (-1, group)).abs().amax(2).double() / TOPS[bits]
     sizes = w.unflatten(1, (-1, group)).abs().sum(2)
     expected = torch.nn.functional.linear(x.double(), w, packed.bias.double())
     bound = 0.501 * step @ sizes.T + 1e-6 * (x.double().abs() @ w.abs().T + 1)
-    assert ((found - expected).abs() <= bound).all()
+    assert ((computed - expected).abs() <= bound).all()
 
 
 @dataclass
@@ -193,16 +193,16 @@ def test_products_of_bf16(tokens, bits, team):
     for rows, columns in [*SHAPES, (70, 34)]:
         packed = pack_bf16(weight(rows, columns))
         x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
-        taken = x if bits == 16 else x.bfloat16()
-        assert_product(team.multiply(x, packed, bits=bits), taken, packed)
+        kept = x if bits == 16 else x.bfloat16()
+        assert_product(team.multiply(x, packed, bits=bits), kept, packed)
 
 
-def assert_product(found, x, packed):
+def assert_product(computed, x, packed):
     """Within float32's rounding of the sum of what was summed."""
     w, x = unpack(packed).double(), x.double()
     expected = torch.nn.functional.linear(x, w, None if packed.bias is None else packed.bias.double())
-    assert found.dtype == torch.float32
-    assert ((found - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
+    assert computed.dtype == torch.float32
+    assert ((computed - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
 
 
 @compiled
@@ -262,7 +262,7 @@ def test_an_arena_hands_out_lines_of_its_own():
 
 @compiled
 def test_more_threads_than_processors():
-    """Nobody is waited for who has nothing in hand: ends soon, and with the same numbers."""
+    """No worker waits for one without work: it ends soon, and with the same numbers."""
     packed, x = pack(weight(97, 384), "int8"), torch.randn(3, 384)
     with ThreadPool(1) as one, ThreadPool(9) as many:
         expected = one.multiply(x, packed)
@@ -350,5 +350,5 @@ def test_tiles_are_taken_and_where_the_system_refuses_them_done_without():
         command = [sys.executable, "-S", "-c", CHILD, load("decode")._name, str(small)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
-    (with_tiles, expected), (without, found) = child(0), child(1)
-    assert (with_tiles, without) == ("1", "0") and found == expected
+    (with_tiles, expected), (without, actual) = child(0), child(1)
+    assert (with_tiles, without) == ("1", "0") and actual == expected

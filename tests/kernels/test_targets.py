@@ -29,10 +29,10 @@ def target(request, monkeypatch):
     if platform.machine() != "x86_64":
         pytest.skip("not of this family")
     try:
-        told = Path("/proc/cpuinfo").read_text().split()
+        messages = Path("/proc/cpuinfo").read_text().split()
     except OSError:
-        told = []
-    if any(feature not in told for feature in FEATURES[request.param]):
+        messages = []
+    if any(feature not in messages for feature in FEATURES[request.param]):
         pytest.skip("this processor does not run it")
     monkeypatch.setenv("ATTAR_KERNELS_TARGET", request.param)
     if load("decode") is None:

@@ -98,7 +98,7 @@ def curve(steps: int, start: float, end: float) -> list[dict[str, float]]:
 
 
 def layers(scale: float, swept: bool) -> list[dict[str, Any]]:
-    """Relative errors of 4 blocks: of the outputs and round-to-nearest's beside them, or of the weights."""
+    """Relative errors of 4 blocks: of the outputs, with round-to-nearest's, or of the weights."""
     noise = random.Random(5)
     rows: list[dict[str, Any]] = []
     for block in range(4):

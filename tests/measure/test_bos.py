@@ -83,17 +83,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("bos", ["auto", "always"])
 def test_with_bos_the_figures_stand(folder: Path, bos: str) -> None:
-    found = evaluate(folder / "model", EvaluateSettings(data=f"{folder}/text.txt", bos=bos, **SETTINGS))
-    assert found.tokens == 16 * 15, "the token after BOS is predicted, BOS is not"
-    assert found.loss == pytest.approx(math.log(WORDS + 1) / 15, rel=1e-3), (
+    measurements = evaluate(
+        folder / "model", EvaluateSettings(data=f"{folder}/text.txt", bos=bos, **SETTINGS)
+    )
+    assert measurements.tokens == 16 * 15, "the token after BOS is predicted, BOS is not"
+    assert measurements.loss == pytest.approx(math.log(WORDS + 1) / 15, rel=1e-3), (
         "after BOS all are alike, then sure"
     )
 
 
 def test_without_bos_they_collapse(folder: Path) -> None:
-    found = evaluate(folder / "model", EvaluateSettings(data=f"{folder}/text.txt", bos="never", **SETTINGS))
-    assert found.perplexity > 1_000
-    assert found.tokens == 16 * 15
+    measurements = evaluate(
+        folder / "model", EvaluateSettings(data=f"{folder}/text.txt", bos="never", **SETTINGS)
+    )
+    assert measurements.perplexity > 1_000
+    assert measurements.tokens == 16 * 15
 
 
 def test_the_gate_of_a_quantization_sees_bos_too(folder: Path, tmp_path: Path) -> None:
@@ -103,6 +107,6 @@ def test_the_gate_of_a_quantization_sees_bos_too(folder: Path, tmp_path: Path) -
         settings = quantize_settings(
             method="rtn", scheme="W8A16", group_size=0, check_tokens=128, bos=bos, data=f"{folder}/text.txt"
         )
-        made = quantize(folder / "model", tmp_path / bos, settings)
-        samples[bos] = made.card.details["gates"]["sample"].split()  # type: ignore[union-attr]
+        quantized = quantize(folder / "model", tmp_path / bos, settings)
+        samples[bos] = quantized.card.details["gates"]["sample"].split()  # type: ignore[union-attr]
     assert len(set(samples["auto"])) > 20 and len(set(samples["never"])) == 1

@@ -44,8 +44,8 @@ def test_loss_is_transformers_loss(subject: Subject) -> None:
 
 
 def test_a_model_equals_itself(subject: Subject) -> None:
-    made = make_reference(subject, SETTINGS, batches=text())
-    quality = measure_quality(subject, SETTINGS, made)
+    reference = make_reference(subject, SETTINGS, batches=text())
+    quality = measure_quality(subject, SETTINGS, reference)
     assert (quality.kl_mean, quality.kl_p99, quality.top1_agreement) == (0.0, 0.0, 1.0)
 
 
@@ -54,7 +54,7 @@ def test_divergence_is_that_of_the_distributions(subject: Subject) -> None:
     batches, other = text(), Subject(llama(5), words())
     tokens = torch.cat(batches)
     with torch.no_grad():
-        p, q = (each.model(tokens).logits[:, :-1].double().log_softmax(-1) for each in (subject, other))
+        p, q = (item.model(tokens).logits[:, :-1].double().log_softmax(-1) for item in (subject, other))
     distances = (p.exp() * (p - q)).sum(-1).flatten()
     quality = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
     assert quality.kl_mean == pytest.approx(float(distances.mean()), rel=1e-5)
@@ -71,8 +71,8 @@ def test_quality_kept_is_a_share_of_the_reference_s_accuracy(subject: Subject) -
         batches = [torch.where(torch.rand(b.shape) < 0.3, (b + 1) % 64, b) for b in batches]
         tokens = torch.cat(batches)
         theirs, ours = (
-            float((each.model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean())
-            for each in (subject, other)
+            float((item.model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean())
+            for item in (subject, other)
         )
     assert theirs > 0.2
     quality = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
@@ -117,27 +117,29 @@ def test_nan_is_an_error_that_counts() -> None:
 
 
 def test_measurements_are_flat_json(subject: Subject) -> None:
-    made = make_reference(subject, SETTINGS, batches=text())
+    reference = make_reference(subject, SETTINGS, batches=text())
     settings = EvaluateSettings(
         tokens=96, sequence_length=16, sample="w1 w2", sample_tokens=4, prompt_tokens=8, decode_tokens=4
     )
-    found = json.loads(
-        json.dumps(evaluate(Subject(llama(5), words(), None, "other"), settings, reference=made).to_dict())
+    record = json.loads(
+        json.dumps(
+            evaluate(Subject(llama(5), words(), None, "other"), settings, reference=reference).to_dict()
+        )
     )
-    assert set(KEYS) <= set(found)
-    assert not any(isinstance(value, dict) for value in found.values())
-    assert (found["model"], found["reference"], found["runner"]) == ("other", "tiny", "transformers")
-    assert (found["activations"], found["kv_dtype"], found["tasks"]) == ("float32", "float32", [])
-    assert found["bytes"] == 4 * found["parameters"]
-    assert found["bits_per_weight"] == 32.0
-    assert len(found["sample"].split()) == 4
-    assert found["peak_rss_bytes"] > 10**7
-    assert found["prefill_tokens_per_s"] > 0 < found["decode_tokens_per_s"]
+    assert set(KEYS) <= set(record)
+    assert not any(isinstance(value, dict) for value in record.values())
+    assert (record["model"], record["reference"], record["runner"]) == ("other", "tiny", "transformers")
+    assert (record["activations"], record["kv_dtype"], record["tasks"]) == ("float32", "float32", [])
+    assert record["bytes"] == 4 * record["parameters"]
+    assert record["bits_per_weight"] == 32.0
+    assert len(record["sample"].split()) == 4
+    assert record["peak_rss_bytes"] > 10**7
+    assert record["prefill_tokens_per_s"] > 0 < record["decode_tokens_per_s"]
 
 
 def test_what_is_not_asked_for_is_none(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.measure.evaluate.held_out", lambda *_: text())
-    found = evaluate(subject, EvaluateSettings(speed=False, sample="")).to_dict()
+    actual = evaluate(subject, EvaluateSettings(speed=False, sample="")).to_dict()
     for name in (
         "kl_mean",
         "kl_p99",
@@ -147,13 +149,13 @@ def test_what_is_not_asked_for_is_none(subject: Subject, monkeypatch: pytest.Mon
         "sample",
         "prompt",
     ):
-        assert found[name] is None
+        assert actual[name] is None
 
 
 def test_other_tokenizer_fails_before_any_work(subject: Subject) -> None:
-    made = make_reference(subject, SETTINGS, batches=text())
+    reference = make_reference(subject, SETTINGS, batches=text())
     with pytest.raises(UsageError, match="different tokenizers"):
-        evaluate(Subject(llama(5), words(size=63), None, "other"), SETTINGS, reference=made)
+        evaluate(Subject(llama(5), words(size=63), None, "other"), SETTINGS, reference=reference)
 
 
 def test_folders_from_end_to_end(tmp_path: Path) -> None:
@@ -164,10 +166,10 @@ def test_folders_from_end_to_end(tmp_path: Path) -> None:
     file.write_text("def add(a, b):\n    return a + b\n" * 200)
     settings = EvaluateSettings(data=str(file), tokens=128, sequence_length=32, sample="def", sample_tokens=4,
                                 prompt_tokens=8, decode_tokens=2)  # fmt: skip
-    found = evaluate(other, settings, reference=base)
-    assert found.tokens == 4 * 31
-    assert found.kl_mean is not None and found.kl_mean > 0.01
-    assert (found.model, found.reference) == ("other", "base")
+    measurements = evaluate(other, settings, reference=base)
+    assert measurements.tokens == 4 * 31
+    assert measurements.kl_mean is not None and measurements.kl_mean > 0.01
+    assert (measurements.model, measurements.reference) == ("other", "base")
     same = evaluate(base, replace(settings, runner="transformers"), reference=base)
     assert (same.kl_mean, same.top1_agreement) == (0.0, 1.0)
 
@@ -187,5 +189,5 @@ def test_missing_device_is_one_line(tmp_path: Path, device: str) -> None:
 
 def test_settings_default(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.measure.evaluate.held_out", lambda *_: text())
-    found: Any = evaluate(Subject(subject.model, words("def", *[f"w{n}" for n in range(1, 64)])))
-    assert found.prompt == "def __init__(self"
+    actual: Any = evaluate(Subject(subject.model, words("def", *[f"w{n}" for n in range(1, 64)])))
+    assert actual.prompt == "def __init__(self"

@@ -70,6 +70,6 @@ def test_size_of_a_packed_checkpoint(tmp_path: Path) -> None:
 def test_size_in_memory_counts_tied_weights_once() -> None:
     model = llama(0, tie_word_embeddings=True)
     size = measure_size(Subject(model))
-    assert size.parameters == sum(each.numel() for each in model.parameters())
-    assert size.parameters < sum(each.numel() for each in model.state_dict().values())
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.parameters < sum(parameter.numel() for parameter in model.state_dict().values())
     assert size.bits_per_weight == 32.0

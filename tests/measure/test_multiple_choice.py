@@ -46,12 +46,12 @@ def slow(subject: Subject, row: dict[str, Any]) -> tuple[list[float], list[float
         whole = subject.tokenizer(f"{context} {choice}")["input_ids"]
         start = len(subject.tokenizer(context)["input_ids"])
         total, likeliest = 0.0, True
-        for place in range(start, len(whole)):
+        for index in range(start, len(whole)):
             cut = max(0, len(whole) - 1 - 128)  # the window of the last token is that of all
             with torch.no_grad():
-                row_logits = subject.model(torch.tensor([whole[cut:place]])).logits[0, -1]
-            total += float(row_logits.double().log_softmax(-1)[whole[place]])
-            likeliest &= int(row_logits.argmax()) == whole[place]
+                row_logits = subject.model(torch.tensor([whole[cut:index]])).logits[0, -1]
+            total += float(row_logits.double().log_softmax(-1)[whole[index]])
+            likeliest &= int(row_logits.argmax()) == whole[index]
         sums.append(total)
         normed.append(total / len(choice))
         greedy.append(likeliest)
@@ -65,15 +65,15 @@ def test_scores_are_those_of_a_slow_loop(folder: Path, exact: Subject, tmp_path:
     questions = read_questions(file)
     wanted = [slow(exact, row) for row in ROWS]
     pairs = [
-        encode_pair(subject.tokenizer, f"Question: {each.text}\nAnswer:", f" {choice}")
-        for each in questions
-        for choice in each.choices
+        encode_pair(subject.tokenizer, f"Question: {question.text}\nAnswer:", f" {choice}")
+        for question in questions
+        for choice in question.choices
     ]
     assert any(len(a) + len(b) > 129 for a, b in pairs), "one row is longer than the context"
-    found = log_likelihoods(subject, pairs)
+    actual = log_likelihoods(subject, pairs)
     sums = [total for row in wanted for total in row[0]]
-    assert [total for total, _ in found] == pytest.approx(sums, abs=1e-3)
-    assert [greedy for _, greedy in found] == [each for row in wanted for each in row[2]]
+    assert [total for total, _ in actual] == pytest.approx(sums, abs=1e-3)
+    assert [greedy for _, greedy in actual] == [question for row in wanted for question in row[2]]
     task = measure_task(subject, file, questions)
     labels = [0, 1, 2, 2, 1]
     acc = [row[0].index(max(row[0])) == label for row, label in zip(wanted, labels, strict=True)]
@@ -103,13 +103,13 @@ def test_spaces_of_the_context_go_over(exact: Subject) -> None:
 
 def test_limit_takes_the_first(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", ROWS)
-    assert [each.where for each in read_questions(file, 2)] == [f"{file}:1", f"{file}:2"]
+    assert [read_question.where for read_question in read_questions(file, 2)] == [f"{file}:1", f"{file}:2"]
     assert len(read_questions(file, 99)) == 5
-    assert [each.label for each in read_questions(file)] == [0, 1, 2, 2, 1]
+    assert [read_question.label for read_question in read_questions(file)] == [0, 1, 2, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("{", "not JSON"),
         ("[1]", "a list, not an object"),
@@ -125,10 +125,10 @@ def test_limit_takes_the_first(tmp_path: Path) -> None:
         ('{"q": "a", "choices": ["a", "b"]}', "'label' is None"),
     ],
 )
-def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, line: str, said: str) -> None:
+def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, line: str, expected: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=expected) as caught:
         read_questions(file)
     assert caught.value.message.startswith(f"{file}:3: ")
     assert "\n" not in caught.value.message

@@ -48,13 +48,13 @@ def test_same_tokenizers_pass(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "said"),
+    ("vocabulary", "sentence"),
     [
         (["a", "b", "d"], "token 'c' is 2 in one, 'missing' in the other"),
         (["b", "a", "c"], "token 'a' is 0 in one, 1 in the other"),
     ],
 )
-def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
+def test_other_tokenizer_is_one_line(vocabulary: list[str], sentence: str) -> None:
     ours, theirs = (
         Subject(None, words("a", "b", "c"), None, "ours"),
         Subject(None, words(*vocabulary), None, "theirs"),
@@ -62,7 +62,7 @@ def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_same_tokens(ours, theirs)
     assert caught.value.message.startswith("ours and theirs have different tokenizers")
-    assert said in caught.value.message
+    assert sentence in caught.value.message
     assert "\n" not in caught.value.message
 
 
@@ -70,10 +70,10 @@ def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
     "change", [{"tokens": 128}, {"sequence_length": 8}, {"data": "text.txt"}, {"seed": 1}]
 )
 def test_other_text_is_refused(subject: Subject, change: dict[str, Any]) -> None:
-    made = make_reference(subject, SETTINGS, batches=text())
-    check_same_text(made, replace(SETTINGS, batch_size=1, speed=False))
+    result = make_reference(subject, SETTINGS, batches=text())
+    check_same_text(result, replace(SETTINGS, batch_size=1, speed=False))
     with pytest.raises(UsageError, match=next(iter(change))):
-        check_same_text(made, replace(SETTINGS, **change))
+        check_same_text(result, replace(SETTINGS, **change))
 
 
 def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyP
     assert asked["sequence_length"] == 64
 
 
-def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_comes_from_the_data_package(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def rows(tokenizer: Any, data: str, **more: Any) -> PackedRows:
@@ -92,6 +92,6 @@ def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.Mon
         return PackedRows(torch.cat(text()), "too short")
 
     monkeypatch.setattr(reference, "evaluation_rows", rows)
-    made = make_reference(subject, replace(SETTINGS, data="python-stdlib"))
-    assert len(made.batches) == 3 and made.shared == "too short"
+    result = make_reference(subject, replace(SETTINGS, data="python-stdlib"))
+    assert len(result.batches) == 3 and result.shared == "too short"
     assert asked == {"data": "python-stdlib", "tokens": 96, "sequence_length": 16, "seed": 0, "bos": "auto"}

@@ -45,7 +45,7 @@ def test_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "sentence"),
     [
         (None, "does not exist"),
         ("{", "is not JSON"),
@@ -57,13 +57,13 @@ def test_numbers_are_numbers() -> None:
         ('{"stages": [{"name": "a", "parents": "b"}]}', "'parents' of stage 'a'"),
     ],
 )
-def test_damage_is_one_line_that_names_the_file(tmp_path: Path, content: Any, said: str) -> None:
+def test_damage_is_one_line_that_names_the_file(tmp_path: Path, content: Any, sentence: str) -> None:
     if content is not None:
         (tmp_path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
         read_run(tmp_path)
     assert str(tmp_path / "run.json") in caught.value.message
-    assert said in caught.value.message
+    assert sentence in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -49,12 +49,12 @@ def four(folder: Path) -> Any:
 @compiled_only
 def test_rounded_activations_are_in_the_figures(four: Any) -> None:
     """The compiled runner rounds activations: that loss is measured, and transformers has none."""
-    made = make_reference(load_subject(four), SETTINGS, batches=text())
-    exact = measure_quality(load_subject(four, runner="transformers"), SETTINGS, made)
+    reference = make_reference(load_subject(four), SETTINGS, batches=text())
+    exact = measure_quality(load_subject(four, runner="transformers"), SETTINGS, reference)
     assert exact.kl_mean == 0.0
     for bits, least, most in ((8, 5e-5, 0.05), (16, 0.0, 5e-5)):
         subject = load_subject(four, runner=EvaluateSettings().runner, activations=bits)
-        served = measure_quality(subject, SETTINGS, made)
+        served = measure_quality(subject, SETTINGS, reference)
         assert served.kl_mean is not None and least < served.kl_mean < most
         assert (
             f"int{bits}" in serving_formats(subject).activations
@@ -64,12 +64,15 @@ def test_rounded_activations_are_in_the_figures(four: Any) -> None:
 
 @compiled_only
 def test_the_format_of_keys_and_values_is_in_the_figures(four: Any) -> None:
-    made = make_reference(load_subject(four), SETTINGS, batches=text())
+    reference = make_reference(load_subject(four), SETTINGS, batches=text())
     usual, eight = (
         load_subject(four, runner="compiled", kv_dtype=kv, activations=16) for kv in ("auto", "int8")
     )
-    assert [serving_formats(each).kv_dtype for each in (usual, eight)] == ["float16", "int8"]
-    assert measure_quality(usual, SETTINGS, made).kl_mean != measure_quality(eight, SETTINGS, made).kl_mean
+    assert [serving_formats(item).kv_dtype for item in (usual, eight)] == ["float16", "int8"]
+    assert (
+        measure_quality(usual, SETTINGS, reference).kl_mean
+        != measure_quality(eight, SETTINGS, reference).kl_mean
+    )
 
 
 def test_modules_in_float32_are_exact(base: Path) -> None:
@@ -93,11 +96,15 @@ def test_the_record_names_what_computed(base: Path, tmp_path: Path) -> None:
         data=str(file), tokens=64, sequence_length=32, sample="def", sample_tokens=3, prompt_tokens=8,
         decode_tokens=2, reference_speed=True, runner="modules", kv_dtype="fp8",
     )  # fmt: skip
-    found = evaluate(base, settings, reference=base)
-    assert (found.runner, found.activations, found.kv_dtype) == ("modules", "float32", "fp8")
-    assert found.runner_note is None
-    assert found.kl_mean is not None and found.kl_mean > 0, "keys and values in fp8"
-    assert found.transformers_decode_tokens_per_s and found.transformers_prefill_tokens_per_s
+    measurements = evaluate(base, settings, reference=base)
+    assert (measurements.runner, measurements.activations, measurements.kv_dtype) == (
+        "modules",
+        "float32",
+        "fp8",
+    )
+    assert measurements.runner_note is None
+    assert measurements.kl_mean is not None and measurements.kl_mean > 0, "keys and values in fp8"
+    assert measurements.transformers_decode_tokens_per_s and measurements.transformers_prefill_tokens_per_s
     plain = evaluate(base, replace(settings, speed=False, reference_speed=False))
     assert plain.transformers_decode_tokens_per_s is plain.decode_tokens_per_s is None
 

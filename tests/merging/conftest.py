@@ -23,10 +23,10 @@ def family(tmp_path_factory):
     """Folders ``base``, ``one``, ``two``, ``three``."""
     folder = tmp_path_factory.mktemp("family")
     base = tiny_models.build("smollm")
-    places = {"base": tiny_models.save(base, folder / "base")}
+    positions = {"base": tiny_models.save(base, folder / "base")}
     for seed, name in enumerate(("one", "two", "three"), start=1):
-        places[name] = tiny_models.save(tuned(base, seed), folder / name)
-    return places
+        positions[name] = tiny_models.save(tuned(base, seed), folder / name)
+    return positions
 
 
 @pytest.fixture

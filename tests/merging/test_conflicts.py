@@ -18,19 +18,19 @@ def family(models: int, shape: tuple[int, ...], seed: int = 0, dtype: torch.dtyp
     draw = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=draw).to(dtype)
     common = torch.randn(shape, generator=draw)
-    made = []
+    items = []
     for _ in range(models):
         delta = 0.1 * (0.5 * common + torch.randn(shape, generator=draw))
         delta[torch.rand(shape, generator=draw) < 0.3] = 0.0
-        made.append((base.float() + delta).to(dtype))
-    return made, base
+        items.append((base.float() + delta).to(dtype))
+    return items, base
 
 
 def by_hand(tensors, base):
     """The definitions, entry by entry, in Python."""
     b = base.float().flatten().tolist()
     d = [(t.float() - base.float()).flatten().double().tolist() for t in tensors]
-    vote = [1 if sum(each) >= 0 else -1 for each in zip(*d, strict=True)]
+    vote = [1 if sum(item) >= 0 else -1 for item in zip(*d, strict=True)]
     length = [math.sqrt(sum(x * x for x in one)) for one in d]
     cosine, agreement = [], []
     for i, j in itertools.combinations(range(len(d)), 2):
@@ -113,7 +113,7 @@ def test_shapes_must_agree():
         measure_conflicts([torch.zeros(3, 2), torch.zeros(2, 3)], torch.zeros(3, 2))
 
 
-def found(models: int = 2, layers: int = 3):
+def conflict_table(models: int = 2, layers: int = 3):
     names = [("model.embed_tokens.weight", None), ("model.norm.weight", None), ("lm_head.weight", None)]
     for layer in range(layers):
         for leaf in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "input_layernorm"):
@@ -125,7 +125,7 @@ def found(models: int = 2, layers: int = 3):
 
 
 def test_summary_by_layer_and_part_whatever_the_order():
-    rows = summary(found())
+    rows = summary(conflict_table())
     assert [(row["layer"], row["part"]) for row in rows] == [
         (None, "all"),
         *((layer, part) for layer in range(3) for part in ("attention", "mlp", "norm")),
@@ -133,8 +133,8 @@ def test_summary_by_layer_and_part_whatever_the_order():
         (None, "head"),
         (None, "norm"),
     ]
-    assert rows == summary(reversed(found()))
-    two = [conflict for name, layer, conflict in found() if layer == 1 and "self_attn" in name]
+    assert rows == summary(reversed(conflict_table()))
+    two = [conflict for name, layer, conflict in conflict_table() if layer == 1 and "self_attn" in name]
     attention = next(row for row in rows if (row["layer"], row["part"]) == (1, "attention"))
     assert {key: attention[key] for key in two[0].row()} == (two[0] + two[1]).row()
     assert attention["size"] == 96
@@ -149,7 +149,7 @@ def test_sums_are_added_in_one_order():
         for leaf, dot in (("a", 1e20), ("b", -1e20), ("c", 1.0))
     ]
     rows = [summary(order) for order in itertools.permutations(parts)]
-    assert all(each == rows[0] for each in rows)
+    assert all(row == rows[0] for row in rows)
     assert rows[0][0]["cosine"] == [round(1 / 3, 4)]
 
 
@@ -162,5 +162,5 @@ def test_summary_of_two_stacks_and_of_one_model():
 
 
 def test_a_hundred_layers_of_six_models_stay_small():
-    rows = summary(found(6, 100))
+    rows = summary(conflict_table(6, 100))
     assert len(json.dumps(rows)) < 250_000

@@ -323,7 +323,7 @@ ADDED = {
         "b": ["<|start_header_id|>", "<|original|>"],
     }
 }
-"""Tokens that the models of an example have beside those of all tiny models."""
+"""Tokens that the models of an example have in addition to those of all tiny models."""
 
 
 def speaking(folder: Path, words: list[str], target: Path) -> Path:
@@ -339,12 +339,12 @@ def speaking(folder: Path, words: list[str], target: Path) -> Path:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name: str, family: dict[str, Path], tmp_path: Path) -> None:
     """What comes out is a model that transformers loads whole, and that gives numbers."""
-    places = {"base": family["base"], "a": family["one"], "b": family["two"], "c": family["three"]}
-    places |= {"a@v00.02-step-000003660": family["one"], "b@v01.02-step-000002600": family["two"]}
+    positions = {"base": family["base"], "a": family["one"], "b": family["two"], "c": family["three"]}
+    positions |= {"a@v00.02-step-000003660": family["one"], "b@v01.02-step-000002600": family["two"]}
     for model, words in ADDED.get(name, {}).items():
-        places[model] = speaking(places[model], words, tmp_path / model)
-    made = attar.merge(EXAMPLES[name], tmp_path / "out", models=places, tokens=0)
-    model, report = AutoModelForCausalLM.from_pretrained(made.path, output_loading_info=True)
+        positions[model] = speaking(positions[model], words, tmp_path / model)
+    merged = attar.merge(EXAMPLES[name], tmp_path / "out", models=positions, tokens=0)
+    model, report = AutoModelForCausalLM.from_pretrained(merged.path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert torch.isfinite(model.float()(torch.tensor([[5, 6, 7]])).logits).all()
 

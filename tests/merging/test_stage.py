@@ -50,14 +50,14 @@ def tensors(folder):
 
 
 def test_the_merge_is_a_checkpoint_that_transformers_loads(merged, family):
-    made = merged(LINEAR)
-    model = AutoModelForCausalLM.from_pretrained(made.path)
+    merge_dir = merged(LINEAR)
+    model = AutoModelForCausalLM.from_pretrained(merge_dir.path)
     one, two = tensors(family["one"]), tensors(family["two"])
     for name, value in model.state_dict().items():
         if name in one:
             torch.testing.assert_close(value, 0.25 * one[name] + 0.75 * two[name])
-    assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tiny_models.tokenizer().get_vocab()
-    assert yaml.safe_load((made.path / "merge.yml").read_text()) == LINEAR
+    assert AutoTokenizer.from_pretrained(merge_dir.path).get_vocab() == tiny_models.tokenizer().get_vocab()
+    assert yaml.safe_load((merge_dir.path / "merge.yml").read_text()) == LINEAR
 
 
 def test_the_card_tells_parents_method_and_conflicts(merged, family):
@@ -73,17 +73,17 @@ def test_the_card_tells_parents_method_and_conflicts(merged, family):
 
 def test_the_card_s_command_makes_the_same_bytes_again(family, tmp_path, monkeypatch):
     text = json.dumps(TIES)
-    for name, place in family.items():
-        text = text.replace(f'"{name}"', json.dumps(str(place)))
-    made = attar.merge(text, tmp_path / "out", compat="paper", seed=3)
-    before = (made.path / "model.safetensors").read_bytes()
-    monkeypatch.chdir(made.path)
-    assert call([*shlex.split(made.card.command)[1:], "-q"]) == 0
-    assert (made.path / "out" / "model.safetensors").read_bytes() == before
-    assert open_checkpoint(made.path / "out").card.settings == made.card.settings
+    for name, path in family.items():
+        text = text.replace(f'"{name}"', json.dumps(str(path)))
+    merged = attar.merge(text, tmp_path / "out", compat="paper", seed=3)
+    before = (merged.path / "model.safetensors").read_bytes()
+    monkeypatch.chdir(merged.path)
+    assert call([*shlex.split(merged.card.command)[1:], "-q"]) == 0
+    assert (merged.path / "out" / "model.safetensors").read_bytes() == before
+    assert open_checkpoint(merged.path / "out").card.settings == merged.card.settings
 
 
-def test_the_picture_of_conflicts_stands_beside_the_weights(merged):
+def test_the_picture_of_conflicts_is_next_to_the_weights(merged):
     drawn = (merged(TIES).path / "conflicts.svg").read_text()
     assert drawn.startswith("<svg") and "one" in drawn
 
@@ -94,9 +94,9 @@ def test_licences_meet(family, tmp_path):
         (copy / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
     config = {"merge_method": "linear", "models": [{"model": str(tmp_path / n)} for n in ("one", "two")]}
     config["parameters"] = {"weight": 1.0}
-    found = attar.merge(config, tmp_path / "out").card.licence
-    assert any("cc-by-nc" in source["id"] for source in found["sources"])
-    assert "non-commercial" in json.dumps(found).lower() or "noncommercial" in json.dumps(found).lower()
+    actual = attar.merge(config, tmp_path / "out").card.licence
+    assert any("cc-by-nc" in source["id"] for source in actual["sources"])
+    assert "non-commercial" in json.dumps(actual).lower() or "noncommercial" in json.dumps(actual).lower()
 
 
 def test_documents_build_on_each_other(merged, family):
@@ -110,12 +110,12 @@ def test_documents_build_on_each_other(merged, family):
             },
         ]
     )
-    made = merged(text)
+    merge_dir = merged(text)
     base, one, two = (tensors(family[name]) for name in ("base", "one", "two"))
     name = "model.layers.1.mlp.up_proj.weight"
     both = 0.25 * one[name] + 0.75 * two[name]
-    torch.testing.assert_close(tensors(made.path)[name], base[name] + 0.5 * (both - base[name]))
-    assert sorted(parent.name for parent in made.card.parents) == ["base", "one", "two"]
+    torch.testing.assert_close(tensors(merge_dir.path)[name], base[name] + 0.5 * (both - base[name]))
+    assert sorted(parent.name for parent in merge_dir.card.parents) == ["base", "one", "two"]
 
 
 def test_slices_stack_layers(merged, family):
@@ -123,12 +123,12 @@ def test_slices_stack_layers(merged, family):
         {"sources": [{"model": "one", "layer_range": [0, 2]}]},
         {"sources": [{"model": "two", "layer_range": [1, 3]}]},
     ]
-    made = merged({"merge_method": "passthrough", "slices": sources})
-    assert made.config["num_hidden_layers"] == 4
-    got, two = tensors(made.path), tensors(family["two"])
+    merge_dir = merged({"merge_method": "passthrough", "slices": sources})
+    assert merge_dir.config["num_hidden_layers"] == 4
+    got, two = tensors(merge_dir.path), tensors(family["two"])
     key = "self_attn.q_proj.weight"
     assert torch.equal(got[f"model.layers.2.{key}"], two[f"model.layers.1.{key}"])
-    AutoModelForCausalLM.from_pretrained(made.path)
+    AutoModelForCausalLM.from_pretrained(merge_dir.path)
 
 
 def test_random_masks_depend_on_the_seed_and_not_on_the_order_of_the_work(merged, tmp_path):
@@ -187,11 +187,11 @@ def test_an_adapter_is_a_parent(family, merged, tmp_path):
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     peft.save_pretrained(tmp_path / "adapter")
     config = {"merge_method": "passthrough", "models": [{"model": f"one+{tmp_path / 'adapter'}"}]}
-    made = merged(config)
+    merge_dir = merged(config)
     want = peft.merge_and_unload().state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(tensors(made.path)[name], want[name])
-    assert [parent.name for parent in made.card.parents] == ["one", "adapter"]
+    assert torch.equal(tensors(merge_dir.path)[name], want[name])
+    assert [parent.name for parent in merge_dir.card.parents] == ["one", "adapter"]
 
 
 def test_quality_of_every_parent_and_of_the_merge(merged):
@@ -204,23 +204,25 @@ def test_quality_of_every_parent_and_of_the_merge(merged):
 def test_a_greedy_soup_leaves_the_bad_ingredient_out(family, merged, tmp_path):
     bad = tiny_models.save(tuned(tiny_models.build("smollm"), 9, size=3.0), tmp_path / "bad")
     models = [{"model": "base"}, {"model": str(bad)}]
-    made = merged(
+    merge_dir = merged(
         {"merge_method": "greedy_soup", "models": models}, samples=4, sequence_length=32, compat="paper"
     )
-    rows = made.card.details["soup"]
+    rows = merge_dir.card.details["soup"]
     kept = [row["model"] for row in rows if row["kept"]]
     lowest = min(rows, key=lambda row: row["loss"])
     assert lowest["model"] in kept and len(kept) == 1
-    assert "merge_method: linear" in (made.path / "found.yml").read_text()
+    assert "merge_method: linear" in (merge_dir.path / "found.yml").read_text()
 
 
 def test_a_search_never_ends_worse_than_it_began(merged):
-    made = merged(LINEAR, search=6, samples=4, sequence_length=32)
-    found = made.card.details["search"]
-    assert found["tried"] == 6
-    assert found["loss_after"] <= found["loss_before"] == found["losses"][0]
-    again = merged((made.path / "found.yml").read_text(), "again")
-    assert (again.path / "model.safetensors").read_bytes() == (made.path / "model.safetensors").read_bytes()
+    merge_dir = merged(LINEAR, search=6, samples=4, sequence_length=32)
+    actual = merge_dir.card.details["search"]
+    assert actual["tried"] == 6
+    assert actual["loss_after"] <= actual["loss_before"] == actual["losses"][0]
+    again = merged((merge_dir.path / "found.yml").read_text(), "again")
+    assert (again.path / "model.safetensors").read_bytes() == (
+        merge_dir.path / "model.safetensors"
+    ).read_bytes()
 
 
 def test_nan_in_a_parent_names_tensor_and_file(family, merged, tmp_path):
@@ -245,15 +247,15 @@ def test_a_result_beyond_the_type_is_refused(merged):
 def test_packed_parents_are_decoded(family, merged, tmp_path):
     attar.quantize(family["one"], tmp_path / "w8", scheme="W8A16", method="rtn", group_size=32)
     config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "w8"))))
-    made = merged(config)
-    assert "quantization_config" not in made.config
-    assert any("decoded" in note for note in made.card.details["notes"])
+    merge_dir = merged(config)
+    assert "quantization_config" not in merge_dir.config
+    assert any("decoded" in note for note in merge_dir.card.details["notes"])
     one = tensors(merged(LINEAR, "dense").path)["model.layers.0.mlp.up_proj.weight"]
-    got = tensors(made.path)["model.layers.0.mlp.up_proj.weight"]
+    got = tensors(merge_dir.path)["model.layers.0.mlp.up_proj.weight"]
     assert 0 < (got - one).abs().max() < 0.02
 
 
-def test_too_short_a_text_is_said_before_the_merge_is_made(merged, tmp_path, monkeypatch):
+def test_too_short_a_text_is_reported_before_the_merge(merged, tmp_path, monkeypatch):
     text = tmp_path / "short.txt"
     text.write_text("a few words")
     monkeypatch.setattr(Merge, "write", lambda *_, **__: pytest.fail("the merge was made"))
@@ -272,7 +274,7 @@ TWO_WITH_WEIGHTS = {  # methods, and what each needs besides two models with a w
 
 @pytest.mark.parametrize("name", sorted({*METHODS, *SEARCHED} - {"passthrough"}))
 def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
-    """Configurations in the wild write ``weight`` beside every model, whatever the method."""
+    """Configurations in the wild write ``weight`` next to every model, whatever the method."""
     more = TWO_WITH_WEIGHTS.get(name, {"base_model": "base"})
     models = [
         {"model": "one", "parameters": {"weight": 0.6}},
@@ -286,17 +288,17 @@ def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
     assert [note for note in notes if "not a parameter" in note] == ([] if uses else unused)
 
 
-def test_an_unused_parameter_changes_no_bit_and_is_said(family, merged):
+def test_an_unused_parameter_changes_no_bit_and_is_reported(family, merged):
     config = {"merge_method": "slerp", "base_model": "one", "parameters": {"t": 0.35}}
     config["models"] = [{"model": "one"}, {"model": "two"}]
     plain = tensors(merged(config, "plain").path)
     config["models"][1]["parameters"] = {"weight": 0.4, "density": [1, 0.5]}
-    made = merged(config, "weighted")
-    assert [note.partition(": ")[2] for note in made.card.details["notes"]] == [
+    merge_dir = merged(config, "weighted")
+    assert [note.partition(": ")[2] for note in merge_dir.card.details["notes"]] == [
         "weight is not a parameter of slerp: without effect",
         "density is not a parameter of slerp: without effect",
     ]
-    assert all(torch.equal(value, plain[name]) for name, value in tensors(made.path).items())
+    assert all(torch.equal(value, plain[name]) for name, value in tensors(merge_dir.path).items())
 
 
 @pytest.mark.parametrize(("keys", "stored"), [({}, "BF16"), ({"dtype": "float32"}, "F32")])
@@ -304,10 +306,10 @@ def test_a_gguf_parent_does_not_make_float32_of_the_merge(family, merged, tmp_pa
     attar.export(family["one"], tmp_path / "one.gguf", format="gguf", type="Q8_0")
     config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "one.gguf"))))
     assert config["models"][0]["model"].endswith("one.gguf")
-    made = merged(config | keys)
-    assert {info.dtype for info in made.tensors.values()} == {stored}
-    said = any("stored as bfloat16" in note for note in made.card.details["notes"])
-    assert said == (stored == "BF16")
+    merge_dir = merged(config | keys)
+    assert {info.dtype for info in merge_dir.tensors.values()} == {stored}
+    reported = any("stored as bfloat16" in note for note in merge_dir.card.details["notes"])
+    assert reported == (stored == "BF16")
 
 
 def run_cli(arguments):
@@ -399,12 +401,12 @@ def test_tokens_meet_by_their_text_and_not_by_their_number(family, merged, tmp_p
         "parameters": {"weight": 1.0},
     }
     apart = tensors(merged(config, "apart").path)["model.embed_tokens.weight"]
-    made = merged(config | {"tokenizer": {"source": "base"}}, "together", sequence_length=32, tokens=64)
-    together, one = tensors(made.path)["model.embed_tokens.weight"], tensors(family["one"])
+    merge_dir = merged(config | {"tokenizer": {"source": "base"}}, "together", sequence_length=32, tokens=64)
+    together, one = tensors(merge_dir.path)["model.embed_tokens.weight"], tensors(family["one"])
     assert not torch.allclose(apart, one["model.embed_tokens.weight"])
     assert torch.allclose(together, one["model.embed_tokens.weight"])
-    assert made.card.details["vocabulary"]["models"][1]["shared"] == tiny_models.VOCABULARY
-    losses = [row["loss"] for row in made.card.details["quality"]]
+    assert merge_dir.card.details["vocabulary"]["models"][1]["shared"] == tiny_models.VOCABULARY
+    losses = [row["loss"] for row in merge_dir.card.details["quality"]]
     assert max(losses) - min(losses) < 1e-5  # each reads the same text through its own tokenizer
 
 

@@ -79,5 +79,5 @@ def plan_config(
     config: MergeConfig, *views: FakeView, vocabulary: Any = None, compat: str = "mergekit"
 ) -> MergePlan:
     """Plan a document that is read already."""
-    known = {each.name: each for each in views}
+    known = {item.name: item for item in views}
     return make_plan(config, lambda reference: known[reference.model], vocabulary, compat=compat)

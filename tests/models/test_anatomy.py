@@ -65,12 +65,12 @@ def model(family):
 def test_parts_are_where_they_are(family, model):
     anatomy = discover(model)
     attention, mlp = anatomy.blocks[1].attention, anatomy.blocks[1].mlp
-    found = (
+    actual = (
         anatomy.blocks_name, anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head,
         anatomy.tied, (attention.heads, attention.kv_heads, attention.head_dim),
         mlp.neurons, mlp.gate is not None,
     )  # fmt: skip
-    assert found == WANTED[family]
+    assert actual == WANTED[family]
     assert anatomy.causal == (family not in tiny_models.ENCODERS)
     assert (anatomy.hidden_size, anatomy.vocab_size, len(anatomy.blocks)) == (64, tiny_models.VOCABULARY, 3)
     assert mlp.activation in {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
@@ -140,12 +140,12 @@ def test_groups_are_the_heads(family):
         )
         (o.weight[inside] if attention.o.kind == "conv1d" else o.weight[:, inside]).zero_()
         expected = tiny_models.logits(silenced, rows)
-        for part, place in (
+        for part, index in (
             (attention.q, group.q_rows),
             (attention.k, group.k_rows),
             (attention.v, group.v_rows),
         ):
-            for view in weight_rows(silenced, part, place):
+            for view in weight_rows(silenced, part, index):
                 view.normal_()
     assert (expected - whole).abs().max() > 1e-2, "the head mattered"
     torch.testing.assert_close(tiny_models.logits(without_values, rows), expected, rtol=0, atol=1e-5)
@@ -206,7 +206,7 @@ def test_direction_of_attention_where_modules_do_not_say_it(family, causal):
 
 
 def rename(model, block, old, new):
-    """Give a projection a name that nobody knows."""
+    """Give a projection an unknown name."""
     parent, _, leaf = old.rpartition(".")
     holder = model.model.layers[block].get_submodule(parent)
     holder.add_module(new, getattr(holder, leaf))
@@ -214,7 +214,7 @@ def rename(model, block, old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "sentence"),
     [
         ("self_attn.q_proj", "strange", "q projection was not found in the attention of model.layers.1"),
         ("self_attn.o_proj", "strange", "o projection was not found in the attention of model.layers.1"),
@@ -222,13 +222,13 @@ def rename(model, block, old, new):
         ("mlp.up_proj", "strange", "up projection was not found in the MLP of model.layers.1"),
     ],
 )
-def test_unknown_names_are_reported(old, new, said):
+def test_unknown_names_are_reported(old, new, sentence):
     model = tiny_models.build("llama3")
     rename(model, 1, old, new)
     with pytest.raises(ModelError) as caught:
         discover(model)
     assert (
-        said in caught.value.message
+        sentence in caught.value.message
         and "strange [" in caught.value.message
         and "\n" not in caught.value.message
     )
@@ -291,7 +291,7 @@ def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "sentence"),
     [
         ("num_attention_heads", 4, "has 8 heads, but the config's num_attention_heads is 4"),
         ("num_key_value_heads", 2, "has 4 KV heads, but the config's num_key_value_heads is 2"),
@@ -300,9 +300,9 @@ def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
         ("hidden_size", 32, "64 wide, but the config's hidden_size is 32"),
     ],
 )
-def test_config_that_contradicts_the_model(key, value, said):
+def test_config_that_contradicts_the_model(key, value, sentence):
     model = tiny_models.build("llama3")
     setattr(model.config, key, value)
     with pytest.raises(ModelError) as caught:
         discover(model)
-    assert said in caught.value.message
+    assert sentence in caught.value.message

@@ -1,4 +1,4 @@
-"""Which type products are computed in: what the processor has, what oneDNN and torch were told to use, and
+"""Which type products are computed in: what the processor has, what oneDNN and torch are set to use, and
 what a run began with."""
 
 import os

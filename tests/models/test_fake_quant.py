@@ -147,8 +147,8 @@ def test_decoding_step_by_step_gives_the_logits_of_the_whole():
     rows = tiny_models.tokens(model, batch=1, length=8)
     whole, cache, steps = tiny_models.logits(model, rows), None, []
     with torch.no_grad():
-        for place in range(8):
-            out = model(input_ids=rows[:, place : place + 1], past_key_values=cache, use_cache=True)
+        for index in range(8):
+            out = model(input_ids=rows[:, index : index + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             steps.append(out.logits)
     assert torch.allclose(torch.cat(steps, 1), whole, atol=1e-6)
@@ -161,10 +161,10 @@ def test_modules_without_a_cache_are_refused():
 
 
 def test_a_packed_checkpoint_is_loaded_with_its_hooks(tmp_path):
-    _, made = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="FP8", kv_cache="fp8")
-    model = load_model(made)
+    _, result = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="FP8", kv_cache="fp8")
+    model = load_model(result)
     linear = model.model.layers[0].mlp.up_proj
-    scale = made.load("model.layers.0.mlp.up_proj.input_scale")
+    scale = result.load("model.layers.0.mlp.up_proj.input_scale")
     x = sample(1, 2, 128).to(torch.bfloat16)
     rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.bfloat16) * scale
     assert torch.equal(linear(x), torch.nn.functional.linear(rounded, linear.weight))
@@ -175,6 +175,6 @@ def test_a_packed_checkpoint_is_loaded_with_its_hooks(tmp_path):
     plain = load_model(tmp_path / "saved")
     assert not torch.equal(tiny_models.logits(plain, rows), tiny_models.logits(model, rows))
     assert torch.equal(tiny_models.logits(copy.deepcopy(model), rows), tiny_models.logits(model, rows))
-    del made.tensors["model.layers.0.mlp.up_proj.input_scale"]
+    del result.tensors["model.layers.0.mlp.up_proj.input_scale"]
     with pytest.raises(CheckpointError, match=r"up_proj.input_scale is missing"):
-        load_model(made)
+        load_model(result)

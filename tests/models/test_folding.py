@@ -57,26 +57,26 @@ def test_random_scales_leave_the_logits_alone(family):
     model = build(family)
     rows = tiny.tokens(model)
     wanted = tiny.logits(model, rows)
-    found = foldable(model)
-    model.load_state_dict(rescaled(model.state_dict(), rescales(model, random_scales(found.folds))))
+    actual = foldable(model)
+    model.load_state_dict(rescaled(model.state_dict(), rescales(model, random_scales(actual.folds))))
     assert (tiny.logits(model, rows) - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *OTHERS])
 def test_finds_the_folds_of_each_family(family):
-    found = foldable(build(family))
+    actual = foldable(build(family))
     wanted = WANTED[family] if family in WANTED else OTHERS[family][3]
-    assert [(fold.kind, len(fold.consumers)) for fold in found.folds] == wanted * 3
+    assert [(fold.kind, len(fold.consumers)) for fold in actual.folds] == wanted * 3
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_linear_is_folded_or_has_a_reason(family):
-    probe, found = BlockProbe(tiny.config(family)), foldable(tiny.build(family))
+    probe, actual = BlockProbe(tiny.config(family)), foldable(tiny.build(family))
     linears = {name for block in probe.anatomy.blocks for name in block.linears}
-    consumers = [name for fold in found.folds for name in fold.consumers]
+    consumers = [name for fold in actual.folds for name in fold.consumers]
     assert len(set(consumers)) == len(consumers)
-    assert set(consumers) | set(found.left) == linears and not set(consumers) & set(found.left)
-    assert all(found.left.values())
+    assert set(consumers) | set(actual.left) == linears and not set(consumers) & set(actual.left)
+    assert all(actual.left.values())
 
 
 def test_reasons_name_the_activation_and_the_residual_stream():

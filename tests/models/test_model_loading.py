@@ -196,14 +196,16 @@ def test_another_tasks_head_may_lie_about(tmp_path):
 
 def test_wrong_shape(folder):
     edit_config(folder, intermediate_size=128)
-    said = message_of(load_model, folder, kind=CheckpointError)
-    assert "[96, 64], but the config asks for [128, 64], and" in said or "[64, 96], but the config" in said
+    message = message_of(load_model, folder, kind=CheckpointError)
+    assert (
+        "[96, 64], but the config asks for [128, 64], and" in message or "[64, 96], but the config" in message
+    )
 
 
 def test_nan(folder):
     edit_weights(folder, lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"][3].fill_(float("nan")))
-    said = message_of(load_model, folder, kind=NumericsError)
-    assert "model.layers.2.mlp.up_proj.weight" in said and "model.safetensors" in said
+    message = message_of(load_model, folder, kind=NumericsError)
+    assert "model.layers.2.mlp.up_proj.weight" in message and "model.safetensors" in message
 
 
 def test_truncated_weights(folder):
@@ -233,8 +235,8 @@ def test_own_code_is_refused(folder):
 
 def test_config_with_nonsense(folder):
     edit_config(folder, hidden_size="wide")
-    said = message_of(load_model, folder, kind=CheckpointError)
-    assert "config.json" in said and "hidden_size" in said
+    message = message_of(load_model, folder, kind=CheckpointError)
+    assert "config.json" in message and "hidden_size" in message
     edit_config(folder, hidden_size=60)
     message_of(load_model, folder, kind=CheckpointError)
 

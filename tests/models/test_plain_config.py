@@ -134,7 +134,7 @@ def test_the_tensors_are_those_of_transformers_model(family, changes):
         ours.pop("layer_types")
     ours["architectures"] = [type(empty_model(ours)).__name__]
     model = empty_model(ours)
-    theirs = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    theirs = {name: tuple(item.shape) for name, item in model.named_parameters(remove_duplicate=False)}
     assert plain_shapes(ours) == theirs
 
 

@@ -243,7 +243,7 @@ def test_meta_models_are_cut_for_their_sizes():
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"),
+    ("keep", "sentence"),
     [
         ([[0]], "given for 1 blocks, but the model has 3"),
         ([[0], [0], []], "block 2 must be ascending numbers from 0 to 3"),
@@ -254,8 +254,8 @@ def test_meta_models_are_cut_for_their_sizes():
         ([[0], [0, 1], [0]], "differ from block to block"),
     ],
 )
-def test_keep_of_the_wrong_form(keep, said):
-    with pytest.raises(ModelError, match=said):
+def test_keep_of_the_wrong_form(keep, sentence):
+    with pytest.raises(ModelError, match=sentence):
         keep_heads(tiny_models.build("llama3"), keep)
 
 

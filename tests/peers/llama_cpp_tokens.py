@@ -29,16 +29,16 @@ def detokenize(vocab, ids):
 
 def pieces(vocab, ids):
     buffer = ctypes.create_string_buffer(512)
-    found = b""
+    actual = b""
     for token in ids:
         count = llama_cpp.llama_token_to_piece(vocab, token, buffer, 512, 0, True)
-        found += buffer.raw[:count]
-    return found.hex()
+        actual += buffer.raw[:count]
+    return actual.hex()
 
 
 def answer(vocab, texts):
     count = llama_cpp.llama_vocab_n_tokens(vocab)
-    found = {
+    actual = {
         "tokens": count,
         "ends": [token for token in range(count) if llama_cpp.llama_vocab_is_eog(vocab, token)],
         **{
@@ -49,7 +49,7 @@ def answer(vocab, texts):
     }
     for text in texts:
         parsed = tokenize(vocab, text, False, True)
-        found["texts"].append(
+        actual["texts"].append(
             {
                 "plain": tokenize(vocab, text, False, False),
                 "parsed": parsed,
@@ -58,7 +58,7 @@ def answer(vocab, texts):
                 "pieces": pieces(vocab, parsed),
             }
         )
-    return found
+    return actual
 
 
 def main():

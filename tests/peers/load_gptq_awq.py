@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 def load(folder, way):
     """A checkpoint as a model."""
-    said = json.loads((folder / "config.json").read_text())["quantization_config"]
-    awq = said["quant_method"] == "awq"
+    fields = json.loads((folder / "config.json").read_text())["quantization_config"]
+    awq = fields["quant_method"] == "awq"
     if way == "direct":
         backend = BACKEND("awq_torch" if awq else "gptq_torch")
         return GPTQModel.load(str(folder), backend=backend, device="cpu", dtype=torch.float16).model
     more = {}
     if way == "torch":
         kind, backend = (AwqConfig, "torch_awq") if awq else (GPTQConfig, "gptq_torch")
-        more = {"quantization_config": kind(bits=said["bits"], backend=backend)}
+        more = {"quantization_config": kind(bits=fields["bits"], backend=backend)}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16, **more)
 
 
@@ -46,13 +46,13 @@ def weight(module):
 def run(folder, way, tokens):
     """Load, and write down."""
     model = load(folder, way)
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "qweight")}
+    actual = {name: module for name, module in model.named_modules() if hasattr(module, "qweight")}
     with torch.no_grad():
         kept = {"logits": model(input_ids=tokens).logits.float()}
     if way != "auto":
-        kept |= {f"{name}.weight": weight(module) for name, module in found.items()}
+        kept |= {f"{name}.weight": weight(module) for name, module in actual.items()}
     save_file(kept, folder / f"{way}.safetensors")
-    return {"kernels": sorted({type(module).__name__ for module in found.values()}), "count": len(found)}
+    return {"kernels": sorted({type(module).__name__ for module in actual.values()}), "count": len(actual)}
 
 
 def quantize(model, out, bits, symmetric, order, form):
@@ -62,14 +62,14 @@ def quantize(model, out, bits, symmetric, order, form):
     )
     g = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 300, (64,), generator=g).tolist() for _ in range(4)]
-    made = GPTQModel.load(model, config, device="cpu")
-    made.quantize(
+    result = GPTQModel.load(model, config, device="cpu")
+    result.quantize(
         [{"input_ids": row, "attention_mask": [1] * 64} for row in rows],
         batch_size=4,
         calibration_data_min_length=1,
         backend=BACKEND.GPTQ_TORCH,
     )
-    made.save(out)
+    result.save(out)
 
 
 def pack(file):
@@ -80,9 +80,9 @@ def pack(file):
     linear.weight.data = dense
     size = dense.shape[1] // parts["scale"].shape[1]
     shape = {"in_features": dense.shape[1], "out_features": dense.shape[0]}
-    made = TorchLinear(bits=bits, group_size=size, sym=False, desc_act=True, **shape)
-    made.pack_original(linear, parts["scale"], parts["zero"], parts["g_idx"].long())
-    kept = {leaf: getattr(made, leaf) for leaf in ("qweight", "qzeros", "scales", "g_idx")}
+    result = TorchLinear(bits=bits, group_size=size, sym=False, desc_act=True, **shape)
+    result.pack_original(linear, parts["scale"], parts["zero"], parts["g_idx"].long())
+    kept = {leaf: getattr(result, leaf) for leaf in ("qweight", "qzeros", "scales", "g_idx")}
     if bits == 4:
         codes, zero = parts["codes"].T.contiguous().int(), parts["zero"].T.contiguous().int()
         kept["awq_qweight"], kept["awq_qzeros"] = pack_awq(codes, zero, 4)
@@ -92,17 +92,17 @@ def pack(file):
 def main():
     """Do the job; an error in one part is written down and the others go on."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    for out, *said in job["quantize"]:
-        quantize(job["model"], out, *said)
+    for out, *message in job["quantize"]:
+        quantize(job["model"], out, *message)
     for file in job["pack"]:
         pack(Path(file))
     tokens = torch.tensor(job["tokens"])
     for folder, way in job["load"]:
         try:
-            found = run(Path(folder), way, tokens)
+            result = run(Path(folder), way, tokens)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        Path(folder, f"{way}.json").write_text(json.dumps(found))
+            result = {"error": f"{type(error).__name__}: {error}"}
+        Path(folder, f"{way}.json").write_text(json.dumps(result))
 
 
 main()

@@ -46,11 +46,11 @@ class Case:
 
 def listed(*names, **parameters):
     """``models:`` of YAML; a parameter is one value for all, or one for each."""
-    each = []
+    item = []
     for name in names:
         mine = {k: v[name] if isinstance(v, dict) else v for k, v in parameters.items()}
-        each.append({"model": name.upper(), **({"parameters": mine} if mine else {})})
-    return each
+        item.append({"model": name.upper(), **({"parameters": mine} if mine else {})})
+    return item
 
 
 def case(method, *names, base=None, each=None, shared=None, **bounds):

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.peers
 
 
 def ours(weight, double):
-    made = rtn(weight, NF4Grid(64, double, weight.dtype))
-    nested = made.parameters.stored if double else None
-    return encode_nf4(made.codes, made.parameters.scale, torch.tensor(LEVELS), weight.dtype, nested)
+    quantized = rtn(weight, NF4Grid(64, double, weight.dtype))
+    nested = quantized.parameters.stored if double else None
+    return encode_nf4(quantized.codes, quantized.parameters.scale, torch.tensor(LEVELS), weight.dtype, nested)
 
 
 def theirs(weight, double):
@@ -65,16 +65,16 @@ def test_our_decoder_reads_their_tensors_as_theirs_does(double, dtype):
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_transformers_loads_it(family, double, tmp_path):
     folder = save(tmp_path / "dense", family, dtype=torch.float32)
-    _, made = pack(folder, tmp_path / "out", scheme="NF4", double_quant=double)
-    model = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32, device_map="cpu")
-    own, found = load_model(made), 0
+    _, result = pack(folder, tmp_path / "out", scheme="NF4", double_quant=double)
+    model = AutoModelForCausalLM.from_pretrained(result.path, dtype=torch.float32, device_map="cpu")
+    own, actual = load_model(result), 0
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            found += 1
+            actual += 1
             wanted = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
             weight = own.get_submodule(name).weight
             assert torch.allclose(weight.T if family == "gpt2" else weight, wanted, rtol=1e-6, atol=1e-7)
-    assert found == len([name for name in made.tensors if name.endswith(".absmax")])
+    assert actual == len([name for name in result.tensors if name.endswith(".absmax")])
     rows = tiny_models.tokens(model)
     one, other = tiny_models.logits(model, rows), tiny_models.logits(own, rows)
     assert (one - other).norm() < 0.02 * other.norm()  # on some CPUs its product is in bfloat16

@@ -75,9 +75,9 @@ def export(folder, family):
     turned, tensors = family == "gpt2", {name: checkpoint.load(name) for name in checkpoint.tensors}
     for name in [name for name in tensors if name.endswith("weight") and ("proj" in name or "c_" in name)]:
         weight = tensors.pop(name)
-        found = rtn(weight.T if turned else weight, IntGrid(8, 0, storage=torch.float32))
-        made = ours_format.encode_int8(Coded(found.codes, found.parameters.scale))
-        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
+        quantized = rtn(weight.T if turned else weight, IntGrid(8, 0, storage=torch.float32))
+        result = ours_format.encode_int8(Coded(quantized.codes, quantized.parameters.scale))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in result.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**checkpoint.config, "quantization_config": ours_format.int8_config(["lm_head"])}
     (folder / "config.json").write_text(json.dumps(config))
@@ -94,8 +94,8 @@ def llm_int8(x, weight, bias):
     peak = kept.abs().amax(1, keepdim=True).float()
     codes = torch.round(kept * (127.0 / peak))
     codes[:, columns] = 0
-    made = (codes * peak / 127.0) @ weight.T + x[:, columns] @ weight[:, columns].T
-    return made if bias is None else made + bias
+    result = (codes * peak / 127.0) @ weight.T + x[:, columns] @ weight[:, columns].T
+    return result if bias is None else result + bias
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
@@ -124,11 +124,11 @@ def test_we_read_what_bitsandbytes_writes(tmp_path):
     weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     save_file({"weight": weight}, tmp_path / "in.safetensors")
     run(QUANTIZE, tmp_path / "in.safetensors", tmp_path / "out.safetensors")
-    made = load_file(tmp_path / "out.safetensors")
-    assert made.keys() == ours_format.layout_int8((40, 96)).keys()
-    ours = ours_format.encode_int8(ours_format.unpack_int8(made))
-    for name, value in made.items():
+    result = load_file(tmp_path / "out.safetensors")
+    assert result.keys() == ours_format.layout_int8((40, 96)).keys()
+    ours = ours_format.encode_int8(ours_format.unpack_int8(result))
+    for name, value in result.items():
         assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), name
         assert torch.allclose(ours[name].float(), value.float(), rtol=1e-6, atol=0), name
-    error = (ours_format.decode_int8(made, torch.float32) - weight).abs()
+    error = (ours_format.decode_int8(result, torch.float32) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 220).all()

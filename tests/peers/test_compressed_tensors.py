@@ -88,14 +88,14 @@ def test_scales_and_codes_are_theirs(bits, symmetric):
 def test_their_decoder_reads_our_tensors_to_the_same_weight(name, dtype):
     scheme = SCHEMES[name]
     weight = torch.randn(130, 256, generator=torch.Generator().manual_seed(2))
-    made = rtn(weight, scheme.grid(dtype))
-    parameters = made.parameters
-    coded = Coded(made.codes, parameters.scale, parameters.zero, parameters.stored.get("global_scale"))
+    quantized = rtn(weight, scheme.grid(dtype))
+    parameters = quantized.parameters
+    coded = Coded(quantized.codes, parameters.scale, parameters.zero, parameters.stored.get("global_scale"))
     tensors = encode(coded, scheme.weights, scheme.form, dtype)
     theirs = BaseCompressor.get_value_from_registry(scheme.form).decompress(tensors, library_scheme(name))
     ours = decode(tensors, scheme.weights, scheme.form)
     assert ours.dtype == theirs["weight"].dtype and torch.equal(ours, theirs["weight"])
-    assert torch.equal(ours.float(), made.dequantize())
+    assert torch.equal(ours.float(), quantized.dequantize())
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])

@@ -30,8 +30,8 @@ def library():
     folder = os.environ.get("ATTAR_PEERS")
     python = f"{folder}/llama-cpp/bin/python" if folder else None
     if python is None:
-        found = importlib.util.find_spec("llama_cpp")
-        origin = found.origin if found else None
+        actual = importlib.util.find_spec("llama_cpp")
+        origin = actual.origin if actual else None
     else:
         code = "import importlib.util; print(importlib.util.find_spec('llama_cpp').origin)"
         origin = subprocess.run(
@@ -73,10 +73,10 @@ def write(ggml, kind, weight, importance=None):
     data = torch.empty((len(weight), row_bytes(kind, weight.shape[1])), dtype=torch.uint8)
     rows, columns = map(ctypes.c_int64, weight.shape)
     pointer = ctypes.c_void_p(0) if importance is None else address(importance)
-    made = ggml.ggml_quantize_chunk(
+    result = ggml.ggml_quantize_chunk(
         TYPES[kind].id, address(weight), address(data), ctypes.c_int64(0), rows, columns, pointer
     )
-    assert made == data.numel()
+    assert result == data.numel()
     return data
 
 
@@ -105,8 +105,8 @@ def test_numbers_blocks_and_bytes_of_types(ggml):
         assert ggml.ggml_type_name(kind.id).decode().upper() == kind.name
         assert ggml.ggml_blck_size(kind.id) == kind.block and ggml.ggml_type_size(kind.id) == kind.size
     for number, name in UNREAD.items():
-        said = ggml.ggml_type_name(number).decode().upper()  # retired types say so
-        assert said in (name, "DEPRECATED") or said.startswith(f"TYPE_{name} REMOVED")
+        message = ggml.ggml_type_name(number).decode().upper()  # retired types say so
+        assert message in (name, "DEPRECATED") or message.startswith(f"TYPE_{name} REMOVED")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,10 +124,10 @@ def test_weights_of_any_bytes(ggml, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_bytes_are_read_as_our_grid_decodes_them(ggml, kind, weight, importance):
     grid = GGML[kind] if kind in GGML else MXFP4Grid()
-    made = rtn(weight, grid, grid.choose(weight, importance=importance))
-    data = pack(kind, made.codes, made.parameters.stored)
+    quantized = rtn(weight, grid, grid.choose(weight, importance=importance))
+    data = pack(kind, quantized.codes, quantized.parameters.stored)
     assert valid(ggml, kind, data)
-    assert torch.equal(read(ggml, kind, data), made.dequantize())
+    assert torch.equal(read(ggml, kind, data), quantized.dequantize())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,8 +155,8 @@ def test_our_scales_err_less_than_theirs(ggml, kind, weight, importance, weighte
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_blocks_are_refused(ggml, kind, weight, capfd):
     data = write(ggml, kind, weight)
-    places = list(LAYOUTS[kind].halves.values())
-    wrong = [(at, value) for at in places for value in (b"\x00\x7c", b"\x01\xfc")] or [(0, b"\xff")]
+    positions = list(LAYOUTS[kind].halves.values())
+    wrong = [(at, value) for at in positions for value in (b"\x00\x7c", b"\x01\xfc")] or [(0, b"\xff")]
     for at, value in wrong:
         broken = data.clone()
         broken.view(-1, TYPES[kind].size)[5, at : at + len(value)] = torch.tensor(

@@ -125,8 +125,8 @@ def write(path: Path, model, form, made, some) -> Path:
 
 def pack_job(path: Path, bits: int, ordered: bool) -> Path:
     """Weight, scale and zero points for their packers."""
-    made = rule(bits, 32, symmetric=False, ordered=ordered)
-    weight = random_coded(made, (64, 128))
+    weight_rule = rule(bits, 32, symmetric=False, ordered=ordered)
+    weight = random_coded(weight_rule, (64, 128))
     half = 2 ** (bits - 1)
     order = torch.arange(128) // 32 if weight.g_idx is None else weight.g_idx
     parts = {"weight": dequantize(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
@@ -140,20 +140,20 @@ PACKS = [(bits, ordered) for bits in (2, 3, 4, 8) for ordered in (False, True)]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Every checkpoint, and beside it what the environment made of it."""
+    """Every checkpoint, and what the environment loaded from it."""
     path = tmp_path_factory.mktemp("gptq_awq")
     model = dense_model()
-    for name, (form, made, some, _) in CASES.items():
-        write(path / name, model, form, made, some)
-    for name, (hidden, form, made, some, *_) in REFUSED.items():
-        write(path / name, dense_model(hidden), form, made, some)
+    for name, (form, result, some, _) in CASES.items():
+        write(path / name, model, form, result, some)
+    for name, (hidden, form, result, some, *_) in REFUSED.items():
+        write(path / name, dense_model(hidden), form, result, some)
     model.model.layers[0].mlp.down_proj.weight.data.abs_()  # groups without negatives: zero points of 0
     tiny_models.save(model, path / "dense")
     job = {
         "model": str(path / "dense"),
         "tokens": TOKENS,
-        "quantize": [(str(path / name), *said) for name, said in THEIRS.items()],
-        "pack": [str(pack_job(path, *said)) for said in PACKS],
+        "quantize": [(str(path / name), *message) for name, message in THEIRS.items()],
+        "pack": [str(pack_job(path, *message)) for message in PACKS],
         "load": [(str(path / name), way) for name, way in (*LOADS, *MORE)],
     }
     (path / "job.json").write_text(json.dumps(job))
@@ -176,60 +176,60 @@ def work(tmp_path_factory):
 
 def got(work, name, way):
     """What was written down of a load."""
-    said = json.loads((work / name / f"{way}.json").read_text())
-    if "requires optimum" in said.get("error", ""):
-        pytest.skip(said["error"])
-    assert "error" not in said, said["error"]
-    return said, load_file(work / name / f"{way}.safetensors")
+    record = json.loads((work / name / f"{way}.json").read_text())
+    if "requires optimum" in record.get("error", ""):
+        pytest.skip(record["error"])
+    assert "error" not in record, record["error"]
+    return record, load_file(work / name / f"{way}.safetensors")
 
 
 @pytest.mark.parametrize(("name", "way"), LOADS)
 def test_they_load_our_files(work, name, way):
-    said, found = got(work, name, way)
+    message, actual = got(work, name, way)
     model = load_model(work / name, dtype=torch.float16)
     wanted = model(input_ids=torch.tensor(TOKENS)).logits.detach().float()
     close = 0.03 if way == "auto" else 0.003  # some kernels of the CPU compute in bfloat16
-    assert (found.pop("logits") - wanted).abs().max() < close * wanted.abs().max()
+    assert (actual.pop("logits") - wanted).abs().max() < close * wanted.abs().max()
     checkpoint = open_checkpoint(work / name)
     packed = [tensor.removesuffix(".qweight") for tensor in checkpoint.tensors if tensor.endswith(".qweight")]
-    assert said["count"] == len(packed)
+    assert message["count"] == len(packed)
     if way != "auto":
         state = model.state_dict()
-        assert sorted(found) == sorted(f"{base}.weight" for base in packed)
-        assert all(torch.equal(found[weight], state[weight]) for weight in found)
+        assert sorted(actual) == sorted(f"{base}.weight" for base in packed)
+        assert all(torch.equal(actual[weight], state[weight]) for weight in actual)
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_they_refuse_what_limits_says(work, name):
-    hidden, form, made, some, way, error, sentence = REFUSED[name]
-    said = json.loads((work / name / f"{way}.json").read_text())
-    if "requires optimum" in said.get("error", ""):
-        pytest.skip(said["error"])
-    assert error in said["error"]
+    hidden, form, result, some, way, error, sentence = REFUSED[name]
+    record = json.loads((work / name / f"{way}.json").read_text())
+    if "requires optimum" in record.get("error", ""):
+        pytest.skip(record["error"])
+    assert error in record["error"]
     linears = {n: tuple(m.weight.shape) for n, m in dense_model(hidden).named_modules() if n.endswith("proj")}
-    known = limits(form.METHOD, linears, {linear: some.get(linear, made) for linear in linears}, heads=4)
+    known = limits(form.METHOD, linears, {linear: some.get(linear, result) for linear in linears}, heads=4)
     assert any(sentence in one for one in known)
 
 
 @pytest.mark.parametrize(("name", "way"), [("gptq-head", "auto"), ("awq-head", "torch")])
 def test_transformers_leaves_the_head_random(work, name, way):
-    said, found = got(work, name, way)
+    message, actual = got(work, name, way)
     wanted = load_model(work / name)(input_ids=torch.tensor(TOKENS)).logits.detach().float()
-    assert said["count"] == 14 and (found["logits"] - wanted).abs().max() > 0.3 * wanted.abs().max()
+    assert message["count"] == 14 and (actual["logits"] - wanted).abs().max() > 0.3 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_we_read_their_files(work, name):
-    _, found = got(work, name, "direct")
+    _, actual = got(work, name, "direct")
     checkpoint = open_checkpoint(work / name)
     read = reader(checkpoint)
-    del found["logits"]
-    assert len(found) == 14
-    for weight, tensor in found.items():
+    del actual["logits"]
+    assert len(actual) == 14
+    for weight, tensor in actual.items():
         assert torch.equal(read.decode(f"{weight.removesuffix('weight')}qweight"), tensor)
-    codes, made = read.codes("model.layers.0.mlp.down_proj.qweight")
+    codes, result = read.codes("model.layers.0.mlp.down_proj.qweight")
     bits, symmetric, order, _ = THEIRS[name]
-    assert (made.bits, made.symmetric, made.ordered) == (bits, symmetric, order)
+    assert (result.bits, result.symmetric, result.ordered) == (bits, symmetric, order)
     if not symmetric:
         assert (codes.zero == -(2 ** (bits - 1))).any(), "the case of a zero point of 0 is there"
 
@@ -237,11 +237,11 @@ def test_we_read_their_files(work, name):
 @pytest.mark.parametrize(("bits", "ordered"), PACKS)
 def test_their_packers_make_our_words(work, bits, ordered):
     theirs = load_file(work / f"{bits}-{ordered}.out")
-    made = rule(bits, 32, symmetric=False, ordered=ordered)
-    weight = random_coded(made, (64, 128))
-    ours = gptq.encode(weight, made)
+    weight_rule = rule(bits, 32, symmetric=False, ordered=ordered)
+    weight = random_coded(weight_rule, (64, 128))
+    ours = gptq.encode(weight, weight_rule)
     assert all(torch.equal(ours[leaf], theirs[leaf].to(ours[leaf].dtype)) for leaf in ours)
     if bits == 4 and not ordered:
-        ours = awq.encode(weight, made)
+        ours = awq.encode(weight, weight_rule)
         assert torch.equal(ours["qweight"], theirs["awq_qweight"])
         assert torch.equal(ours["qzeros"], theirs["awq_qzeros"])

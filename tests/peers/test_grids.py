@@ -36,12 +36,12 @@ def theirs(weight, name, tops, global_scale=None):
 ])  # fmt: skip
 def test_float8_scales_codes_and_values(weight, preset, group, rows):
     grid = Float8Grid("e4m3fn", group, rows)
-    made = rtn(weight, grid)
+    result = rtn(weight, grid)
     tops = grid.tile(weight).abs().amax((1, 3))
     scale, quantized, decoded = theirs(weight, preset, tops)
-    assert torch.equal(made.parameters.scale, scale)
-    assert torch.equal(made.codes.float(), quantized)
-    assert torch.equal(made.dequantize(), decoded)
+    assert torch.equal(result.parameters.scale, scale)
+    assert torch.equal(result.codes.float(), quantized)
+    assert torch.equal(result.dequantize(), decoded)
 
 
 @pytest.mark.parametrize("preset, group, rows", [("FP8", 0, 0), ("FP8_DYNAMIC", 0, 1)])
@@ -49,14 +49,14 @@ def test_float8_in_bf16_decodes_as_theirs(weight, preset, group, rows):
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    made = rtn(weight.bfloat16(), Float8Grid("e4m3fn", group, rows, torch.bfloat16))
+    quantized = rtn(weight.bfloat16(), Float8Grid("e4m3fn", group, rows, torch.bfloat16))
     tops = (
         weight.bfloat16().abs().amax(1, keepdim=True) if rows else weight.bfloat16().abs().max()[None, None]
     )
     scale, _, _ = theirs(weight.bfloat16(), preset, tops)
-    assert scale.dtype == torch.bfloat16 and torch.equal(made.parameters.scale, scale.float())
+    assert scale.dtype == torch.bfloat16 and torch.equal(quantized.parameters.scale, scale.float())
     arguments = preset_name_to_scheme(preset, ["Linear"]).weights
-    assert torch.equal(made.dequantize(), dequantize(made.codes, scale, None, arguments).float())
+    assert torch.equal(quantized.dequantize(), dequantize(quantized.codes, scale, None, arguments).float())
 
 
 def packed_fp4(codes):
@@ -70,22 +70,22 @@ def test_nvfp4_scales_codes_and_values(weight):
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import generate_gparam
 
-    made = rtn(weight, NVFP4Grid(torch.bfloat16))
+    result = rtn(weight, NVFP4Grid(torch.bfloat16))
     tops = weight.reshape(64, 24, 16).abs().amax(-1)
     whole = generate_gparam(weight.min(), weight.max())
     scale, quantized, _ = theirs(weight, "NVFP4A16", tops, whole)
-    stored = made.parameters.stored
+    stored = result.parameters.stored
     assert torch.equal(stored["global_scale"], whole)
     assert torch.equal(stored["local_scale"].float(), scale.float())
-    assert torch.equal(made.grid.level(made.codes), quantized)
+    assert torch.equal(result.grid.level(result.codes), quantized)
 
     scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
     state = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
     compressed = NVFP4PackedCompressor.compress(state, scheme)
-    assert torch.equal(compressed["weight_packed"], packed_fp4(made.codes))
+    assert torch.equal(compressed["weight_packed"], packed_fp4(result.codes))
     assert torch.equal(compressed["weight_scale"].float(), stored["local_scale"].float())
     read = NVFP4PackedCompressor.decompress(compressed, scheme)["weight"]
-    assert read.dtype == torch.bfloat16 and torch.equal(read.float(), made.dequantize())
+    assert read.dtype == torch.bfloat16 and torch.equal(read.float(), result.dequantize())
 
 
 def test_mxfp4_scales_codes_and_values(weight):
@@ -93,18 +93,18 @@ def test_mxfp4_scales_codes_and_values(weight):
     from compressed_tensors.compressors import MXFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
 
-    made = rtn(weight, MXFP4Grid(torch.bfloat16))
+    result = rtn(weight, MXFP4Grid(torch.bfloat16))
     tops = weight.reshape(64, 12, 32).abs().amax(-1)
     scale, quantized, _ = theirs(weight, "MXFP4A16", tops)
-    assert torch.equal(made.parameters.scale, scale)
-    assert torch.equal(made.grid.level(made.codes), quantized)
+    assert torch.equal(result.parameters.scale, scale)
+    assert torch.equal(result.grid.level(result.codes), quantized)
 
     scheme = preset_name_to_scheme("MXFP4A16", ["Linear"])
     compressed = MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    assert torch.equal(compressed["weight_packed"], packed_fp4(made.codes))
-    assert torch.equal(compressed["weight_scale"], made.parameters.stored["exponent"])
+    assert torch.equal(compressed["weight_packed"], packed_fp4(result.codes))
+    assert torch.equal(compressed["weight_scale"], result.parameters.stored["exponent"])
     read = MXFP4PackedCompressor.decompress(compressed, scheme)["weight"]
-    assert torch.equal(read.float(), made.dequantize())
+    assert torch.equal(read.float(), result.dequantize())
 
 
 def test_mxfp4_exponents_of_many_magnitudes():
@@ -139,17 +139,17 @@ def packed_nf4(codes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nf4_bytes_scales_and_values(weight, group, dtype):
     functional = pytest.importorskip("bitsandbytes.functional")
-    made = rtn(weight.to(dtype), NF4Grid(group, storage=dtype))
+    quantized = rtn(weight.to(dtype), NF4Grid(group, storage=dtype))
     data, state = functional.quantize_4bit(weight.to(dtype), blocksize=group, quant_type="nf4")
-    assert torch.equal(made.grid.level(torch.arange(16)), state.code)
-    assert torch.equal(made.parameters.scale.reshape(-1), state.absmax)
-    assert torch.equal(packed_nf4(made.codes), data)
+    assert torch.equal(quantized.grid.level(torch.arange(16)), state.code)
+    assert torch.equal(quantized.parameters.scale.reshape(-1), state.absmax)
+    assert torch.equal(packed_nf4(quantized.codes), data)
     read = functional.dequantize_4bit(data, state)
-    assert torch.equal(read.float(), made.dequantize())
+    assert torch.equal(read.float(), quantized.dequantize())
 
 
 def test_nf4_levels_decide_as_theirs(weight):
-    """Values at and beside every threshold."""
+    """Values at and next to every threshold."""
     functional = pytest.importorskip("bitsandbytes.functional")
     levels = NF4Grid().level(torch.arange(16))
     middles = (levels[1:] + levels[:-1]) / 2
@@ -162,15 +162,15 @@ def test_nf4_levels_decide_as_theirs(weight):
 
 def test_nf4_double_quantization(weight):
     functional = pytest.importorskip("bitsandbytes.functional")
-    made = rtn(weight, NF4Grid(64, double=True))
+    quantized = rtn(weight, NF4Grid(64, double=True))
     _, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-    stored = made.parameters.stored
+    stored = quantized.parameters.stored
     assert torch.equal(stored["nested_map"], state.state2.code)
     assert torch.equal(stored["nested_absmax"], state.state2.absmax)
     assert torch.equal(stored["nested_offset"][0], state.offset)
     assert torch.equal(stored["absmax_codes"].reshape(-1), state.absmax)
-    read = functional.dequantize_4bit(packed_nf4(made.codes), state)  # our codes under their scales
-    assert torch.equal(read, made.dequantize())
+    read = functional.dequantize_4bit(packed_nf4(quantized.codes), state)  # our codes under their scales
+    assert torch.equal(read, quantized.dequantize())
 
 
 def block_bytes(kind, made):
@@ -192,11 +192,11 @@ def block_bytes(kind, made):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_ggml_blocks_of_32_decode_as_theirs(weight, kind):
     gguf = pytest.importorskip("gguf")
-    made = rtn(weight, GGML[kind])
-    data = block_bytes(kind, made).reshape(64, -1).numpy()
+    quantized = rtn(weight, GGML[kind])
+    data = block_bytes(kind, quantized).reshape(64, -1).numpy()
     assert data.size * 8 / weight.numel() == GGML[kind].bits_per_weight((64, 384))
     read = gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, kind))
-    assert np.array_equal(read, made.dequantize().numpy())
+    assert np.array_equal(read, quantized.dequantize().numpy())
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -237,7 +237,7 @@ def q6_k_bytes(made):
 def test_ggml_super_blocks_decode_as_theirs(kind, pack):
     gguf = pytest.importorskip("gguf")
     weight = torch.randn(16, 512, generator=torch.Generator().manual_seed(6)) * 0.03
-    made = rtn(weight, GGML[kind])
-    data = pack(made).reshape(16, -1).numpy()
+    quantized = rtn(weight, GGML[kind])
+    data = pack(quantized).reshape(16, -1).numpy()
     read = gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, kind))
-    assert np.array_equal(read, made.dequantize().numpy())
+    assert np.array_equal(read, quantized.dequantize().numpy())

@@ -51,7 +51,7 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def answers(tmp_path_factory):
     """What llama.cpp says of each file, and the text that it read."""
     folder = tmp_path_factory.mktemp("files")
     files = {kind: folder / f"{kind}.gguf" for kind in TYPES}
@@ -69,23 +69,23 @@ def said(tmp_path_factory):
     return files, text, {row["kind"]: row for row in rows}
 
 
-def test_greedy_tokens_are_transformers(said):
-    _, _, rows = said
+def test_greedy_tokens_are_transformers(answers):
+    _, _, rows = answers
     model = load_model("attar:tiny", dtype=torch.float32)
     ids = load_tokenizer("attar:tiny")(PROMPT, add_special_tokens=False)["input_ids"]
     assert rows["F16"]["prompt"] == ids
     with torch.no_grad():
-        made = model.generate(
+        generated = model.generate(
             torch.tensor([ids]), max_new_tokens=SPOKEN, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    assert rows["F16"]["spoken"] == made[0, len(ids) :].tolist()
+    assert rows["F16"]["spoken"] == generated[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_perplexity_is_ours(said, kind):
+def test_perplexity_is_ours(answers, kind):
     """llama.cpp rounds the inputs of quantized weights to 8 bits; its loss differs by less than half a
     hundredth."""
-    files, text, rows = said
+    files, text, rows = answers
     model = load_model(files[kind], dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([text])).logits[0].double()

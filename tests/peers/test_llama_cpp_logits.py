@@ -64,12 +64,12 @@ def write(model, path, kind="F32"):
     """A GGUF file of a model."""
     config, state = said(model), stored(model)
     placed = placements(config, state)
-    slots = [GGUFTensorInfo(each.gguf, kind if each.matrix else "F32", each.shape) for each in placed]
+    slots = [GGUFTensorInfo(item.gguf, kind if item.matrix else "F32", item.shape) for item in placed]
     keys = metadata(config, "tiny") | vocabulary(config["vocab_size"])
     writer = GGUFWriter(path, keys, slots)
-    for each, slot in zip(placed, slots, strict=True):
-        tensor = each.apply(state[each.stored].float()) if each.stored else each.value
-        writer.add(each.gguf, tensor.half() if slot.kind == "F16" else tensor)
+    for item, slot in zip(placed, slots, strict=True):
+        tensor = item.apply(state[item.stored].float()) if item.stored else item.value
+        writer.add(item.gguf, tensor.half() if slot.kind == "F16" else tensor)
     writer.finish()
     return path
 
@@ -115,8 +115,8 @@ def results(tmp_path_factory):
         jobs.append({"file": str(file), "tokens": rows[0].tolist(), "out": str(folder / f"{number}.npy")})
         jobs[-1]["context"] = 512 if name in TEXTS else 64
     run(jobs)
-    made = {name: np.load(job["out"]) for name, job in zip(wanted, jobs, strict=True)}
-    return {name: (made[name], *wanted[name]) for name in wanted}
+    result = {name: np.load(job["out"]) for name, job in zip(wanted, jobs, strict=True)}
+    return {name: (result[name], *wanted[name]) for name in wanted}
 
 
 def _gelu(model):
@@ -133,18 +133,18 @@ def run(jobs):
 
 @pytest.mark.parametrize("name", [*CASES, *TEXTS])
 def test_logits_are_those_of_transformers(results, name):
-    made, wanted, gelu = results[name]
-    assert made.shape == wanted.shape and np.isfinite(made).all()
-    error = np.abs(made - wanted).max() / np.abs(wanted).max()
+    result, wanted, gelu = results[name]
+    assert result.shape == wanted.shape and np.isfinite(result).all()
+    error = np.abs(result - wanted).max() / np.abs(wanted).max()
     assert error < (1e-3 if gelu else 1e-5)
-    assert (made.argmax(1) == wanted.argmax(1)).all()
+    assert (result.argmax(1) == wanted.argmax(1)).all()
 
 
 def test_the_error_shows_a_head_out_of_order(results):
     """The comparison can fail: the files of two variants are not interchangeable."""
-    made, wanted, _ = results["llama with linear rope"]
+    result, wanted, _ = results["llama with linear rope"]
     other = results["llama with yarn"][0]
-    assert np.abs(other - wanted).max() > 100 * np.abs(made - wanted).max()
+    assert np.abs(other - wanted).max() > 100 * np.abs(result - wanted).max()
 
 
 def test_a_window_that_llama_cpp_leaves_out_changes_longer_texts_only(tmp_path):
@@ -169,8 +169,8 @@ def test_float16_files_agree_to_their_precision(tmp_path, name):
         wanted = model(rows).logits[0].numpy()
     file, out = write(model, tmp_path / "m.gguf", "F16"), tmp_path / "m.npy"
     run([{"file": str(file), "tokens": rows[0].tolist(), "out": str(out), "context": 64}])
-    made = np.load(out)
-    assert np.abs(made - wanted).max() / np.abs(wanted).max() < 5e-3
+    result = np.load(out)
+    assert np.abs(result - wanted).max() / np.abs(wanted).max() < 5e-3
 
 
 @pytest.mark.parametrize("name", [*CASES])
@@ -179,7 +179,9 @@ def test_files_are_read_back_as_the_model(tmp_path, name):
     file = read_gguf(write(model, tmp_path / "m.gguf"))
     config = hf_config(file.metadata, file.tensors, file.load)
     state = stored(model)
-    for each in file_placements(config, file.tensors):
-        if each.stored in state and not each.plus:
-            assert torch.equal(each.undo(file.load(each.gguf)), state[each.stored]), each.gguf
+    for file_placement in file_placements(config, file.tensors):
+        if file_placement.stored in state and not file_placement.plus:
+            assert torch.equal(
+                file_placement.undo(file.load(file_placement.gguf)), state[file_placement.stored]
+            ), file_placement.gguf
     assert config["bos_token_id"] == 0 and config["dtype"] == "float32"

@@ -170,10 +170,10 @@ def theirs(model, folder, names, *, imatrix=False, overrides=()):
         }
         for name in names
     ]
-    made = subprocess.run(
+    result = subprocess.run(
         [PYTHON, "-c", QUANTIZE], input=json.dumps(jobs), capture_output=True, text=True, check=True
     )
-    assert json.loads(made.stdout) == [0] * len(jobs), made.stderr
+    assert json.loads(result.stdout) == [0] * len(jobs), result.stderr
     return {name: types_in(folder / f"{name}.gguf") for name in names}
 
 
@@ -195,7 +195,7 @@ def test_tensors_with_a_type_of_their_own(tmp_path):
         ("output.weight", "F16"),
     ]
     names = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "IQ4_XS", "Q8_0"]
-    found = theirs(model, tmp_path, names, overrides=own)
-    for name, wanted in found.items():
+    actual = theirs(model, tmp_path, names, overrides=own)
+    for name, wanted in actual.items():
         got = model.ours(name, overrides=[f"{pattern}={kind}" for pattern, kind in own])
         assert got.kinds == {one: wanted[one] for one in got.kinds}, name

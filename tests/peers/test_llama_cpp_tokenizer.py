@@ -66,7 +66,7 @@ def write(path, metadata):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def files(tmp_path_factory):
     """Every kind of tokenizer: its folder, what llama.cpp said of each text, its metadata."""
     root = tmp_path_factory.mktemp("tokenizers")
     contents = {
@@ -86,13 +86,13 @@ def made(tmp_path_factory):
     contents["unigram"] = (template(unigram(), after=["</s>"]), t5)
     folders = {name: save(root / name, content, **named) for name, (content, named) in contents.items()}
     folders["tiny"] = open_checkpoint("attar:tiny").path
-    found = {}
+    actual = {}
     for name, folder in folders.items():
         pre = name if any(row.name == name for row in TABLE) else None
-        found[name] = tokenizer_metadata(folder, {"vocab_size": 2048}, pre)
-    paths = {name: write(root / f"{name}.gguf", metadata) for name, metadata in found.items()}
+        actual[name] = tokenizer_metadata(folder, {"vocab_size": 2048}, pre)
+    paths = {name: write(root / f"{name}.gguf", metadata) for name, metadata in actual.items()}
     answers = ask([{"path": path, "texts": NASTY} for path in paths.values()])
-    return {name: (folders[name], answer, found[name]) for name, answer in zip(found, answers, strict=True)}
+    return {name: (folders[name], answer, actual[name]) for name, answer in zip(actual, answers, strict=True)}
 
 
 def differing(folder, answer, which):
@@ -129,8 +129,8 @@ NAMES += ["unigram", "tiny"]
 
 @pytest.mark.parametrize("which", ["parsed", "plain", "added"])
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_transformers(name, which, made):
-    folder, answer, _ = made[name]
+def test_tokens_are_those_of_transformers(name, which, files):
+    folder, answer, _ = files[name]
     assert answer is not None, "llama.cpp does not load it"
     differ = differing(folder, answer, which)
     known = expected(name, which)
@@ -138,14 +138,14 @@ def test_tokens_are_those_of_transformers(name, which, made):
 
 
 @pytest.mark.parametrize("name", ["tekken", "gpt-4o", "tiny_aya", "qwen2", "spm first", "unigram"])
-def test_what_is_known_to_differ_does(name, made):
-    folder, answer, _ = made[name]
+def test_what_is_known_to_differ_does(name, files):
+    folder, answer, _ = files[name]
     assert differing(folder, answer, "parsed")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_of_tokens_are_those_of_transformers(name, made):
-    folder, answer, _ = made[name]
+def test_texts_of_tokens_are_those_of_transformers(name, files):
+    folder, answer, _ = files[name]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tidied = 0
     for got in answer["texts"]:
@@ -158,9 +158,9 @@ def test_texts_of_tokens_are_those_of_transformers(name, made):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_comes_back_from_a_foreign_file_is_what_llama_cpp_does(name, made, tmp_path):
+def test_what_comes_back_from_a_foreign_file_is_what_llama_cpp_does(name, files, tmp_path):
     """Without our own key: the tokenizer is made from llama.cpp's keys alone."""
-    _, answer, metadata = made[name]
+    _, answer, metadata = files[name]
     write_tokenizer({key: value for key, value in metadata.items() if key != PIPELINE}, tmp_path)
     for which in ("parsed", "plain", "added"):
         known = (
@@ -171,8 +171,8 @@ def test_what_comes_back_from_a_foreign_file_is_what_llama_cpp_does(name, made, 
         assert [text for text in differing(tmp_path, answer, which) if not known(text)] == []
 
 
-def test_special_ids_reach_llama_cpp(made, tmp_path):
-    folder, answer, _ = made["tiny"]
+def test_special_ids_reach_llama_cpp(files, tmp_path):
+    folder, answer, _ = files["tiny"]
     assert (answer["tokens"], answer["bos"], answer["eos"], answer["pad"]) == (2048, 0, 0, 0)
     assert answer["ends"] == [0]
     folder = save(tmp_path / "in", byte_level("gpt-2"), **END)
@@ -184,10 +184,10 @@ def test_special_ids_reach_llama_cpp(made, tmp_path):
     assert answer["texts"][0]["parsed"] == [1]
 
 
-def test_bytes_that_are_no_text(made, tmp_path):
+def test_bytes_that_are_no_text(files, tmp_path):
     texts = [b"\xff", b"a\x80b", b"\xf0\x9f\x98", b"ok \xe4\xb8"]
     for name in ("tiny", "spm None"):
-        folder, _, metadata = made[name]
+        folder, _, metadata = files[name]
         (answer,) = ask([{"path": write(tmp_path / "x.gguf", metadata), "texts": texts}])
         tokenizer = AutoTokenizer.from_pretrained(folder)
         for text, got in zip(texts, answer["texts"], strict=True):

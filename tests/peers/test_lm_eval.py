@@ -59,7 +59,7 @@ def harness(model, arguments, folder, file):
 
     (folder / "rows.yaml").write_text(TASK.format(file=file))
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    found = lm_eval.simple_evaluate(
+    actual = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
         tasks=["rows"],
@@ -67,8 +67,10 @@ def harness(model, arguments, folder, file):
         bootstrap_iters=10,
         log_samples=True,
     )
-    likelihoods = [[float(answer[0]) for answer in row["filtered_resps"]] for row in found["samples"]["rows"]]
-    return found["results"]["rows"], likelihoods
+    likelihoods = [
+        [float(answer[0]) for answer in row["filtered_resps"]] for row in actual["samples"]["rows"]
+    ]
+    return actual["results"]["rows"], likelihoods
 
 
 @pytest.mark.parametrize("runner", ["transformers", "auto"])

@@ -158,50 +158,50 @@ CASES = {
 def folders(tmp_path_factory):
     """The base and the fine-tunes by the names that stand in the YAML."""
     base = open_checkpoint("attar:tiny")
-    found = {"BASE": base.path}
-    made = os.environ.get("ATTAR_SPECIALISTS")
+    actual = {"BASE": base.path}
+    result = os.environ.get("ATTAR_SPECIALISTS")
     work = tmp_path_factory.mktemp("fine-tunes")
     tokenizer = load_tokenizer(base)
     settings = replace(specialists.settings_of(4), batch_size=2, evaluate_every=0, precision="fp32")
     for name, part in zip(ALL, specialists.PARTS, strict=True):
-        if made:
-            found[name.upper()] = Path(made) / part
+        if result:
+            actual[name.upper()] = Path(result) / part
             continue
         model = load_model(base, dtype=torch.float32)
         train(model, next_token, specialists.rows_of(part, "calibration", tokenizer, 8)[:, :256], settings)
-        found[name.upper()] = write(model, work / name)
-    return found
+        actual[name.upper()] = write(model, work / name)
+    return actual
 
 
 def undecided(values, *edges):
     """Entries as large as the last one before an edge, where there is an equal one beyond it; an edge is a
     place in descending order."""
     ranked = values.flatten().float().sort(descending=True).values
-    found = torch.zeros_like(values, dtype=torch.bool)
+    actual = torch.zeros_like(values, dtype=torch.bool)
     for edge in edges:
         if 0 < edge < len(ranked) and ranked[edge - 1] == ranked[edge]:
-            found |= values.float() == ranked[edge]
-    return found
+            actual |= values.float() == ranked[edge]
+    return actual
 
 
 def excused(chosen, base, tensors):
     """Entries whose fate an unstable sort decides; ``tensors`` by model, in the dtype of the merge."""
-    found = torch.zeros(base.shape, dtype=torch.bool)
+    actual = torch.zeros(base.shape, dtype=torch.bool)
     for model, density, gamma in chosen.tied:
         n = base.numel()
         top = int(gamma * n)
-        found |= undecided((tensors[model.upper()] - base).abs(), top, top + int(density * n))
+        actual |= undecided((tensors[model.upper()] - base).abs(), top, top + int(density * n))
     if chosen.selected < 1:
         variance = torch.stack([tensors[name.upper()] - base for name in ALL]).var(dim=0, unbiased=False)
-        found |= undecided(variance, int(int(variance.count_nonzero()) * chosen.selected))
-    return found
+        actual |= undecided(variance, int(int(variance.count_nonzero()) * chosen.selected))
+    return actual
 
 
 def compare(chosen, dtype, folders, line, out):
     """Merge with attar and compare with a finished run of mergekit."""
     kind = DTYPES[dtype]
-    made = attar.merge(configured(chosen.text, dtype, folders), out).path
-    ours, wanted = stored(made), stored(line["out"])
+    result = attar.merge(configured(chosen.text, dtype, folders), out).path
+    ours, wanted = stored(result), stored(line["out"])
     assert sorted(ours) == sorted(wanted)
     inputs = {key: stored(folder) for key, folder in folders.items()}
     wrong, off = {}, 0.0
@@ -211,10 +211,10 @@ def compare(chosen, dtype, folders, line, out):
         differ = mine != other
         if not bool(differ.any()):
             continue
-        read = {key: each[tensor].to(kind) for key, each in inputs.items() if tensor in each}
+        read = {key: item[tensor].to(kind) for key, item in inputs.items() if tensor in item}
         differ &= ~excused(chosen, read["BASE"], read) if tensor in inputs["BASE"] else differ
         if bool(differ.any()):
-            size = sum((each.abs().float() for each in read.values()), other.abs().float())
+            size = sum((item.abs().float() for item in read.values()), other.abs().float())
             far = ((mine.float() - other.float()).abs() / size)[differ].max() / torch.finfo(kind).eps
             wrong[tensor], off = int(differ.sum()), max(off, float(far))
     bound = getattr(chosen, dtype)
@@ -271,15 +271,15 @@ APART = {
 def apart(tmp_path_factory):
     """A base and three models whose directions differ much: random, with a common part."""
     work = tmp_path_factory.mktemp("apart")
-    found = {}
+    actual = {}
     for number, name in enumerate(("BASE", "ONE", "TWO", "THREE")):
         model = little()
         torch.manual_seed(number)
         with torch.no_grad():
-            for each in model.parameters():
-                each.add_(torch.randn_like(each) * 0.02)
-        found[name] = write(model, work / name)
-    return found
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        actual[name] = write(model, work / name)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -299,11 +299,11 @@ def test_a_union_has_mergekits_tokens_and_rows(tmp_path):
     folders = {}
     for name, extra, rows in (("BASE", [], 64), ("ONE", ["<a>", "<b>"], 66), ("TWO", list("wxyz"), 64)):
         tokens = ["<unk>", *(f"t{number}" for number in range(1, 64))]
-        made = Tokenizer(BPE(dict(zip(tokens, range(64), strict=True)), []))
-        made.add_tokens(extra)
+        tokenizer = Tokenizer(BPE(dict(zip(tokens, range(64), strict=True)), []))
+        tokenizer.add_tokens(extra)
         model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=rows))
         save_model(model, tmp_path / name)
-        PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / name)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
         folders[name] = tmp_path / name
     text = case("linear", "BASE", "ONE", "TWO", base="BASE", each={"weight": 1.0}).text
     text = configured(f"{text}tokenizer_source: union\n", "float32", folders)

@@ -30,8 +30,10 @@ def small(tmp_path_factory):
     for name in ("BASE", "ONE", "TWO"):
         write(model, work / name)
         with torch.no_grad():
-            for each in model.parameters():  # uneven: rescaling by the L1 norm differs from one over density
-                each.add_(torch.randn_like(each) ** 3 * 1e-3)
+            for (
+                parameter
+            ) in model.parameters():  # uneven: rescaling by the L1 norm differs from one over density
+                parameter.add_(torch.randn_like(parameter) ** 3 * 1e-3)
     return {name: work / name for name in ("BASE", "ONE", "TWO")}
 
 
@@ -39,23 +41,23 @@ def small(tmp_path_factory):
 def drawn(small, tmp_path_factory):
     """Merges of both tools: (method, number of models, tool) to a list of checkpoints, one for each seed."""
     work = tmp_path_factory.mktemp("drawn")
-    runs, found = [], {}
-    for method, each in RANDOM.items():
+    runs, actual = [], {}
+    for method, item in RANDOM.items():
         for count in (1, 2):
             names = ("one", "two")[:count]
-            made = case(method, *names, base="BASE", each={"weight": 1.0, **each}).text
+            result = case(method, *names, base="BASE", each={"weight": 1.0, **item}).text
             file = work / f"{method}-{count}.yml"
-            file.write_text(configured(made, "float32", small))
+            file.write_text(configured(result, "float32", small))
             outs = {
                 tool: [work / f"{tool}-{method}-{count}-{i}" for i in range(SEEDS)] for tool in ("a", "m")
             }
             runs += [{"config": str(file), "out": str(out), "seed": i} for i, out in enumerate(outs["m"])]
             for seed, out in enumerate(outs["a"]):
                 attar.merge(file, out, seed=seed)
-            found |= {(method, count, tool): each for tool, each in outs.items()}
+            actual |= {(method, count, tool): item for tool, item in outs.items()}
     for line in mergekit(runs):
         assert "error" not in line, line
-    return found
+    return actual
 
 
 def deltas(outs, base, tensor):

@@ -44,24 +44,24 @@ def test_the_table_has_the_methods_of_the_settings():
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
 def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
     folder = save(family, tmp_path)
-    made = prune(folder, tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
-    model = AutoModelForCausalLM.from_pretrained(made.path)
+    pruned = prune(folder, tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
+    model = AutoModelForCausalLM.from_pretrained(pruned.path)
     before = load_model(folder)
     assert model.num_parameters() < before.num_parameters()
-    ours = load_model(made)
+    ours = load_model(pruned)
     tokens = tiny_models.tokens(before)
     assert torch.equal(tiny_models.logits(model.eval(), tokens), tiny_models.logits(ours, tokens))
-    rows = made.card.details["layers"]
+    rows = pruned.card.details["layers"]
     assert len(rows) == 3 and all(0 < row["importance_removed"] < 0.5 for row in rows)
 
 
 def test_heads_are_gone(tmp_path):
-    made = prune(
+    pruned = prune(
         save("llama3", tmp_path), tmp_path / "out", PruneSettings(method="heads", ratio=0.25, **SMALL)
     )
-    assert made.config["num_attention_heads"] == 6 and made.config["num_key_value_heads"] == 3
-    assert made.config["head_dim"] == 8
-    AutoModelForCausalLM.from_pretrained(made.path)
+    assert pruned.config["num_attention_heads"] == 6 and pruned.config["num_key_value_heads"] == 3
+    assert pruned.config["head_dim"] == 8
+    AutoModelForCausalLM.from_pretrained(pruned.path)
 
 
 def test_the_least_important_go(tmp_path):
@@ -133,21 +133,21 @@ def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
     folder = save("llama3", tmp_path)
     arguments = ["prune", str(folder), "-o", str(tmp_path / "out"), "--method", "heads", "--ratio", "0.1"]
     assert call(arguments) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2:] == [
+    message = capsys.readouterr().err.splitlines()
+    assert message[-2:] == [
         "error: --ratio 0.1 removes none of the 4 head groups of a layer",
         "hint: --ratio 0.1251 removes 1 of 4",
     ]
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
+def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     folder = save("llama3", tmp_path)
     lines = Lines()
     settings = PruneSettings(method="heads", ratio=0.3, **SMALL)
-    made = prune(folder, tmp_path / "out", settings, progress=lines)
+    pruned = prune(folder, tmp_path / "out", settings, progress=lines)
     assert lines.lines == ["prune heads: asked for 30.0%, removes 25.0%: 1 of 4 head groups of each layer"]
-    kept = made.card.details["kept"]
+    kept = pruned.card.details["kept"]
     assert (kept["asked_ratio"], kept["removed_ratio"]) == (0.3, 0.25)
 
 
@@ -157,9 +157,9 @@ def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkey
     seen = []
     plain = stage.next_token_loss
     monkeypatch.setattr(stage, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))
-    made = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(precision=asked, **SMALL))
+    pruned = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(precision=asked, **SMALL))
     fast = native or asked == "bf16"
-    assert made.card.details["precision"] == ("bf16" if fast else "fp32")
+    assert pruned.card.details["precision"] == ("bf16" if fast else "fp32")
     assert set(seen) == {torch.bfloat16 if fast else torch.float32}
 
 
@@ -180,10 +180,10 @@ def test_a_gguf_file_does_not_become_float32(tmp_path, kind):
     export(folder, file, ExportSettings(format="gguf", type=kind))
     lines = Lines()
     settings = PruneSettings(ratio=0.5, **SMALL)
-    made = prune(file, tmp_path / "out", settings, progress=lines)
-    stored = {info.dtype for info in made.tensors.values()}
+    pruned = prune(file, tmp_path / "out", settings, progress=lines)
+    stored = {info.dtype for info in pruned.tensors.values()}
     name = {"Q8_0": "bfloat16", "F16": "float16"}[kind]
-    assert stored == {{"Q8_0": "BF16", "F16": "F16"}[kind]} and made.config["dtype"] == name
+    assert stored == {{"Q8_0": "BF16", "F16": "F16"}[kind]} and pruned.config["dtype"] == name
     assert lines.lines[-1] == f"m is quantized: its weights are decoded and stored dense, as {name}"
 
 
@@ -208,20 +208,20 @@ def test_families_whose_config_cannot_say_it_are_refused_before_any_work(tmp_pat
 
 
 def test_encoders_are_judged_by_masked_tokens(tmp_path):
-    made = prune(
+    pruned = prune(
         save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL)
     )
-    assert made.config["intermediate_size"] == 48
+    assert pruned.config["intermediate_size"] == 48
 
 
 def test_rigid_families_can_have_their_heads_zeroed(tmp_path):
     from attar.models.anatomy import discover
 
     settings = PruneSettings(method="heads", ratio=0.5, rigid="zero", **SMALL)
-    made = prune(save("opt", tmp_path), tmp_path / "out", settings)
-    assert made.config["num_attention_heads"] == 4
-    assert made.card.details["kept"]["cut"] == "zeroed in place"
-    model = load_model(made)
+    pruned = prune(save("opt", tmp_path), tmp_path / "out", settings)
+    assert pruned.config["num_attention_heads"] == 4
+    assert pruned.card.details["kept"]["cut"] == "zeroed in place"
+    model = load_model(pruned)
     for block in discover(model).blocks:
         weight = model.get_submodule(block.attention.o.name).weight
         silent = [bool((weight[:, list(group.o_columns)] == 0).all()) for group in block.attention.groups()]

@@ -11,8 +11,8 @@ from attar.errors import NumericsError
 from attar.quantization.gates import (
     Finding,
     check_layers,
+    check_model,
     code_numbers,
-    judge_output,
     levels,
     raise_on_error,
     suspect,
@@ -107,9 +107,9 @@ def test_used_is_the_entropy_of_the_codes():
 def test_outliers_that_own_the_scale_collapse_the_codes(bits, peak, severity):
     W = weight()
     W[:, ::64] = peak
-    found = judged(W, IntGrid(bits, 64))
-    assert [finding.severity for finding in found] == ([severity] if severity else [])
-    assert all(finding.check == "codes" and "collapsed" in finding.message for finding in found)
+    verdict = judged(W, IntGrid(bits, 64))
+    assert [finding.severity for finding in verdict] == ([severity] if severity else [])
+    assert all(finding.check == "codes" and "collapsed" in finding.message for finding in verdict)
 
 
 def test_pruned_and_zero_layers_pass():
@@ -122,18 +122,18 @@ def test_pruned_and_zero_layers_pass():
 
 def test_one_code_for_different_weights_is_an_error():
     W = weight()
-    made = rtn(W, IntGrid(4, 64))
-    found = judged(W, IntGrid(4, 64), replace(made, codes=torch.full_like(made.codes, 3)))
-    assert [(f.severity, f.message) for f in found] == [("error", "every weight has the same code")]
+    quantized = rtn(W, IntGrid(4, 64))
+    verdict = judged(W, IntGrid(4, 64), replace(quantized, codes=torch.full_like(quantized.codes, 3)))
+    assert [(f.severity, f.message) for f in verdict] == [("error", "every weight has the same code")]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_scale_that_is_not_finite_is_an_error(value):
     W, grid = weight(), IntGrid(4, 64)
-    made = rtn(W, grid)
-    made.parameters.scale[3, 1] = value
-    found = judged(W, grid, made)
-    assert found[0].severity == "error" and found[0].message == "1 scales are not finite"
+    quantized = rtn(W, grid)
+    quantized.parameters.scale[3, 1] = value
+    verdict = judged(W, grid, quantized)
+    assert verdict[0].severity == "error" and verdict[0].message == "1 scales are not finite"
 
 
 def test_zero_scales_count_by_what_they_lose():
@@ -141,15 +141,15 @@ def test_zero_scales_count_by_what_they_lose():
     tiny = weight()
     tiny[0, :64] *= 1e-4
     for W, severity in ((weight(), "error"), (tiny, "warning")):
-        made = rtn(W, grid)
-        made.parameters.scale[0, 0] = 0.0
-        found = judged(W, grid, made)
-        assert [(f.check, f.severity) for f in found] == [("scales", severity)]
+        quantized = rtn(W, grid)
+        quantized.parameters.scale[0, 0] = 0.0
+        verdict = judged(W, grid, quantized)
+        assert [(f.check, f.severity) for f in verdict] == [("scales", severity)]
     zero = weight()
     zero[0, :64] = 0.0
-    made = rtn(zero, grid)
-    made.parameters.scale[0, 0] = 0.0
-    assert judged(zero, grid, made) == []
+    quantized = rtn(zero, grid)
+    quantized.parameters.scale[0, 0] = 0.0
+    assert judged(zero, grid, quantized) == []
 
 
 def test_layers_are_held_against_round_to_nearest():
@@ -160,13 +160,13 @@ def test_layers_are_held_against_round_to_nearest():
         {"name": "lost", "error": 1.5, "rtn_error": 2.0},
         {"name": "broken", "error": math.nan, "rtn_error": 0.02},
     ]
-    found = check_layers(reports, method="gptq")
-    assert [(f.layer, f.severity) for f in found] == [
+    actual = check_layers(reports, method="gptq")
+    assert [(f.layer, f.severity) for f in actual] == [
         ("worse", "warning"),
         ("lost", "warning"),
         ("broken", "error"),
     ]
-    assert "gptq has output error 0.03, round to nearest 0.02" in found[0].message
+    assert "gptq has output error 0.03, round to nearest 0.02" in actual[0].message
 
 
 def test_tokens_seen():
@@ -195,17 +195,17 @@ def test_the_error_names_layer_and_mend():
     [(0.0, None), (0.5, None), (1.2, "warning"), (2.0, "error"), (math.nan, "error"), (math.inf, "error")],
 )
 def test_the_whole_model(kl, severity):
-    found = judge_output(kl, 2.0, top1=0.5, culprit="layer")
-    assert [f.severity for f in found] == ([severity] if severity else [])
-    assert all(f.layer == "layer" for f in found)
+    actual = check_model(kl, 2.0, top1=0.5, culprit="layer")
+    assert [f.severity for f in actual] == ([severity] if severity else [])
+    assert all(f.layer == "layer" for f in actual)
 
 
 def test_a_stuck_sample_is_an_error_unless_the_original_is_stuck_too():
     stuck, fine = [7] * 15 + [8], list(range(16))
-    assert judge_output(0.2, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
-    assert judge_output(0.01, 2.0, sample=stuck, original_sample=fine)[0].severity == "warning"
-    assert judge_output(0.1, 2.0, sample=stuck, original_sample=stuck) == []
-    assert judge_output(0.1, 2.0, sample=fine, original_sample=fine) == []
+    assert check_model(0.2, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
+    assert check_model(0.01, 2.0, sample=stuck, original_sample=fine)[0].severity == "warning"
+    assert check_model(0.1, 2.0, sample=stuck, original_sample=stuck) == []
+    assert check_model(0.1, 2.0, sample=fine, original_sample=fine) == []
 
 
 def test_suspect():
@@ -253,8 +253,8 @@ def test_a_destroyed_model_is_garbage_and_a_rounded_one_is_not():
         W.copy_(weight(*W.shape) / W.shape[1] ** 0.5)
     for model, severity in ((fine, None), (broken, "error")):
         there = model_kl(model.original, model.quantized, model.rows)
-        found = judge_output(there.kl, there.blind, top1=there.top1)
-        assert [f.severity for f in found] == ([severity] if severity else [])
+        actual = check_model(there.kl, there.blind, top1=there.top1)
+        assert [f.severity for f in actual] == ([severity] if severity else [])
 
 
 def test_model_kl_is_the_definition_in_float64():
@@ -296,10 +296,10 @@ def test_the_numbers_of_codes_leave_zero_weights_out(kind):
     values = {"positive": W.abs(), "negative": -W.abs(), "one value": torch.full_like(W, 0.5)}.get(kind, W)
     if kind != "dense":
         values = values * (torch.rand(W.shape, generator=generator) > 0.3)
-    made = rtn(values, IntGrid(4, 64))
+    quantized = rtn(values, IntGrid(4, 64))
     inside = values != 0
-    codes, rest = made.codes[inside], values[inside]
-    numbers = code_numbers(made, values)
+    codes, rest = quantized.codes[inside], values[inside]
+    numbers = code_numbers(quantized, values)
     assert numbers["codes"] == len(codes.unique())
     assert numbers["varied"] == (len(rest.unique()) > 1)
     share = codes.unique(return_counts=True)[1] / len(codes)

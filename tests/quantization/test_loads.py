@@ -49,10 +49,10 @@ def dense(family, folder, **changes):
     if family not in MORE:
         return tiny_models.save(tiny_models.build(family, **changes), folder, dtype=torch.bfloat16)
     config, model, arguments = MORE[family]
-    made = getattr(transformers, config)(**{**tiny_models.SHARED, **arguments})
-    made.architectures = [model]
+    result = getattr(transformers, config)(**{**tiny_models.SHARED, **arguments})
+    result.architectures = [model]
     return tiny_models.save(
-        tiny_models.randomize(getattr(transformers, model)(made)).eval(), folder, dtype=torch.bfloat16
+        tiny_models.randomize(getattr(transformers, model)(result)).eval(), folder, dtype=torch.bfloat16
     )
 
 
@@ -62,38 +62,40 @@ def logits(model):
     return model.eval()(input_ids=tokens, use_cache=False).logits
 
 
-def transformers_runs(made):
+def transformers_runs(checkpoint):
     """Whether transformers loads a checkpoint and gives attar's logits."""
     try:
-        theirs = logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16))
+        theirs = logits(AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16))
     except (AttributeError, ValueError):
         return False
-    return torch.equal(theirs, logits(load_model(made)))
+    return torch.equal(theirs, logits(load_model(checkpoint)))
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "gpt2", *MORE))
-def test_transformers_loads_exactly_what_is_said(family, tmp_path):
+def test_transformers_loads_exactly_what_is_reported(family, tmp_path):
     progress = Heard()
-    made = quantize(
+    quantized = quantize(
         dense(family, tmp_path / "dense"), tmp_path / "out", quantize_settings(**QUICK), progress=progress
     )
-    said = made.card.details["loads_in"]["transformers"]
-    assert (said == YES) == transformers_runs(made) == (family != "gpt2"), said
+    fields = quantized.card.details["loads_in"]["transformers"]
+    assert (fields == YES) == transformers_runs(quantized) == (family != "gpt2"), fields
     assert [line for line in progress.lines if "transformers" in line] == (
         [f"note: transformers: {CONV1D}"] if family == "gpt2" else []
     )
-    config = made.config["quantization_config"]
+    config = quantized.config["quantization_config"]
     assert config.get("dequantize", False) == (family in READS_WEIGHTS)
     if family in READS_WEIGHTS:  # without the word it does not load: the table holds no family for nothing
-        path = made.path / "config.json"
-        path.write_text(json.dumps({**made.config, "quantization_config": {**config, "dequantize": False}}))
-        assert not transformers_runs(made)
+        path = quantized.path / "config.json"
+        path.write_text(
+            json.dumps({**quantized.config, "quantization_config": {**config, "dequantize": False}})
+        )
+        assert not transformers_runs(quantized)
 
 
 def test_a_family_that_reads_weights_and_two_schemes_do_not_go_together(tmp_path):
     settings = quantize_settings(overrides=("re:dense_4h_to_h$=W8A16",), **QUICK)
-    made = quantize(dense("falcon", tmp_path / "dense"), tmp_path / "out", settings)
-    assert made.card.details["loads_in"]["transformers"] == READS and not transformers_runs(made)
+    quantized = quantize(dense("falcon", tmp_path / "dense"), tmp_path / "out", settings)
+    assert quantized.card.details["loads_in"]["transformers"] == READS and not transformers_runs(quantized)
 
 
 def test_table_of_the_documents():
@@ -115,20 +117,22 @@ def test_table_of_the_documents():
         ({"scheme": "W8A8"}, None),
     ],
 )
-def test_what_vllm_has_no_kernel_for_is_said_before_the_work(changes, vllm, tmp_path):
+def test_what_vllm_has_no_kernel_for_is_reported_before_the_work(changes, vllm, tmp_path):
     progress = Heard()
     folder = dense("llama3", tmp_path / "dense", intermediate_size=128)
-    made = quantize(folder, tmp_path / "out", quantize_settings(**{**QUICK, **changes}), progress=progress)
+    quantized = quantize(
+        folder, tmp_path / "out", quantize_settings(**{**QUICK, **changes}), progress=progress
+    )
     notes = [line for line in progress.lines if line.startswith("note: vllm")]
     assert len(notes) == (vllm is not None) and all(vllm in note for note in notes)
-    assert (vllm or "nothing known against it") in made.card.details["loads_in"]["vllm"]
+    assert (vllm or "nothing known against it") in quantized.card.details["loads_in"]["vllm"]
 
 
 def test_the_group_size_that_fits_is_chosen_and_recorded(tmp_path):
     """64 inputs, down_proj 96: 32 for all."""
     folder = dense("llama3", tmp_path / "dense")
-    made = quantize(folder, tmp_path / "out", quantize_settings(overrides=("down_proj=W8A16",), **QUICK))
-    assert made.card.details["group_sizes"] == {"W4A16": 64, "W8A16": 32}
+    quantized = quantize(folder, tmp_path / "out", quantize_settings(overrides=("down_proj=W8A16",), **QUICK))
+    assert quantized.card.details["group_sizes"] == {"W4A16": 64, "W8A16": 32}
     alone = quantize(folder, tmp_path / "alone", quantize_settings(**QUICK))
     assert alone.card.details["group_sizes"] == {"W4A16": 32}
     with pytest.raises(SettingsError, match=r"group_size is 128.*32 or 16 fits"):

@@ -133,8 +133,8 @@ def test_everything_ignored(llama):
 def test_layers_that_a_format_does_not_fit_are_named(tmp_path, scheme, divisor):
     sizes = {"hidden_size": 128, "intermediate_size": 128 + divisor // 2}
     folder = tiny_models.save(tiny_models.build("llama3", **sizes), tmp_path / "dense")
-    said = rf"model.layers.0.mlp.down_proj has {128 + divisor // 2} inputs, no multiple of {divisor}"
-    with pytest.raises(SettingsError, match=said):
+    message = rf"model.layers.0.mlp.down_proj has {128 + divisor // 2} inputs, no multiple of {divisor}"
+    with pytest.raises(SettingsError, match=message):
         plan(open_checkpoint(folder), settings(scheme=scheme))
     plan(open_checkpoint(folder), settings(scheme=scheme, ignore=("down_proj",)))
 
@@ -213,8 +213,8 @@ def test_decoding_while_loading_is_asked_for_where_transformers_needs_it(llama, 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "expected"),
     [("a.b.c", True), ("c", True), ("b.c", True), ("b", False), ("re:^a", True), ("re:^b", False)],
 )
-def test_patterns(pattern, found):
-    assert matches("a.b.c", pattern) is found
+def test_patterns(pattern, expected):
+    assert matches("a.b.c", pattern) is expected

@@ -54,10 +54,10 @@ def test_transformers_gives_the_logits_of_our_decoded_weights(saved, tmp_path, f
 
 @pytest.mark.parametrize("family", slow_but(tiny_models.ENCODERS, "bert"))
 def test_encoders_are_quantized_too(saved, tmp_path, family):
-    made = quantize(saved(family), tmp_path / "out", quantize_settings(method="gptq", **SMALL))
-    theirs = AutoModelForMaskedLM.from_pretrained(made.path, dtype=torch.bfloat16)
-    assert torch.equal(logits(theirs), logits(load_model(made)))
-    assert all(row["error"] < row["rtn_error"] for row in made.card.details["layers"])
+    quantized = quantize(saved(family), tmp_path / "out", quantize_settings(method="gptq", **SMALL))
+    theirs = AutoModelForMaskedLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
+    assert torch.equal(logits(theirs), logits(load_model(quantized)))
+    assert all(row["error"] < row["rtn_error"] for row in quantized.card.details["layers"])
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
@@ -71,9 +71,9 @@ def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_si
     }  # random weights' samples repeat themselves
     settings = quantize_settings(scheme=scheme, method=method, **sizes)
     folder = saved("smollm", intermediate_size=128)
-    made = quantize(folder, tmp_path / "out", settings)
+    quantized = quantize(folder, tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    ours = load_model(made)
+    ours = load_model(quantized)
     assert torch.equal(logits(theirs), logits(ours))
     far = (logits(ours).float() - logits(load_model(folder)).float()).norm() / logits(
         load_model(folder)
@@ -86,35 +86,35 @@ def test_int8_embedding_loads_and_shrinks(saved, tmp_path, tied, capfd):
     folder = saved("llama3", tie_word_embeddings=tied)
     overrides = ("down_proj=W8A16",)
     settings = quantize_settings(method="rtn", embedding_bits=8, overrides=overrides, **SMALL)
-    made = quantize(folder, tmp_path / "out", settings)
-    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
+    quantized = quantize(folder, tmp_path / "out", settings)
+    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
     assert "Could not match" not in capfd.readouterr().err  # compressed-tensors warns of targets in vain
-    assert torch.equal(logits(theirs), logits(load_model(made)))
-    assert made.tensors["model.embed_tokens.weight"].dtype == "I8"
-    assert ("lm_head.weight" in made.tensors) != tied
+    assert torch.equal(logits(theirs), logits(load_model(quantized)))
+    assert quantized.tensors["model.embed_tokens.weight"].dtype == "I8"
+    assert ("lm_head.weight" in quantized.tensors) != tied
 
 
 def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_path):
     folder = saved("llama3")
     close = {}
     for method in ("rtn", "gptq"):
-        made = quantize(
+        quantized = quantize(
             folder, tmp_path / method, quantize_settings(method=method, **{**SMALL, "samples": 64})
         )
-        close[method] = (logits(load_model(made)).float() - logits(load_model(folder)).float()).norm()
-    rows = made.card.details["layers"]
+        close[method] = (logits(load_model(quantized)).float() - logits(load_model(folder)).float()).norm()
+    rows = quantized.card.details["layers"]
     assert len(rows) == 7 * 3
     assert all(row["error"] < row["rtn_error"] for row in rows)
 
 
 def test_conv1d_is_packed_for_attar_and_refused_by_name_elsewhere(saved, tmp_path):
     folder = saved("gpt2")
-    made = quantize(folder, tmp_path / "out", quantize_settings(scheme="W8A16", method="gptq", **SMALL))
-    far = (logits(load_model(made)).float() - logits(load_model(folder)).float()).abs().max()
+    quantized = quantize(folder, tmp_path / "out", quantize_settings(scheme="W8A16", method="gptq", **SMALL))
+    far = (logits(load_model(quantized)).float() - logits(load_model(folder)).float()).abs().max()
     assert 0 < far < 0.2
-    assert made.nbytes < 0.8 * open_checkpoint(folder).nbytes
+    assert quantized.nbytes < 0.8 * open_checkpoint(folder).nbytes
     with pytest.raises(Exception, match="attar-transposed"):
-        AutoModelForCausalLM.from_pretrained(made.path)
+        AutoModelForCausalLM.from_pretrained(quantized.path)
 
 
 def test_the_same_call_gives_the_same_bytes_and_leaves_the_input_alone(saved, tmp_path):
@@ -128,17 +128,17 @@ def test_the_same_call_gives_the_same_bytes_and_leaves_the_input_alone(saved, tm
 
 
 def test_ignored_modules_stay_dense(saved, tmp_path):
-    made = quantize(
+    quantized = quantize(
         saved("llama3"),
         tmp_path / "out",
         quantize_settings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL),
     )
-    assert "model.layers.0.self_attn.q_proj.weight" in made.tensors
-    assert "model.layers.1.mlp.down_proj.weight" in made.tensors
-    assert "model.layers.1.mlp.up_proj.weight_packed" in made.tensors
+    assert "model.layers.0.self_attn.q_proj.weight" in quantized.tensors
+    assert "model.layers.1.mlp.down_proj.weight" in quantized.tensors
+    assert "model.layers.1.mlp.up_proj.weight_packed" in quantized.tensors
     assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)),
-        logits(load_model(made)),
+        logits(AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)),
+        logits(load_model(quantized)),
     )
 
 
@@ -166,21 +166,21 @@ def test_a_gguf_is_refused_by_its_own_name_before_the_stage_is_imported(saved, t
 def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
     """Their config stands in quantize_config.json."""
     folder = saved("llama3")
-    made = quantize(folder, tmp_path / "packed", quantize_settings(method="rtn", **SMALL))
-    attar.export(made.path, tmp_path / "gptq", format="gptq")
+    quantized = quantize(folder, tmp_path / "packed", quantize_settings(method="rtn", **SMALL))
+    attar.export(quantized.path, tmp_path / "gptq", format="gptq")
     config = json.loads((tmp_path / "gptq/config.json").read_text())
-    said = config.pop("quantization_config")
+    message = config.pop("quantization_config")
     (tmp_path / "gptq/config.json").write_text(json.dumps(config))
-    (tmp_path / "gptq/quantize_config.json").write_text(json.dumps(said))
+    (tmp_path / "gptq/quantize_config.json").write_text(json.dumps(message))
     with pytest.raises(ModelError, match="quantized already"):
         quantize(tmp_path / "gptq", tmp_path / "out", quantize_settings(method="rtn", **SMALL))
 
 
 def test_groups_in_act_order_go_into_gptqs_layout(saved, tmp_path):
     settings = quantize_settings(method="gptq", act_order="group", check_tokens=0, **SMALL)
-    made = quantize(saved("llama3"), tmp_path / "out", settings)
-    gptq = attar.export(made.path, tmp_path / "gptq", format="gptq")
-    wanted, got = (logits(load_model(each, dtype=torch.float32)) for each in (made, gptq))
+    quantized = quantize(saved("llama3"), tmp_path / "out", settings)
+    gptq = attar.export(quantized.path, tmp_path / "gptq", format="gptq")
+    wanted, got = (logits(load_model(item, dtype=torch.float32)) for item in (quantized, gptq))
     assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
@@ -198,8 +198,8 @@ def test_nan_weights_are_named_and_nothing_is_left(saved, tmp_path, method):
 
 
 def test_config_is_what_the_format_says(saved, tmp_path):
-    made = quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", **SMALL))
-    config = json.loads((made.path / "config.json").read_text())["quantization_config"]
+    quantized = quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", **SMALL))
+    config = json.loads((quantized.path / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized"
     assert config["ignore"] == ["lm_head"]
     assert config["config_groups"]["group_0"]["weights"] == {

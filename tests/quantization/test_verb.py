@@ -51,19 +51,19 @@ def logits(model):
     return model.eval()(input_ids=tokens).logits.float()
 
 
-def distance(made, folder):
-    p, q = (logits(load_model(each, dtype=torch.float32)).log_softmax(-1) for each in (folder, made))
+def distance(folder_a, folder):
+    p, q = (logits(load_model(item, dtype=torch.float32)).log_softmax(-1) for item in (folder, folder_a))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("method", list(METHOD_SETTINGS))
 def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_path, method):
-    made = quantize(folder, tmp_path / "out", settings_for(method=method, **SMALL))
-    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
-    assert torch.equal(logits(theirs), logits(load_model(made)))
-    assert len(made.card.details["layers"]) == 14
-    assert 0 < made.card.details["gates"]["kl"] < made.card.details["gates"]["blind"]
-    assert distance(made, folder) < 0.1
+    quantized = quantize(folder, tmp_path / "out", settings_for(method=method, **SMALL))
+    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
+    assert torch.equal(logits(theirs), logits(load_model(quantized)))
+    assert len(quantized.card.details["layers"]) == 14
+    assert 0 < quantized.card.details["gates"]["kl"] < quantized.card.details["gates"]["blind"]
+    assert distance(quantized, folder) < 0.1
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -84,10 +84,10 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
     )
     try:
         settings = settings_for(method=method, **{**SMALL, "check_tokens": 0})
-        made = quantize(folder, tmp_path / "out", settings)
+        quantized = quantize(folder, tmp_path / "out", settings)
     finally:
         hook.remove()
-    assert made.card.details["precision"] == ("bf16" if native else "fp32")
+    assert quantized.card.details["precision"] == ("bf16" if native else "fp32")
     assert set(seen) == {torch.bfloat16 if native else torch.float32}
 
 
@@ -100,26 +100,26 @@ def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_
             quantize_settings(method=method, act_order=act_order)
         return
     few = {**SMALL, "samples": 8, "check_tokens": 0, "scheme": "W4A16_ASYM"}
-    made = quantize(folder, tmp_path / "out", settings_for(method=method, act_order=act_order, **few))
+    quantized = quantize(folder, tmp_path / "out", settings_for(method=method, act_order=act_order, **few))
     name = "model.layers.1.self_attn.q_proj"
-    ours = load_model(made)
-    assert torch.equal(ours.get_submodule(name).weight, decoded_by_hand(made, name))
-    assert distance(made, folder) < 0.1
-    stored = [tensor for tensor in made.tensors if tensor.endswith("weight_g_idx")]
+    ours = load_model(quantized)
+    assert torch.equal(ours.get_submodule(name).weight, decoded_by_hand(quantized, name))
+    assert distance(quantized, folder) < 0.1
+    stored = [tensor for tensor in quantized.tensors if tensor.endswith("weight_g_idx")]
     assert len(stored) == (14 if act_order == "group" else 0)
 
 
-def decoded_by_hand(made, name):
+def decoded_by_hand(folder_a, name):
     """(q - z) s of 4-bit codes, each input in the group that it names, or in the 32 neighbours' own."""
-    found = {leaf: made.load(f"{name}.weight_{leaf}") for leaf in ("packed", "zero_point", "scale")}
+    actual = {leaf: folder_a.load(f"{name}.weight_{leaf}") for leaf in ("packed", "zero_point", "scale")}
 
     def nibbles(words):
-        return torch.stack([words >> 4 * place & 15 for place in range(8)], -1).flatten(-2)
+        return torch.stack([words >> 4 * index & 15 for index in range(8)], -1).flatten(-2)
 
-    q, z = nibbles(found["packed"]), nibbles(found["zero_point"].T).T
+    q, z = nibbles(actual["packed"]), nibbles(actual["zero_point"].T).T
     order = f"{name}.weight_g_idx"
-    group = made.load(order).long() if order in made.tensors else torch.arange(q.shape[1]) // 32
-    return ((q - z[:, group]) * found["scale"][:, group].float()).bfloat16()
+    group = folder_a.load(order).long() if order in folder_a.tensors else torch.arange(q.shape[1]) // 32
+    return ((q - z[:, group]) * actual["scale"][:, group].float()).bfloat16()
 
 
 @pytest.mark.parametrize("changes", [{"scheme": "W8A8"}, {"scheme": "NVFP4A16"}, {"group_size": 0}])
@@ -133,17 +133,17 @@ def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "INT8"])
 def test_every_scheme_goes_through_save_load_and_evaluate(folder, tmp_path, scheme):
     settings = settings_for(scheme=scheme, method="gptq", **SMALL)
-    made = quantize(folder, tmp_path / "out", settings)
+    quantized = quantize(folder, tmp_path / "out", settings)
     if scheme != "NF4":  # transformers needs bitsandbytes for it: tests/peers
-        theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
-        assert torch.allclose(logits(theirs), logits(load_model(made)), atol=1e-2)
+        theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
+        assert torch.allclose(logits(theirs), logits(load_model(quantized)), atol=1e-2)
     text = EvaluateSettings(
         tokens=64, sequence_length=32, batch_size=2, speed=False, sample="", data=SMALL["data"]
     )
-    record = evaluate(made, text, reference=folder)
+    record = evaluate(quantized, text, reference=folder)
     bits = SCHEMES[scheme].weights.bits
     assert 0 < record.kl_mean < {2: 0.5, 3: 0.1}.get(bits, 0.05)
-    assert made.nbytes < open_checkpoint(folder).nbytes
+    assert quantized.nbytes < open_checkpoint(folder).nbytes
 
 
 def test_subnormal_scales_survive_the_file_and_transformers_decodes_them(folder, tmp_path):
@@ -152,11 +152,11 @@ def test_subnormal_scales_survive_the_file_and_transformers_decodes_them(folder,
         block.mlp.down_proj.weight.data.mul_(1e-3)
     small = tiny_models.save(model, tmp_path / "small", dtype=torch.float16)
     settings = settings_for(scheme="W8A16", method="rtn", **{**SMALL, "check_tokens": 0})
-    made = quantize(small, tmp_path / "out", settings)
+    quantized = quantize(small, tmp_path / "out", settings)
     name = "model.layers.1.mlp.down_proj"
-    assert made.load(f"{name}.weight_scale").max() < torch.finfo(torch.float16).tiny
-    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float16)
-    ours = load_model(made)
+    assert quantized.load(f"{name}.weight_scale").max() < torch.finfo(torch.float16).tiny
+    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.float16)
+    ours = load_model(quantized)
     assert torch.equal(logits(theirs), logits(ours))
     kept, got = (m.get_submodule(name).weight.float() for m in (model.half(), ours))
     assert (
@@ -170,11 +170,14 @@ def test_fp8_with_an_fp8_cache_equals_transformers_in_the_stored_type(tmp_path):
     model = tiny_models.build("gemma3", num_hidden_layers=2)
     dense = tiny_models.save(model, tmp_path / "dense", dtype=torch.bfloat16)
     settings = settings_for(scheme="FP8", kv_cache="fp8", method="rtn", **{**SMALL, "check_tokens": 0})
-    made = quantize(dense, tmp_path / "out", settings)
-    theirs, ours = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16), load_model(made)
+    quantized = quantize(dense, tmp_path / "out", settings)
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16),
+        load_model(quantized),
+    )
     assert torch.equal(logits(theirs), logits(ours))
-    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
-    ours = load_model(made, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.float32)
+    ours = load_model(quantized, dtype=torch.float32)
     wanted = logits(ours)
     assert (logits(theirs) - wanted).norm() > 0.01 * wanted.norm()
     with torch.no_grad():
@@ -201,8 +204,8 @@ def test_pruned_weights_stay_zero(folder, tmp_path, method):
     pruned = tmp_path / "pruned"
     tiny_models.save(tiny_models.build("llama3", **WIDE), pruned, dtype=torch.bfloat16)
     save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
-    made = quantize(pruned, tmp_path / "out", settings_for(method=method, keep_zeros=True, **SMALL))
-    decoded = Decoded(made)
+    quantized = quantize(pruned, tmp_path / "out", settings_for(method=method, keep_zeros=True, **SMALL))
+    decoded = Decoded(quantized)
     for name in decoded.tensors:
         if name.endswith("proj.weight"):
             weight = decoded.load(name)
@@ -212,16 +215,16 @@ def test_pruned_weights_stay_zero(folder, tmp_path, method):
 def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     settings = settings_for(bits=4.5, method="gptq", **SMALL)
-    made = quantize(folder, tmp_path / "out", settings)
-    mixture = made.card.details["mixture"]
+    quantized = quantize(folder, tmp_path / "out", settings)
+    mixture = quantized.card.details["mixture"]
     assert mixture["bits_per_weight"] <= 4.5 and mixture["gap"] == 0
     assert len(set(mixture["schemes"].values())) > 1
     for block in (0, 1):
         schemes = [mixture["schemes"][f"model.layers.{block}.self_attn.{leaf}_proj"] for leaf in "qkv"]
         assert len(set(schemes)) == 1
     assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)),
-        logits(load_model(made)),
+        logits(AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)),
+        logits(load_model(quantized)),
     )
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache/sensitivity").iterdir()}
     quantize(folder, tmp_path / "again", settings_for(bits=5.0, method="rtn", **SMALL))
@@ -235,13 +238,13 @@ def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
 def test_transforms_compose_and_leave_an_ordinary_checkpoint(tmp_path, steps):
     model = tiny_models.build("llama3", tie_word_embeddings=False, **WIDE)
     source = tiny_models.save(model, tmp_path / "untied", dtype=torch.bfloat16)
-    made = quantize(source, tmp_path / "out", settings_for(method="gptq", **steps, **SMALL))
-    assert len(made.card.details["transforms"]) == len(steps)
-    assert {info.dtype for info in made.tensors.values()} <= {"I32", "I64", "BF16"}
-    assert made.config["dtype"] == "bfloat16"
-    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
-    assert torch.equal(logits(theirs), logits(load_model(made)))
-    assert distance(made, source) < 0.1
+    quantized = quantize(source, tmp_path / "out", settings_for(method="gptq", **steps, **SMALL))
+    assert len(quantized.card.details["transforms"]) == len(steps)
+    assert {info.dtype for info in quantized.tensors.values()} <= {"I32", "I64", "BF16"}
+    assert quantized.config["dtype"] == "bfloat16"
+    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
+    assert torch.equal(logits(theirs), logits(load_model(quantized)))
+    assert distance(quantized, source) < 0.1
 
 
 def test_garbage_is_an_error_that_names_the_layer(folder, tmp_path):
@@ -260,7 +263,7 @@ def test_garbage_is_an_error_that_names_the_layer(folder, tmp_path):
 def test_a_model_that_says_nothing_any_more_is_an_error(folder, tmp_path, monkeypatch):
     """The files decode to something else than what was rounded: only the comparison at the end can tell."""
     monkeypatch.setattr("attar.quantization.check.Decoded", _Wrong)
-    with pytest.raises(NumericsError, match=r"garbage.*KL"):
+    with pytest.raises(NumericsError, match=r"unusable.*KL"):
         quantize(folder, tmp_path / "out", settings_for(method="rtn", **SMALL))
     assert not (tmp_path / "out").exists()
 

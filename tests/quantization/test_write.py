@@ -34,15 +34,15 @@ def theirs(folder, dtype=torch.bfloat16):
 @pytest.mark.parametrize("name", LIBRARY)
 def test_transformers_computes_what_attar_computes(name, tmp_path):
     """Activation rounding included: the hooks have the library's numerics."""
-    _, made = pack(save(tmp_path / "dense"), tmp_path / "out", scheme=name)
-    assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(made)))
+    _, result = pack(save(tmp_path / "dense"), tmp_path / "out", scheme=name)
+    assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(result)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "W8A8_STATIC", "FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16"])
 def test_other_number_types(name, dtype, tmp_path):
-    _, made = pack(save(tmp_path / "dense", dtype=dtype), tmp_path / "out", scheme=name)
-    assert torch.equal(logits(theirs(tmp_path / "out", dtype)), logits(load_model(made)))
+    _, result = pack(save(tmp_path / "dense", dtype=dtype), tmp_path / "out", scheme=name)
+    assert torch.equal(logits(theirs(tmp_path / "out", dtype)), logits(load_model(result)))
 
 
 @pytest.mark.parametrize("name", [*LIBRARY, "NF4"])
@@ -58,8 +58,8 @@ def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):
         return kept[stored]
 
     chosen = plan(open_checkpoint(folder), settings(scheme=name))
-    _, made = pack(folder, tmp_path / "out", scheme=name, codes=codes)
-    state = load_model(made).state_dict()
+    _, result = pack(folder, tmp_path / "out", scheme=name, codes=codes)
+    state = load_model(result).state_dict()
     assert kept
     for stored, quantized in kept.items():
         weight = state[stored].T if chosen.sites[stored].transposed else state[stored]
@@ -67,28 +67,28 @@ def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):
 
 
 def test_static_scales_are_stored_and_used(tmp_path):
-    chosen, made = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="FP8", kv_cache="fp8")
+    chosen, result = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="FP8", kv_cache="fp8")
     name = "model.layers.0.self_attn"
     for leaf in ("q_proj.input_scale", "k_scale", "v_scale"):
-        assert made.tensors[f"{name}.{leaf}"].shape == (1,)
-        assert made.load(f"{name}.{leaf}").item() > 0
+        assert result.tensors[f"{name}.{leaf}"].shape == (1,)
+        assert result.load(f"{name}.{leaf}").item() > 0
     assert chosen.config["kv_cache_scheme"]["strategy"] == "tensor"
-    before = logits(load_model(made))
-    tensors = load_file(made.path / "model.safetensors")
+    before = logits(load_model(result))
+    tensors = load_file(result.path / "model.safetensors")
     tensors[f"{name}.v_scale"] *= 3
     from safetensors.torch import save_file
 
-    save_file(tensors, made.path / "model.safetensors", metadata={"format": "pt"})
-    assert not torch.equal(logits(load_model(made.path)), before)
+    save_file(tensors, result.path / "model.safetensors", metadata={"format": "pt"})
+    assert not torch.equal(logits(load_model(result.path)), before)
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama3", "phi3", "gemma2", "gemma3"])
 def test_rounded_kv_caches_are_those_of_transformers(kv_cache, family, tmp_path):
     folder = tiny_models.save(tiny_models.build(family), tmp_path / "dense", dtype=torch.bfloat16)
-    _, made = pack(folder, tmp_path / "out", kv_cache=kv_cache)
+    _, result = pack(folder, tmp_path / "out", kv_cache=kv_cache)
     _, plain = pack(folder, tmp_path / "plain")
-    ours = logits(load_model(made))
+    ours = logits(load_model(result))
     assert torch.equal(logits(theirs(tmp_path / "out")), ours)
     assert not torch.equal(logits(load_model(plain)), ours)
 
@@ -102,19 +102,19 @@ MIXED = {
 @pytest.mark.parametrize("embedding_bits", [0, 8])
 def test_mixed_schemes(embedding_bits, tmp_path):
     folder = save(tmp_path / "dense", tie_word_embeddings=True)
-    chosen, made = pack(folder, tmp_path / "out", embedding_bits=embedding_bits, **MIXED)
-    assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(made)))
+    chosen, result = pack(folder, tmp_path / "out", embedding_bits=embedding_bits, **MIXED)
+    assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(result)))
     assert chosen.config["format"] == "mixed-precision"
-    assert made.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == "BF16"
-    assert made.tensors["model.layers.1.mlp.down_proj.weight"].dtype == "F8_E4M3"
-    assert made.tensors["model.layers.0.mlp.down_proj.weight_packed"].dtype == "I32"
+    assert result.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == "BF16"
+    assert result.tensors["model.layers.1.mlp.down_proj.weight"].dtype == "F8_E4M3"
+    assert result.tensors["model.layers.0.mlp.down_proj.weight_packed"].dtype == "I32"
 
 
 def test_mixed_schemes_of_a_transposed_family(tmp_path):
     overrides = ("c_attn=FP8", "re:h.1.mlp.c_fc=NVFP4A16", "re:h.2.mlp.c_fc=W8A8")
     folder = save(tmp_path / "dense", "gpt2")
-    _, made = pack(folder, tmp_path / "out", overrides=overrides, embedding_bits=8)
-    dense, packed = logits(load_model(folder)).float(), logits(load_model(made)).float()
+    _, result = pack(folder, tmp_path / "out", overrides=overrides, embedding_bits=8)
+    dense, packed = logits(load_model(folder)).float(), logits(load_model(result)).float()
     assert (packed - dense).norm() < 0.5 * dense.norm()
     with pytest.raises(Exception, match="attar-transposed"):
         theirs(tmp_path / "out")
@@ -132,9 +132,9 @@ def test_checkpoints_without_the_prefix(family, tmp_path):
     config["architectures"] = [type(model).__name__]
     (tmp_path / "dense/config.json").write_text(json.dumps(config))
     wide = "c_fc" if family == "gpt2" else "re:(gate|up)_proj$"
-    _, made = pack(tmp_path / "dense", tmp_path / "out", overrides=(f"{wide}=FP8",), kv_cache="fp8")
-    assert not any(name.startswith(("model.", "transformer.")) for name in made.tensors)
-    dense, packed = logits(load_model(tmp_path / "dense")), logits(load_model(made))
+    _, result = pack(tmp_path / "dense", tmp_path / "out", overrides=(f"{wide}=FP8",), kv_cache="fp8")
+    assert not any(name.startswith(("model.", "transformer.")) for name in result.tensors)
+    dense, packed = logits(load_model(tmp_path / "dense")), logits(load_model(result))
     assert 0 < (packed - dense).norm() < 0.5 * dense.norm()
 
 
@@ -149,11 +149,11 @@ def test_act_order_with_groups_of_distant_inputs(tmp_path):
     def codes(stored, load):
         site, weight = chosen.sites[stored], load()
         permuted = order[weight.shape[1]]
-        made = rtn(weight[:, permuted], site.grid)
+        quantized = rtn(weight[:, permuted], site.grid)
         back = permuted.argsort()
-        dense[stored] = made.dequantize()[:, back]
+        dense[stored] = quantized.dequantize()[:, back]
         group = (torch.arange(len(permuted)) // site.grid.group_size)[back]
-        return QuantizedTensor(site.grid, made.codes[:, back], made.parameters, group)
+        return QuantizedTensor(site.grid, quantized.codes[:, back], quantized.parameters, group)
 
     (tmp_path / "out").mkdir()
     write(checkpoint, chosen, codes, tmp_path / "out", tmp_path / "work")
@@ -190,7 +190,7 @@ def test_evaluate_sees_what_the_scheme_does(tmp_path):
     asked = EvaluateSettings(
         data=text, tokens=256, sequence_length=64, batch_size=2, speed=False, sample="", runner=exact
     )
-    kl = [evaluate(made, asked, reference=open_checkpoint(folder)).kl_mean for made in (good, bad)]
+    kl = [evaluate(result, asked, reference=open_checkpoint(folder)).kl_mean for result in (good, bad)]
     assert kl[0] < 0.1 * kl[1]
 
 

@@ -7,10 +7,21 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
+from attar.deployment.settings import ROUNDINGS
 from attar.errors import RecipeError
 from attar.measure.settings import EvaluateSettings
+from attar.quantization.settings import METHOD_SETTINGS
 from attar.recipe import machine
-from attar.recipe.estimate import Shape, Work, after, estimate, evaluation_seconds, shape_of, stage_work
+from attar.recipe.estimate import (
+    METHOD_COSTS,
+    Shape,
+    Work,
+    after,
+    estimate,
+    evaluation_seconds,
+    shape_of,
+    stage_work,
+)
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from tests.recipe.recipe_fakes import make_model
@@ -48,9 +59,9 @@ def test_the_shape_of_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_stage_makes(stage: str, parameters: float, nbytes: float) -> None:
-    made = after(entry(stage), SHAPE)
-    assert made.parameters == pytest.approx(parameters)
-    assert made.bytes == pytest.approx(nbytes)
+    result = after(entry(stage), SHAPE)
+    assert result.parameters == pytest.approx(parameters)
+    assert result.bytes == pytest.approx(nbytes)
 
 
 def work(stage: str, shape: Shape = SHAPE) -> Work:
@@ -60,10 +71,10 @@ def work(stage: str, shape: Shape = SHAPE) -> Work:
 def test_training_costs_what_the_formula_says() -> None:
     step = "stage: distill, layers: 4, steps: 10, batch_size: 2, accumulate: 3, sequence_length: 100"
     tokens, held_out = 10 * 2 * 3 * 100, 16_384
-    found = work(f"{step}, optimizer: adamw")
-    assert found.products == pytest.approx(tokens * 8 * 1.2e6 + held_out * 4 * 1.2e6)
+    actual = work(f"{step}, optimizer: adamw")
+    assert actual.products == pytest.approx(tokens * 8 * 1.2e6 + held_out * 4 * 1.2e6)
     needs = estimate(entry(step), SHAPE, SHAPE, SHAPE, Rates(2e9, 1e12, 1e9))
-    muon = work(f"{step}, optimizer: muon").products - found.products
+    muon = work(f"{step}, optimizer: muon").products - actual.products
     assert muon == pytest.approx(10 * 30 * 128 * 1e6)
     assert needs.scratch_bytes == pytest.approx(12 * 1.2e6)
     assert needs.memory_bytes > 20 * 1.2e6
@@ -150,6 +161,13 @@ def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:
     assert dense == gguf == Work(elements=10 * SHAPE.parameters)
     assert 0 < imatrix.products < gptq.products
     assert gptq.calls > 0 < exl2.calls
+
+
+def test_every_method_and_every_rounding_of_an_export_has_a_cost() -> None:
+    assert set(METHOD_COSTS) == set(METHOD_SETTINGS)
+    assert [name for name in ROUNDINGS if name not in METHOD_COSTS] == ["nearest"]
+    for rounding in ROUNDINGS[1:]:
+        assert work(f"stage: export, samples: 16, format: gguf, rounding: {rounding}").products > 0
 
 
 def test_an_evaluation_stops_measuring_speed_after_its_budget() -> None:

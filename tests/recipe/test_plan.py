@@ -96,11 +96,11 @@ def test_the_text_and_the_dict(
 def test_the_table_fits_the_terminal(
     plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = plan("stages.1.names=" + str([f"name-{n}" for n in range(30)]))
+    result = plan("stages.1.names=" + str([f"name-{n}" for n in range(30)]))
     monkeypatch.setenv("COLUMNS", "90")
-    lines = plan_text(made).splitlines()[:-1]
+    lines = plan_text(result).splitlines()[:-1]
     assert max(map(len, lines)) <= 90
-    assert all(entry.entry.name in text for entry, text in zip(made.steps, lines[3:], strict=True))
+    assert all(entry.entry.name in text for entry, text in zip(result.steps, lines[3:], strict=True))
 
 
 def test_a_full_disk_is_foreseen(plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch) -> None:

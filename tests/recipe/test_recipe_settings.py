@@ -1,4 +1,4 @@
-"""Settings from mappings: conversion without guessing, errors in the words of whoever wrote the value."""
+"""Settings from mappings: conversion without guessing, errors in the words of the recipe or command."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ EVERY = [
 
 def recipe_origin(given: Mapping[str, Any]) -> SettingsOrigin:
     """Each key on a line of its own, from line 5."""
-    places = {name: f"r.yaml:{line}" for line, name in enumerate(given, 5)}
-    return RecipeOrigin("stage 'add'", "r.yaml:4", places, ("stage", "from"))
+    positions = {name: f"r.yaml:{line}" for line, name in enumerate(given, 5)}
+    return RecipeOrigin("stage 'add'", "r.yaml:4", positions, ("stage", "from"))
 
 
 def test_defaults() -> None:
@@ -120,8 +120,8 @@ def test_errors_of_the_command_line_name_the_option() -> None:
 
 def test_text_of_the_command_line_is_read_by_the_type_of_the_field() -> None:
     given = {"amount": "1e-2", "steps": "1_000", "names": ("1", "re:a,b"), "limit": "none", "data": "1"}
-    made = parse(AddSettings, given, COMMAND)
-    assert made == AddSettings(amount=0.01, steps=1000, names=("1", "re:a,b"), limit=None, data="1")
+    parsed = parse(AddSettings, given, COMMAND)
+    assert parsed == AddSettings(amount=0.01, steps=1000, names=("1", "re:a,b"), limit=None, data="1")
 
 
 def test_errors_of_python_name_the_keyword() -> None:
@@ -165,13 +165,13 @@ def test_title_tells_steps_only_where_they_are_the_work() -> None:
 @pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
 def test_every_settings_class_of_attar(cls: type) -> None:
     """Each has help on every field, defaults among its choices and a table, and survives JSON."""
-    made = cls()
+    result = cls()
     for setting in settings_of(cls):
         assert setting.help, f"{cls.__name__}.{setting.name} has no help"
         assert describe(setting.kind)
         if setting.choices and not setting.many:
             assert setting.default is None or setting.default in setting.choices
-    assert parse(cls, plain(made), PYTHON) == made
+    assert parse(cls, plain(result), PYTHON) == result
     table = document(cls)
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     common = [setting for setting in settings_of(cls) if not setting.variants]

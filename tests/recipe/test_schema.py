@@ -189,10 +189,10 @@ stages:
 
 @pytest.fixture
 def models(tmp_path):
-    places = {}
+    positions = {}
     for seed, name in enumerate(("model", "other")):
-        places[name] = tiny_models.save(tiny_models.build("smollm", seed=seed), tmp_path / name)
-    return places
+        positions[name] = tiny_models.save(tiny_models.build("smollm", seed=seed), tmp_path / name)
+    return positions
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_the_resolved_recipe_reads_back_equal(recipe, tmp_path):
     assert again.entry("merge").parents == ("half",)
 
 
-def test_a_file_beside_the_recipe(recipe, models, tmp_path):
+def test_a_file_next_to_the_recipe(recipe, models, tmp_path):
     (tmp_path / "merge.yml").write_text(
         f"merge_method: passthrough\nmodels: [{{model: {models['other']}}}, ]\n"
     )
@@ -225,8 +225,8 @@ def test_a_file_beside_the_recipe(recipe, models, tmp_path):
 
 
 def test_it_runs_and_runs_again_when_a_model_from_outside_changes(recipe, models, tmp_path):
-    made = run_recipe(load_recipe(recipe), tmp_path / "run")
-    assert [stage["name"] for stage in made.content["stages"]] == ["original", "half", "merge"]
+    result = run_recipe(load_recipe(recipe), tmp_path / "run")
+    assert [stage["name"] for stage in result.content["stages"]] == ["original", "half", "merge"]
     card = open_checkpoint(tmp_path / "run/02-merge").card
     assert sorted(parent.name for parent in card.parents) == ["01-half", "other"]
     assert [step.state for step in _plan(recipe, models, tmp_path).steps] == [DONE, DONE]

@@ -21,7 +21,7 @@ class Driven:
 
 
 class Driver:
-    """Hands out blocks, never twice, and runs what it is told in one step."""
+    """Allocates blocks, never twice, and runs the given spans in one step."""
 
     def __init__(self, runner, seed=0):
         self.runner = runner
@@ -34,9 +34,9 @@ class Driver:
         size = self.runner.block_size
         assert upto % size == 0
         blocks = list(shared.blocks[: upto // size]) if shared else []
-        made = Driven(self.count, list(tokens), upto, blocks)
+        result = Driven(self.count, list(tokens), upto, blocks)
         self.count += 1
-        return made
+        return result
 
     def fork(self, parent):
         """A copy that shares all blocks; the partial tail is copied. Returns (sequence, copies)."""
@@ -74,9 +74,9 @@ class Driver:
         ends = {one.number: len(one.tokens) + count for one in sequences}
         while left := [one for one in sequences if len(one.tokens) < ends[one.number]]:
             chunks = [None if cut is None else min(cut, len(one.tokens) - one.computed) for one in left]
-            found = self.run(*zip(left, chunks, strict=True), copies=copies)
+            result = self.run(*zip(left, chunks, strict=True), copies=copies)
             copies = ()
-            for one, row in zip(left, found, strict=True):
+            for one, row in zip(left, result, strict=True):
                 if row is not None:
                     one.tokens.append(int(row.argmax()))
         return [one.tokens[-count:] for one in sequences]
@@ -86,7 +86,7 @@ class Driver:
 def greedy(model, prompt, count):
     """The tokens of plain transformers."""
     rows = torch.tensor([prompt])
-    found = model.generate(
+    generated = model.generate(
         input_ids=rows,
         attention_mask=torch.ones_like(rows),
         max_new_tokens=count,
@@ -95,4 +95,4 @@ def greedy(model, prompt, count):
         eos_token_id=None,
         pad_token_id=1,
     )
-    return found[0, len(prompt) :].tolist()
+    return generated[0, len(prompt) :].tolist()

@@ -25,13 +25,13 @@ def logits_after(tokens: Sequence[int]) -> Tensor:
     return torch.from_numpy(draws.standard_normal(VOCABULARY).astype(np.float32) * 2)
 
 
-def seen(place: int, index: int, tree: Sequence[int] | None) -> list[int]:
+def seen(position: int, index: int, tree: Sequence[int] | None) -> list[int]:
     """Places that token ``index`` of a span sees: the prefix, its ancestors and itself."""
     own = []
     while index >= 0:
-        own.append(place + index)
+        own.append(position + index)
         index = index - 1 if tree is None else tree[index]
-    return [*range(place), *reversed(own)]
+    return [*range(position), *reversed(own)]
 
 
 class FakeRunner:

@@ -26,9 +26,9 @@ from attar.runtime.sampling.params import SamplingParams
 TEXT = ("sample", "logprobs", "detokenize", "stop", "grammar", "row")
 RUNNER = ("run", "move", "fork", "pack")
 MEMORY = ("admit", "reserve", "commit", "pages")
-OTHERS = ("prompt", "judge", "texts")
+OTHERS = ("prompt", "verify", "texts")
 HARMLESS = ("propose", "observe", "note", "plan", "forget")
-"""Nobody's text: they cost no request anything."""
+"""Of no sequence: they end no request."""
 PLACES = (*TEXT, *RUNNER, *MEMORY, *OTHERS, *HARMLESS)
 
 
@@ -42,7 +42,7 @@ class Fault:
 
     Args:
         place: one of PLACES.
-        after: so many calls go well first.
+        after: number of calls that succeed first.
         error: made with the place's name.
     """
 
@@ -82,7 +82,7 @@ class Faults:
     @property
     def broken(self) -> set[str]:
         """Requests that an error was raised for, and whose text may not be whole."""
-        return {name for place, name in self.raised if place not in HARMLESS}
+        return {name for index, name in self.raised if index not in HARMLESS}
 
     def hit(self, place: str, *names: str) -> None:
         """Raises where one of the requests is due an error at this place."""
@@ -165,9 +165,9 @@ class Faults:
             if (value := getattr(params, field)) is not None:
                 counts[field] = Tagged(value)
                 counts[field].name = name
-        made = replace(params, **counts)
-        self._named[id(made)] = (made, name)
-        return made
+        result = replace(params, **counts)
+        self._named[id(result)] = (result, name)
+        return result
 
     def _wrap_text(self, text: Completion, params: SamplingParams, name: str) -> None:
         text.params = params
@@ -180,9 +180,9 @@ class Faults:
             (text._matcher, "consume", "grammar"),
             (text._matcher, "allowed", "grammar"),
         ]
-        for owner, method, place in parts:
+        for owner, method, index in parts:
             if owner is not None:
-                self._wrap_part(owner, method, place, name)
+                self._wrap_part(owner, method, index, name)
 
     def _wrap_part(self, owner: Any, method: str, place: str, name: str) -> None:
         plain = getattr(owner, method)
@@ -198,7 +198,7 @@ class Faults:
         if speculator is None:
             return
         live = engine.scheduler._live
-        self._wrap(speculator, "judge", "judge", lambda output, *rest: [output.sequence.id])
+        self._wrap(speculator, "verify", "verify", lambda output, *rest: [output.sequence.id])
         self._wrap(speculator, "note", "note", lambda *rest: [*live])
         self._wrap(speculator, "plan", "plan", lambda planned, *rest: [one.id for one, _ in planned])
         self._wrap(speculator.proposer, "propose", "propose", lambda wishes: [one.sequence for one in wishes])

@@ -50,13 +50,13 @@ class Runner:
             ].tolist()  # the one before comes first
             state = self.states[slots[0]] if span.start else 0
             assert state is not None, f"{span} reads a slot that was never written"
-            found = []
+            results = []
             for i in range(span.count):
                 state = mixed(state, step.tokens[offset + i], span.start + i)
                 self.states[slots[i + 1]] = state
-                found.append(state)
+                results.append(state)
             offset += span.count
-            wanted += found[span.count - span.wants :]
+            wanted += results[span.count - span.wants :]
             assert span.start == 0 or self.kept.get(span.sequence, span.start) >= span.start
             self.kept[span.sequence] = span.stop
         return wanted

@@ -45,7 +45,7 @@ def follows(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> None:
     if "$ref" in schema:
         follows(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "anyOf" in schema:
-        assert any(_fits(value, each, root) for each in schema["anyOf"]), value
+        assert any(_fits(value, entry, root) for entry in schema["anyOf"]), value
     assert "const" not in schema or value == schema["const"]
     assert "enum" not in schema or value in schema["enum"]
     kind = schema.get("type")

@@ -122,7 +122,7 @@ def test_a_bug_ends_the_thread_and_every_reader_hears_of_it() -> None:
     asyncio.run(main())
 
 
-def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
+def test_no_request_waits_for_a_thread_that_ended() -> None:
     """SystemExit is no Exception, and ends a thread without a word."""
 
     async def main() -> None:
@@ -135,8 +135,8 @@ def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
     asyncio.run(main())
 
 
-def test_grammars_are_compiled_beside_the_engine_s_thread() -> None:
-    """A slow one holds up nobody, not even where it is asked for again."""
+def test_grammars_are_compiled_outside_the_engine_s_thread() -> None:
+    """A slow one delays no other request, not even where it is requested again."""
     threads: list[str] = []
 
     class Slow(EvenGrammars):
@@ -170,7 +170,7 @@ def test_a_failed_request_is_logged_with_its_place_and_a_clients_fault_is_not(
     async def main() -> None:
         running = engine()
         faults = Faults(running, monkeypatch)
-        errors = [FaultError, lambda place: GrammarError("regex", "a", "simpler")]
+        errors = [FaultError, lambda component: GrammarError("regex", "a", "simpler")]
         faults.choose = lambda name, params: Fault("sample", 2, errors.pop(0))
         async with AsyncEngine(running) as streams:
             for _ in range(2):

@@ -30,7 +30,7 @@ def requests(count: int, seed: int) -> Asked:
     """Prompts that share beginnings, and parameters of every kind."""
     draws = random.Random(seed)
     stems = [[draws.randrange(VOCABULARY) for _ in range(24)] for _ in range(3)]
-    made = []
+    engine_of = []
     for number in range(count):
         prompt = [*draws.choice(stems)[: draws.randint(1, 24)], draws.randrange(VOCABULARY)]
         params = replace(
@@ -42,11 +42,11 @@ def requests(count: int, seed: int) -> Asked:
             temperature=draws.choice([0.0, 0.7, 1.0, 1e-300]),
             prompt_logprobs=draws.choice([None, None, None, 1]),
         )
-        made.append((prompt, params))
-    return made
+        engine_of.append((prompt, params))
+    return engine_of
 
 
-def made(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ignore[assignment]
+def engine_of(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ignore[assignment]
     """An engine whose pool is too small for all that runs, so that sequences are preempted."""
     proposer = {
         "plain": lambda: None,
@@ -75,7 +75,7 @@ def ran(running: Engine, asked: Asked, seed: int) -> dict[str, tuple[int, list[E
 def undisturbed(count: int, seed: int) -> dict[int, Result]:
     """What the same requests get in an engine with room for all and without errors."""
     asked = requests(count, seed)
-    return texts(ran(made("plain", 400), asked, seed), asked)
+    return texts(ran(engine_of("plain", 400), asked, seed), asked)
 
 
 def texts(found: dict[str, tuple[int, list[Event]]], asked: Asked) -> dict[int, Result]:
@@ -90,8 +90,8 @@ def random_faults(seed: int) -> Callable[[str, SamplingParams], Fault | None]:
     def choose(name: str, params: SamplingParams) -> Fault | None:
         if draws.random() >= RATE:
             return None
-        place = draws.choice([each for each in PLACES if each not in ("propose", "observe", "note", "plan")])
-        return Fault(place, after=draws.choice([0, 0, 1, 2, 5]))
+        index = draws.choice([item for item in PLACES if item not in ("propose", "observe", "note", "plan")])
+        return Fault(index, after=draws.choice([0, 0, 1, 2, 5]))
 
     return choose
 
@@ -100,12 +100,12 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     """One life of an engine; the places where something was raised."""
     asked = requests(count, seed)
     want = undisturbed(count, seed)
-    running = made(kind, blocks, asked)
+    running = engine_of(kind, blocks, asked)
     faults = Faults(running, monkeypatch)
     faults.choose = random_faults(seed)
-    found = ran(running, asked, seed)
-    got = texts(found, asked)
-    broken = {found[name][0] for name in faults.broken}
+    actual = ran(running, asked, seed)
+    got = texts(actual, asked)
+    broken = {actual[name][0] for name in faults.broken}
     for number, expected in want.items():
         ended = {text.finish_reason for text in got[number].samples}
         if number in broken:
@@ -113,7 +113,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
         else:
             assert got[number].samples == expected.samples, (number, asked[number])
             assert got[number].prompt_logprobs == expected.prompt_logprobs
-    assert all(isinstance(e.failure, FaultError) for _, mine in found.values() for e in mine if e.error)
+    assert all(isinstance(e.failure, FaultError) for _, mine in actual.values() for e in mine if e.error)
     assert running.idle and not running._requests
     running.check()
     manager = running.scheduler.manager
@@ -123,7 +123,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     if running.speculator is not None:
         assert running.speculator.failure is None and running.speculator.counts.drafts
     monkeypatch.undo()
-    return {place for place, _ in faults.raised}
+    return {index for index, _ in faults.raised}
 
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "oracle", "drawer"])
@@ -142,26 +142,26 @@ def test_ten_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised >= {*PLACES} - rare, raised
 
 
-@pytest.mark.parametrize("place", ["propose", "observe", "note", "plan"])
+@pytest.mark.parametrize("component", ["propose", "observe", "note", "plan"])
 def test_speculation_that_breaks_under_load(
-    place: str, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
+    component: str, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
 ) -> None:
-    assert place in HARMLESS
+    assert component in HARMLESS
     asked = requests(30, 5)
     want = undisturbed(30, 5)
-    running = made("oracle", 60, asked)
+    running = engine_of("oracle", 60, asked)
     faults = Faults(running, monkeypatch)
-    faults.choose = lambda name, params: Fault(place, after=2)
+    faults.choose = lambda name, params: Fault(component, after=2)
     got = texts(ran(running, asked, 5), asked)
-    assert {n: each.samples for n, each in got.items()} == {n: each.samples for n, each in want.items()}
+    assert {n: item.samples for n, item in got.items()} == {n: item.samples for n, item in want.items()}
     assert running.speculator is not None and isinstance(running.speculator.failure, FaultError)
     assert len(broken_proposers) == 1
     broken_proposers.clear()
     running.check()
 
 
-def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding that fails raises where it was asked for; what runs beside it goes on."""
+def test_the_tokenizer_of_an_llm_is_safe_while_streams_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding that fails raises in its caller; running requests continue."""
     llm = LLM("attar:tiny", kv_tokens=512)
     params = SamplingParams(temperature=0.0, max_tokens=12)
     want = llm.generate("def a(", params)[0].text

@@ -24,11 +24,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 @pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2"])
 def model(request):
     """With a window of 8 in no layer, in all and in some; weights that bfloat16 holds."""
-    made = tiny_models.build(request.param)
+    built = tiny_models.build(request.param)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    return made
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,10 @@ def test_prefix_hits(model, prompts, wanted):
     events = []
     for prompt in (prompts[0], prompts[1], prompts[3], prompts[0]):
         events.append([*engine.stream(prompt, GREEDY)])
-    found = [[token for event in each for token in event.token_ids] for each in events]
-    assert found == [wanted[0], wanted[1], wanted[3], wanted[0]]
+    results = [[token for event in item for token in event.token_ids] for item in events]
+    assert results == [wanted[0], wanted[1], wanted[3], wanted[0]]
     if engine.engine.scheduler.manager.window is None:
-        assert [each[-1].usage.cached_tokens for each in events] == [0, 32, 32, 48]
+        assert [item[-1].usage.cached_tokens for item in events] == [0, 32, 32, 48]
     engine.engine.check()
 
 
@@ -109,7 +109,7 @@ def test_several_texts_of_one_prompt(model, prompts, wanted):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_drafts_chunks_and_company_change_no_token(bits):
+def test_drafts_chunks_and_batches_change_no_token(bits):
     """Integer products of either width: a token has the same numbers alone and in company."""
     settings = {"weights": "int4", "activations": bits, "kv_tokens": 2048}
     ids = [[2, 40, 41, 42, 40, 41, 42, 40], list(range(50, 90)), [7]]

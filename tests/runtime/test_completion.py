@@ -9,9 +9,9 @@ END = 49
 
 
 def text(**params: object) -> Completion:
-    made = SamplingParams(**params)  # type: ignore[arg-type]
+    result = SamplingParams(**params)  # type: ignore[arg-type]
     words = lambda ids: "".join(chr(65 + i) for i in ids)  # noqa: E731
-    return Completion("r", 0, [7, 8], made, seed=0, ends=(END,), limit=5, decode=words)
+    return Completion("r", 0, [7, 8], result, seed=0, ends=(END,), limit=5, decode=words)
 
 
 def test_held_text_is_shown_at_an_end_token_and_at_the_limit() -> None:

@@ -176,17 +176,17 @@ def test_logprobs_are_the_model_s_own() -> None:
     result = results(finish(running), {name: (prompt, params)})[name]
     tokens = list(result.token_ids)
     assert result.logprobs is not None and result.prompt_logprobs is not None
-    assert [each.token for each in result.logprobs] == tokens
-    for place, each in enumerate(result.logprobs):
-        expected = logits_after(prompt + tokens[:place]).log_softmax(-1)
-        assert each.logprob == pytest.approx(float(expected[each.token]))
-        assert [token for token, _ in each.top] == expected.topk(3).indices.tolist()
+    assert [logprob.token for logprob in result.logprobs] == tokens
+    for index, logprob in enumerate(result.logprobs):
+        expected = logits_after(prompt + tokens[:index]).log_softmax(-1)
+        assert logprob.logprob == pytest.approx(float(expected[logprob.token]))
+        assert [token for token, _ in logprob.top] == expected.topk(3).indices.tolist()
     first, *others = result.prompt_logprobs
     assert first is None and len(others) == 5
-    for place, one in enumerate(others, 1):
-        assert one is not None and one.token == prompt[place]
+    for index, one in enumerate(others, 1):
+        assert one is not None and one.token == prompt[index]
         assert one.logprob == pytest.approx(
-            float(logits_after(prompt[:place]).log_softmax(-1)[prompt[place]])
+            float(logits_after(prompt[:index]).log_softmax(-1)[prompt[index]])
         )
 
 
@@ -225,7 +225,7 @@ def test_cancelled_before_during_and_after() -> None:
     events = running.cancel(name)
     assert sorted(event.sample for event in events) == [0, 1, 2]
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 12
-    assert running.cancel(name) == [] == running.cancel("nobody")
+    assert running.cancel(name) == [] == running.cancel("unknown")
     assert running.idle
     running.check()
 
@@ -281,7 +281,7 @@ def test_one_row_of_nan_ends_one_request() -> None:
     params = SamplingParams(seed=0, max_tokens=4, logit_bias={33: -100.0})
     asked = {running.add(prompt, params): (prompt, params) for prompt in ([1, 2], [1, 33], [5])}
     got = results(finish(running), asked)
-    assert [each.finish_reason for each in got.values()].count("error") == 1
+    assert [item.finish_reason for item in got.values()].count("error") == 1
     assert "NaN" in (got["1"].samples[0].error or "")
     assert list(got["0"].token_ids) == alone([1, 2], params)
 
@@ -348,7 +348,7 @@ def test_logits_are_not_modified() -> None:
     assert all(torch.equal(a, b) for a, b in kept)
 
 
-def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_checks_its_blocks_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.runtime.engine.CHECK_S", 10.0)
     now, looked = [0.0], []
     running = engine(clock=lambda: now[0])

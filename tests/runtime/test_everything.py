@@ -23,10 +23,10 @@ class Chain:
         self.numbers = {}
 
     def of(self, tokens, salt):
-        found = [self.numbers.setdefault(("salt", salt), len(self.numbers))]
+        results = [self.numbers.setdefault(("salt", salt), len(self.numbers))]
         for token in tokens:
-            found.append(self.numbers.setdefault((found[-1], token), len(self.numbers)))
-        return found[1:]
+            results.append(self.numbers.setdefault((results[-1], token), len(self.numbers)))
+        return results[1:]
 
     def next(self, tokens, salt, index):
         """The token that text ``index`` takes behind these."""
@@ -53,23 +53,23 @@ class Runner:
             del held[span.offset :]
             self.verify(span.blocks, held)
             held += numbers[span.start : span.stop]
-            for place, slot in enumerate(span.slots(B).tolist(), span.offset):
-                self.pool[slot] = held[place]
+            for index, slot in enumerate(span.slots(B).tolist(), span.offset):
+                self.pool[slot] = held[index]
 
     def verify(self, blocks, held):
-        for place, number in enumerate(held):
-            block = blocks[place // B]
-            assert block == FREED or self.pool[block * B + place % B] == number, f"place {place} is mixed up"
+        for index, number in enumerate(held):
+            block = blocks[index // B]
+            assert block == FREED or self.pool[block * B + index % B] == number, f"place {index} is mixed up"
 
     def pack(self, packing):
         prompt, held = self.sequences[packing.sequence].prompt, self.held[packing.sequence]
         assert prompt > self.least, "a prompt that fits is packed"
         del held[packing.length :]  # of rejected drafts
         self.verify(packing.old, held)
-        places = sorted(self.draw.sample(range(len(held)), packing.kept))
-        held[:] = [held[place] for place in places]
-        for place, number in enumerate(held):
-            self.pool[packing.new[place // B] * B + place % B] = number
+        positions = sorted(self.draw.sample(range(len(held)), packing.kept))
+        held[:] = [held[index] for index in positions]
+        for index, number in enumerate(held):
+            self.pool[packing.new[index // B] * B + index % B] = number
 
     def fork(self, sequence, child):
         if self.fails:
@@ -133,9 +133,11 @@ class World:
             if output.draws:
                 self.take(output.sequence)
         if self.eviction is not None:
-            before = [self.manager.table(each).length for each in self.manager.sequences]
+            before = [self.manager.table(sequence).length for sequence in self.manager.sequences]
             pack_due(self.scheduler, self.eviction, self.runner)
-            self.packed += before != [self.manager.table(each).length for each in self.manager.sequences]
+            self.packed += before != [
+                self.manager.table(sequence).length for sequence in self.manager.sequences
+            ]
 
     def take(self, sequence):
         new, salt = [], sequence.request.salt

@@ -57,9 +57,9 @@ def test_in_mixed_batches_every_text_keeps_to_its_own(tiny: LLM) -> None:
     params += [replace(BASE, regex=PATTERN, temperature=t) for t in (0.0, 2.0)]
     free = replace(BASE, temperature=0.0)
     results = tiny.generate(["x = "] * (len(params) + 1), [*params, free])
-    for each, result in zip(params, results, strict=False):
+    for item, result in zip(params, results, strict=False):
         for text in result.samples:
-            obeys(tiny, each, text)
+            obeys(tiny, item, text)
     whole = [text for result in results[:-1] for text in result.samples if text.finish_reason == "stop"]
     assert len(whole) >= 6
     assert results[-1].samples == tiny.generate("x = ", free)[0].samples

@@ -36,10 +36,10 @@ def test_one_result_for_each_prompt_in_order() -> None:
     prompts = [[1], [2, 3], [4]]
     params = [SamplingParams(seed=n, max_tokens=n + 1, n=n + 1) for n in range(3)]
     got = fake().generate(prompts, params)
-    for prompt, each, result in zip(prompts, params, got, strict=True):
+    for prompt, item, result in zip(prompts, params, got, strict=True):
         assert result.prompt is None and list(result.prompt_token_ids) == prompt
         assert [list(text.token_ids) for text in result.samples] == [
-            alone(prompt, each, n) for n in range(each.n)
+            alone(prompt, item, n) for n in range(item.n)
         ]
         assert result.token_ids == result.samples[0].token_ids and result.text == ""
 
@@ -73,7 +73,7 @@ def test_errors_of_the_runner_are_raised() -> None:
     assert llm.engine.idle and not llm._events
 
 
-def test_a_stream_that_is_left_is_cancelled_and_generate_runs_beside_it() -> None:
+def test_an_abandoned_stream_is_cancelled_and_generate_runs_meanwhile() -> None:
     llm = fake()
     params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
     stream = llm.stream([1, 2], params)
@@ -163,7 +163,7 @@ LONG = "import os\nimport sys\n\n\n" + "".join(f"def f{n}(a, b):\n    return a +
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
+def test_eviction_bounds_what_a_sequence_holds(eviction: Eviction) -> None:
     """Greedy texts of a batch are those of each alone, and no sequence holds more places than it may."""
     limits = Limits(step_tokens=32, sequences=4)
     llm = LLM("attar:tiny", kv_tokens=2048, block_size=8, eviction=eviction, limits=limits)

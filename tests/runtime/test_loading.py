@@ -35,7 +35,7 @@ from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
 
 compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
-# Of the logits' norm, 3 layers of random weights: inputs rounded to integers of so many bits, beside weights
+# Of the logits' norm, 3 layers of random weights: inputs rounded to integers of 8 or 16 bits, against weights
 # that are rounded to bfloat16 when they are decoded.
 INTEGERS = {8: 0.035, 16: 0.008}
 FINE = {8: 0.035, 16: 5e-4}  # scales that are powers of two: nothing is rounded in decoding
@@ -62,12 +62,12 @@ def distances(checkpoint, *runners, **settings):
     model = dense(checkpoint)
     rows = tiny_models.tokens(model, batch=1, length=24)
     wanted = tiny_models.logits(model, rows)[0]
-    found = {}
+    actual = {}
     for name in runners:
         loaded = load(checkpoint, runner=name, kv_tokens=64, **settings)
         assert isinstance(loaded.runner, Compiled if name == "compiled" else Modules)
-        found[name] = float((logits(loaded.runner, rows[0].tolist()) - wanted).norm() / wanted.norm())
-    return found
+        actual[name] = float((logits(loaded.runner, rows[0].tolist()) - wanted).norm() / wanted.norm())
+    return actual
 
 
 def kinds(loaded):
@@ -110,9 +110,9 @@ def test_every_scheme(folder, llama, scheme):
     kind, *bounds = SCHEMES[scheme]
     checkpoint = packed(folder, llama, scheme)
     for bits in (8, 16):
-        found = distances(checkpoint, "compiled", "modules", activations=bits)
+        measured = distances(checkpoint, "compiled", "modules", activations=bits)
         first, second = (bound[bits] if isinstance(bound, dict) else bound for bound in bounds)
-        assert found["compiled"] < first and found["modules"] < second
+        assert measured["compiled"] < first and measured["modules"] < second
     auto = load(checkpoint, kv_tokens=64)
     assert isinstance(auto.runner, Compiled) and auto.why == "" and kinds(auto) == {kind}
 
@@ -145,8 +145,8 @@ def test_gguf(folder, kind):
     source = folder / "wide"
     source = source if source.exists() else save(source, **WIDE)
     export(source, folder / f"{kind}.gguf", ExportSettings(format="gguf", type=kind, imatrix="none"))
-    found = distances(open_checkpoint(folder / f"{kind}.gguf"), "compiled", "modules")
-    assert max(found.values()) < INTEGERS[8]
+    measured = distances(open_checkpoint(folder / f"{kind}.gguf"), "compiled", "modules")
+    assert max(measured.values()) < INTEGERS[8]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
@@ -172,8 +172,8 @@ def test_a_quantized_model_keeps_its_size(folder, llama):
     """What modules hold for a 4-bit checkpoint: codes, not weights of 32 bits."""
     model = packed_model(packed(folder, llama, "W4A16"))
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    weights = sum(each.in_features * each.out_features for each in linears)
-    assert len(linears) == 21 and sum(each.packed.nbytes for each in linears) <= 5 / 8 * weights
+    weights = sum(linear.in_features * linear.out_features for linear in linears)
+    assert len(linears) == 21 and sum(linear.packed.nbytes for linear in linears) <= 5 / 8 * weights
     assert not any(parameter.dtype != torch.float32 for parameter in model.parameters())
     assert (
         load(packed(folder, llama, "W4A16"), runner="modules", dtype="float32", kv_tokens=16).runner
@@ -230,8 +230,8 @@ def test_without_kernels(monkeypatch, folder, llama):
     monkeypatch.setenv("ATTAR_KERNELS", "off")
     loaded = load("attar:tiny", kv_tokens=64)
     assert isinstance(loaded.runner, Modules) and "no compiled kernels" in loaded.why
-    found = distances(packed(folder, llama, "W4A16"), "modules")  # the dense model rounds its weights
-    assert found["modules"] < ROUNDED
+    measured = distances(packed(folder, llama, "W4A16"), "modules")  # the dense model rounds its weights
+    assert measured["modules"] < ROUNDED
 
 
 @pytest.mark.parametrize(
@@ -312,26 +312,31 @@ def test_every_verb_says_it_on_stderr(monkeypatch, capsys, warned):
             main()
     finally:
         logging.getLogger("attar").handlers[:] = before
-    said = capsys.readouterr()
-    assert said.out.startswith("def ") and said.err.startswith(
+    message = capsys.readouterr()
+    assert message.out.startswith("def ") and message.err.startswith(
         "warning: attar:tiny runs through transformers' "
     )
-    assert said.err.count("\n") == 1
+    assert message.err.count("\n") == 1
 
 
 @compiled_only
 def test_a_description_has_the_facts(folder, llama):
-    told = LLM("attar:tiny", kv_tokens=256, speculate="ngram", activations=8).describe()
+    messages = LLM("attar:tiny", kv_tokens=256, speculate="ngram", activations=8).describe()
     threads = default_threads()
-    assert (told.runner, told.why, told.weights, told.threads) == ("compiled", "", "bf16", threads)
-    assert (told.activations, told.kv_dtype, told.kv_tokens) == ("bfloat16", "bfloat16", 256)
-    assert told.kv_bytes >= 256 * 2 * 2 and told.speculation == "ngram, up to 40 tokens drafted"
-    assert any(line.startswith("runner      compiled") for line in told.lines())
-    assert told.to_dict()["prefix_cache"] is True
+    assert (messages.runner, messages.why, messages.weights, messages.threads) == (
+        "compiled",
+        "",
+        "bf16",
+        threads,
+    )
+    assert (messages.activations, messages.kv_dtype, messages.kv_tokens) == ("bfloat16", "bfloat16", 256)
+    assert messages.kv_bytes >= 256 * 2 * 2 and messages.speculation == "ngram, up to 40 tokens drafted"
+    assert any(line.startswith("runner      compiled") for line in messages.lines())
+    assert messages.to_dict()["prefix_cache"] is True
     fine = LLM("attar:tiny", kv_tokens=256, activations=16).describe()
-    assert (fine.activations, fine.kv_dtype) == ("float32", "float16") and fine.kv_bytes == told.kv_bytes
+    assert (fine.activations, fine.kv_dtype) == ("float32", "float16") and fine.kv_bytes == messages.kv_bytes
     assert LLM("attar:tiny", kv_tokens=256).describe() == (
-        fine if default_activation_bits() == 16 else replace(told, speculation="")
+        fine if default_activation_bits() == 16 else replace(messages, speculation="")
     )
     four = LLM(packed(folder, llama, "W4A16"), kv_tokens=64, kv_dtype="int8", activations=8).describe()
     assert (four.weights, four.activations, four.kv_dtype) == ("int4", "int8 and bfloat16", "int8")
@@ -372,9 +377,9 @@ def test_a_fitting_default():
     text = "import os\n\ndef main(path):\n    with open(path) as file:\n        return file.read()\n"
     ids = llm.encode(text)
     wanted = tiny_models.logits(plain, torch.tensor([ids]))[0]
-    found = logits(load("attar:tiny", kv_tokens=256).runner, ids)
+    actual = logits(load("attar:tiny", kv_tokens=256).runner, ids)
     margin = wanted.topk(2).values.diff(dim=1).abs()[:, 0]
     clear = margin > 0.1
-    assert clear.sum() > 20 and torch.equal(found.argmax(1)[clear], wanted.argmax(1)[clear])
-    assert (found - wanted).norm() < ROUNDED * wanted.norm()
+    assert clear.sum() > 20 and torch.equal(actual.argmax(1)[clear], wanted.argmax(1)[clear])
+    assert (actual - wanted).norm() < ROUNDED * wanted.norm()
     assert llm.generate(text, SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids

@@ -53,9 +53,9 @@ class EvenGrammars:
         return None if params.guide is None else Even()
 
 
-def made(place: str, runner: FakeRunner | None = None) -> Engine:
+def engine_at(component: str, runner: FakeRunner | None = None) -> Engine:
     drafter = None
-    if place in ("judge", "move", *HARMLESS):
+    if component in ("verify", "move", *HARMLESS):
         truths = [[*prompt, *alone(prompt, PLAIN)] for prompt in PROMPTS]
         drafter = speculator(Oracle(truths, right=0.7))
     running = engine(runner, speculator=drafter)
@@ -68,7 +68,7 @@ def asked(running: Engine, params: SamplingParams) -> dict[str, tuple[list[int],
 
 
 def undisturbed(params: SamplingParams) -> list[Result]:
-    running = made("")
+    running = engine_at("")
     names = asked(running, params)
     return list(results(finish(running), names).values())
 
@@ -85,32 +85,36 @@ def held(running: Engine) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("pack", "pages")])
+@pytest.mark.parametrize(
+    "component", [component for component in PLACES if component not in ("pack", "pages")]
+)
 def test_an_error_ends_its_own_request_and_no_other(
-    place: str, after: int, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
+    component: str, after: int, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
 ) -> None:
-    if place in ("admit", "fork", "forget", "move") and after:
+    if component in ("admit", "fork", "forget", "move") and after:
         pytest.skip("it is called once")
-    params = replace(PLAIN, n=2 if place == "fork" else 1, regex="even" if place == "grammar" else None)
+    params = replace(
+        PLAIN, n=2 if component == "fork" else 1, regex="even" if component == "grammar" else None
+    )
     want = undisturbed(params)
-    running = made(place)
+    running = engine_at(component)
     faults = Faults(running, monkeypatch)
     names = asked(running, params)
     guilty = list(names)[GUILTY]
-    faults.guilty[guilty] = Fault(place, after)
+    faults.guilty[guilty] = Fault(component, after)
     events = finish(running)
     assert faults.raised, "nothing was raised"
     got = results(events, names)
     for name, expected in zip(names, want, strict=True):
-        if name != guilty or place in HARMLESS:
+        if name != guilty or component in HARMLESS:
             assert got[name].samples == expected.samples, name
             assert got[name].prompt_logprobs == expected.prompt_logprobs
         else:
             ended = [event for event in events if event.request == name and event.finished]
             assert [event.finish_reason for event in ended] == ["error"] * params.n
             assert all(isinstance(event.failure, FaultError) for event in ended)
-            assert all(event.error == f"FaultError: {place}" for event in ended)
-    if place in ("propose", "observe", "note", "plan"):
+            assert all(event.error == f"FaultError: {component}" for event in ended)
+    if component in ("propose", "observe", "note", "plan"):
         assert running.speculator is not None and running.speculator.failure is not None
         assert len(broken_proposers) == 1
         broken_proposers.clear()
@@ -118,12 +122,12 @@ def test_an_error_ends_its_own_request_and_no_other(
     held(running)
 
 
-@pytest.mark.parametrize("place", ["sample", "detokenize", "run", "judge"])
-def test_keyboard_interrupts_pass(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    running = made(place)
+@pytest.mark.parametrize("component", ["sample", "detokenize", "run", "verify"])
+def test_keyboard_interrupts_pass(component: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = engine_at(component)
     faults = Faults(running, monkeypatch)
     names = asked(running, PLAIN)
-    faults.guilty[next(iter(names))] = Fault(place, 1, KeyboardInterrupt)
+    faults.guilty[next(iter(names))] = Fault(component, 1, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         finish(running)
     faults.guilty.clear()
@@ -133,9 +137,9 @@ def test_keyboard_interrupts_pass(place: str, monkeypatch: pytest.MonkeyPatch) -
     assert running.idle
 
 
-def test_a_failed_detokenizer_is_told_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that cannot even show what was held back, the first error is told."""
-    running = made("detokenize")
+def test_a_failed_detokenizer_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where even the held-back text cannot be decoded, the first error is reported."""
+    running = engine_at("detokenize")
     faults = Faults(running, monkeypatch)
     name = running.add([1], PLAIN)
     faults.guilty[name] = Fault("detokenize")
@@ -174,7 +178,7 @@ def test_a_request_whose_texts_cannot_be_made_leaves_nothing(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("where", ["divide", "make_step"])
-def test_what_is_nobodys_fault_ends_those_that_run_and_not_those_that_wait(
+def test_an_error_of_no_sequence_ends_running_requests_and_not_waiting_ones(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = engine(limits=Limits(sequences=2))
@@ -219,9 +223,9 @@ def test_copies_are_made_whichever_sequence_fails(monkeypatch: pytest.MonkeyPatc
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("place", ["reserve", "commit", "sample", "detokenize", "run"])
+@pytest.mark.parametrize("component", ["reserve", "commit", "sample", "detokenize", "run"])
 def test_a_text_that_fails_takes_those_of_its_request_along(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that were planned, run or drawn before it in the same step."""
     params = replace(PLAIN, n=3, prompt_logprobs=None)
@@ -230,7 +234,7 @@ def test_a_text_that_fails_takes_those_of_its_request_along(
         faults = Faults(running, monkeypatch)
         names = {running.add(prompt, params): (prompt, params) for prompt in ([1, 2, 3], [4, 5], [7])}
         guilty = list(names)[GUILTY]
-        faults.guilty[guilty] = Fault(place, after)
+        faults.guilty[guilty] = Fault(component, after)
         events = finish(running)
         got = results(events, names)
         assert faults.raised
@@ -255,12 +259,12 @@ def test_a_runner_that_does_not_repeat_loses_the_step(monkeypatch: pytest.Monkey
     assert [ended[name] for name in names] == ["error", "error", "length", "length"]
 
 
-@pytest.mark.parametrize("place", ["pack", "pages", "reserve", "run"])
+@pytest.mark.parametrize("component", ["pack", "pages", "reserve", "run"])
 @pytest.mark.parametrize(
     "eviction", [H2O(heavy=12, recent=12, slack=8), SnapKV(capacity=24, window=8)], ids=["h2o", "snapkv"]
 )
 def test_an_error_while_packing_ends_its_own_request(
-    eviction: H2O | SnapKV, place: str, monkeypatch: pytest.MonkeyPatch
+    eviction: H2O | SnapKV, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     llm = LLM("attar:tiny", kv_tokens=1024, block_size=8, eviction=eviction, limits=Limits(sequences=4))
@@ -268,13 +272,13 @@ def test_an_error_while_packing_ends_its_own_request(
     want = [result.text for result in llm.generate(prompts, params)]
     faults = Faults(llm.engine, monkeypatch)
     names = [llm.engine.add(prompt, params) for prompt in prompts]
-    faults.guilty[names[GUILTY]] = Fault(place, after=0 if place in ("pack", "pages") else 3)
+    faults.guilty[names[GUILTY]] = Fault(component, after=0 if component in ("pack", "pages") else 3)
     events = finish(llm.engine)
     assert faults.raised
-    texts = {name: "".join(each.text for each in events if each.request == name) for name in names}
-    lost = range(3) if place == "run" else [GUILTY]  # what it keeps of them is not written twice
+    texts = {name: "".join(event.text for event in events if event.request == name) for name in names}
+    lost = range(3) if component == "run" else [GUILTY]  # what it keeps of them is not written twice
     for number, name in enumerate(names):
-        reason = next(each.finish_reason for each in events if each.request == name and each.finished)
+        reason = next(event.finish_reason for event in events if event.request == name and event.finished)
         assert reason == ("error" if number in lost else "length"), number
         assert number in lost or texts[name] == want[number]
     faults.guilty.clear()
@@ -283,10 +287,10 @@ def test_an_error_while_packing_ends_its_own_request(
 
 
 def test_a_grammar_that_breaks_in_a_text_is_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = made("grammar")
+    running = engine_at("grammar")
     faults = Faults(running, monkeypatch)
     name = running.add([1], replace(PLAIN, regex="even"))
-    faults.guilty[name] = Fault("grammar", 2, lambda place: GrammarError("regex", "even", "simpler"))
+    faults.guilty[name] = Fault("grammar", 2, lambda component: GrammarError("regex", "even", "simpler"))
     event = finish(running)[-1]
     assert isinstance(event.failure, GrammarError) and event.failure.kind == "grammar_too_complex"
     assert event.error == "regex is 'even', but must be simpler"

@@ -80,7 +80,7 @@ def test_one_request_alone():
     assert engine.runner.runs == 6 and engine.runner.tokens == 3 + 5
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_texts_that_go_on():
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode():
     engine = Engine(step_tokens=8)
     engine.add([1], 20)
     engine.step()
@@ -232,7 +232,7 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
     first, second = engine.add([1, 2], 4), engine.add([3], 20)
     engine.step()
     first.drafts, first.parents = [7, 8, 9], [0, 0, 1]  # the text has room for two
-    second.drafts, second.parents = list(range(9)), [0] * 9  # the step has room for five beside it
+    second.drafts, second.parents = list(range(9)), [0] * 9  # five more fit in the step
     step = engine.scheduler.schedule()
     assert (first.drafts, first.parents) == ([7, 8], [0, 0])
     assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
@@ -293,7 +293,7 @@ def test_a_deadline_ends_all_texts_of_its_request_and_no_other():
     assert list(engine.texts) == ["r2"]
 
 
-def test_nobody_is_overtaken_for_ever():
+def test_no_request_is_overtaken_for_ever():
     """Requests with a cached prefix keep coming; one without is served when its patience is over."""
     engine = Engine(sequences=1, prefix_first=True, patience_s=6)
     engine.add(range(12), 1, id="warm")
@@ -314,7 +314,7 @@ def test_cancel_gives_everything_back():
     engine.step()
     gone = engine.scheduler.cancel("r0")
     assert [sequence.reason for sequence in gone] == ["cancelled"] * 3
-    assert engine.scheduler.cancel("r0") == [] and engine.scheduler.cancel("nobody") == []
+    assert engine.scheduler.cancel("r0") == [] and engine.scheduler.cancel("unknown") == []
     engine.scheduler.check()
     engine.finish()
     assert list(engine.texts) == ["r1"]
@@ -452,7 +452,7 @@ def test_a_failed_step_begins_again():
     assert len(engine.texts) == 2
 
 
-def test_a_pool_that_is_smaller_than_it_said_ends_the_text_and_not_the_engine():
+def test_a_pool_smaller_than_declared_ends_the_request_and_not_the_engine():
     engine = Engine(capacity=4, manager=BlockManager(4, B, most=8))
     sequence = engine.add(range(5), 30)
     while not engine.scheduler.idle:

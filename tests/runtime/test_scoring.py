@@ -34,17 +34,17 @@ def wanted(folder: Path) -> list[torch.Tensor]:
 def test_logits_are_the_model_s(folder: Path, wanted: list[torch.Tensor], kv_tokens: int, limit: int) -> None:
     runner = load(folder, runner="modules", dtype="float32", kv_tokens=kv_tokens).runner
     for _ in range(2):  # nothing is kept
-        found = list(prompt_logits(runner, PROMPTS, limit=limit))
-        assert [len(each) for each in found] == [len(prompt) for prompt in PROMPTS]
-        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, wanted, strict=True))
+        actual = list(prompt_logits(runner, PROMPTS, limit=limit))
+        assert [len(item) for item in actual] == [len(prompt) for prompt in PROMPTS]
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual, wanted, strict=True))
 
 
 def test_only_the_last_logits(folder: Path, wanted: list[torch.Tensor], monkeypatch: Any) -> None:
     monkeypatch.setattr(scoring, "STEP_TOKENS", 20)  # a longer prompt runs alone
     runner = load(folder, runner="modules", dtype="float32", kv_tokens=64).runner
-    found = list(prompt_logits(runner, PROMPTS, [1, 4, 1, 2, 17]))
-    assert [len(each) for each in found] == [1, 4, 1, 2, 17]
-    assert all(torch.allclose(a, b[-len(a) :], atol=1e-4) for a, b in zip(found, wanted, strict=True))
+    actual = list(prompt_logits(runner, PROMPTS, [1, 4, 1, 2, 17]))
+    assert [len(item) for item in actual] == [1, 4, 1, 2, 17]
+    assert all(torch.allclose(a, b[-len(a) :], atol=1e-4) for a, b in zip(actual, wanted, strict=True))
 
 
 def test_a_prompt_longer_than_the_pool_is_one_line(folder: Path) -> None:

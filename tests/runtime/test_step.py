@@ -86,7 +86,7 @@ def test_copies_that_may_be_made_again():
         ),  # block 7 went to another, from its beginning
         (TokenSpan(2, 5, 6, (3, 9), wants=1), ((7, 8), (2, 9)), True),
         (TokenSpan(2, 5, 6, (3, 7), wants=1), ((7, 8), (2, 7)), False),  # a target is read before
-        (TokenSpan(2, 5, 6, (3, 6), wants=1), ((7, 9),), True),  # for nobody of the step
+        (TokenSpan(2, 5, 6, (3, 6), wants=1), ((7, 9),), True),  # of no sequence of the step
         (TokenSpan(2, 5, 6, (3, 7), wants=1), ((7, 9),), False),
     ]:
         assert StepInput([1, 2, 3][: 1 + other.count], (reader, other), copies).repeatable(4) is fine, copies

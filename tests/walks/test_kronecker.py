@@ -64,14 +64,14 @@ def exact_factors(model, rows, name, rounds):
 def test_agrees_with_the_expectation_over_every_label(name, rounds):
     model, rows = Toy(), tokens()
     H_O, H_I = exact_factors(model, rows, name, rounds)
-    found = collect(model, [rows], [name], rounds=rounds, draws=1500, span=0)[name]
-    assert (found.output - H_O).norm() < 0.1 * H_O.norm()
-    assert (found.input - H_I).norm() < 0.1 * H_I.norm()
+    actual = collect(model, [rows], [name], rounds=rounds, draws=1500, span=0)[name]
+    assert (actual.output - H_O).norm() < 0.1 * H_O.norm()
+    assert (actual.input - H_I).norm() < 0.1 * H_I.norm()
 
 
 def test_the_scale_is_the_divergence_of_a_small_change():
     model, rows = Toy(), tokens()
-    found = collect(model, [rows], ["head"], rounds=3, draws=1000, span=0)["head"]
+    actual = collect(model, [rows], ["head"], rounds=3, draws=1000, span=0)["head"]
     with torch.no_grad():
         before = model(rows).logits.double().log_softmax(-1)
         divergences, estimates = [], []
@@ -81,7 +81,7 @@ def test_the_scale_is_the_divergence_of_a_small_change():
             after = model(rows).logits.double().log_softmax(-1)
             model.head.weight -= E
             divergences.append(float((before.exp() * (before - after)).sum(-1).mean()))
-            estimates.append(float(0.5 * torch.trace(E.T @ found.output @ E @ found.input)))
+            estimates.append(float(0.5 * torch.trace(E.T @ actual.output @ E @ actual.input)))
     assert sum(estimates) == pytest.approx(sum(divergences), rel=0.15)
 
 
@@ -96,7 +96,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
     drawn = []
     pick = lambda logits, _: drawn.append(logits.argmin(-1)) or drawn[-1]  # noqa: E731
     monkeypatch.setattr("attar.walks.kronecker._sampled_labels", pick)
-    found = collect(model, list(rows.split(2)), [name], rounds=1, span=0)[name]
+    actual = collect(model, list(rows.split(2)), [name], rounds=1, span=0)[name]
     labels = torch.cat(drawn).reshape(3, 6)
     wanted_O = wanted_I = 0.0
     for row, label in zip(rows, labels, strict=True):
@@ -105,9 +105,9 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
         G = G if isinstance(model.get_submodule(name), nn.Linear) else G.T
         wanted_O, wanted_I = wanted_O + G @ G.T, wanted_I + G.T @ G
     N = len(wanted_O)
-    assert torch.allclose(found.output, wanted_O * (N / wanted_O.trace()), atol=1e-4)
+    assert torch.allclose(actual.output, wanted_O * (N / wanted_O.trace()), atol=1e-4)
     scale = wanted_I.trace() / (3 * 6 * N)
-    assert torch.allclose(found.input, wanted_I * (scale / wanted_I.trace()), atol=1e-4 * scale)
+    assert torch.allclose(actual.input, wanted_I * (scale / wanted_I.trace()), atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("span", [1, 2, 3])
@@ -115,7 +115,7 @@ def test_a_span_is_its_tokens_gradient(span, monkeypatch):
     """By hand: the products g_t x_t^T summed over each span, the last one shorter."""
     model, rows = Toy(), tokens()
     monkeypatch.setattr("attar.walks.kronecker._sampled_labels", lambda logits, _: logits.argmin(-1))
-    found = collect(model, [rows], ["first"], rounds=1, span=span)["first"]
+    actual = collect(model, [rows], ["first"], rounds=1, span=span)["first"]
     x = model.embedding(rows).detach()
     hidden = model.first(x)
     count = torch.arange(1, LENGTH + 1)[:, None]
@@ -126,8 +126,8 @@ def test_a_span_is_its_tokens_gradient(span, monkeypatch):
     ]
     gradients = [D.T @ X for X, D in spans]
     H_O, H_I = sum(G @ G.T for G in gradients), sum(G.T @ G for G in gradients)
-    assert torch.allclose(found.output, H_O * (3 / H_O.trace()), atol=1e-5)
-    assert torch.allclose(found.input, H_I / (3 * rows.numel()), atol=1e-6)
+    assert torch.allclose(actual.output, H_O * (3 / H_O.trace()), atol=1e-5)
+    assert torch.allclose(actual.input, H_I / (3 * rows.numel()), atol=1e-6)
 
 
 def test_several_modules_at_once_are_as_one_at_a_time():

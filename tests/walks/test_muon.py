@@ -28,11 +28,11 @@ def test_in_bfloat16_the_steps_are_torchs_bit_for_bit():
 @pytest.mark.parametrize("matrix", matrices())
 def test_in_float32_singular_values_come_near_one_and_vectors_stay(matrix):
     U, S, V = torch.linalg.svd(matrix.double(), full_matrices=False)
-    made = orthogonal(matrix, torch.float32)
-    assert made.dtype == torch.float32
+    result = orthogonal(matrix, torch.float32)
+    assert result.dtype == torch.float32
     x = S / S.norm()
     for _ in range(5):  # the same polynomial on the singular values alone
         x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
-    assert torch.allclose(made.double(), U @ torch.diag(x) @ V, atol=1e-4)
+    assert torch.allclose(result.double(), U @ torch.diag(x) @ V, atol=1e-4)
     assert x.min() > 0.5 and x.max() < 1.3
-    assert (orthogonal(matrix).float() - made).norm() < 0.05 * made.norm()
+    assert (orthogonal(matrix).float() - result).norm() < 0.05 * result.norm()

@@ -26,9 +26,9 @@ def test_the_bytes_do_not_depend_on_what_is_done_side_by_side(tmp_path, together
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     plain = stream_steps(steps(), tmp_path / "a", shard_bytes=200)
-    beside = stream_steps(steps(), tmp_path / "b", shard_bytes=200, together=together)
-    assert len(plain) == len(beside) > 2
-    assert [file.read_bytes() for file in plain] == [file.read_bytes() for file in beside]
+    neighbour = stream_steps(steps(), tmp_path / "b", shard_bytes=200, together=together)
+    assert len(plain) == len(neighbour) > 2
+    assert [file.read_bytes() for file in plain] == [file.read_bytes() for file in neighbour]
 
 
 def test_no_more_is_read_than_allowed(tmp_path):

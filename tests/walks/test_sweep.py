@@ -48,7 +48,7 @@ def batches(vocabulary, count=3, size=2, length=12):
 
 def hessians_by_hooks(model, names, tokens):
     """The Hessians of a whole model run in one piece."""
-    found = {
+    actual = {
         name: Hessian(
             (m := model.get_submodule(name)).weight.shape[1 if isinstance(m, torch.nn.Linear) else 0]
         )
@@ -56,7 +56,7 @@ def hessians_by_hooks(model, names, tokens):
     }
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, name=name: found[name].add(args[0])
+            lambda _, args, name=name: actual[name].add(args[0])
         )
         for name in names
     ]
@@ -65,7 +65,7 @@ def hessians_by_hooks(model, names, tokens):
             model(input_ids=batch)
     for hook in hooks:
         hook.remove()
-    return {name: h.value() for name, h in found.items()}
+    return {name: h.value() for name, h in actual.items()}
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -195,10 +195,10 @@ def test_two_streams_see_the_quantized_and_the_original_model(tmp_path, waiting)
 
 def inputs_by_hooks(model, names, tokens):
     """The inputs of some Linears in a whole model run in one piece."""
-    found = {name: [] for name in names}
+    actual = {name: [] for name in names}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, name=name: found[name].append(args[0])
+            lambda _, args, name=name: actual[name].append(args[0])
         )
         for name in names
     ]
@@ -207,7 +207,7 @@ def inputs_by_hooks(model, names, tokens):
             model(input_ids=batch)
     for hook in hooks:
         hook.remove()
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts) for name, parts in actual.items()}
 
 
 class WholeBlock:

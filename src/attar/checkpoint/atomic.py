@@ -71,6 +71,11 @@ def write_json(path: Path, obj: Any) -> None:
     write_bytes(path, (json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a config as transformers does: indented JSON in ASCII, keys sorted. Raises as :func:`file`."""
+    write_bytes(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
 def save_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:

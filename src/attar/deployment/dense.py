@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
-from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import quant_method, reader
@@ -42,7 +42,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-    write_config(output.folder, config)
+    write_config(output.folder / "config.json", config)
     read = reader(source)
 
     def layout(info: Any) -> Sequence[TensorSpec]:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.data.packing import calibration_batches, row_length
 from attar.deployment import imatrix
-from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError, NumericsError
@@ -132,7 +132,10 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
             "dataset": settings.data,
         },
     )
-    write_config(output.folder, {**source.config, "dtype": "float16", "quantization_config": quantization})
+    write_config(
+        output.folder / "config.json",
+        {**source.config, "dtype": "float16", "quantization_config": quantization},
+    )
     stream(
         source,
         conversion.slots,

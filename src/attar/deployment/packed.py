@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
-from attar.deployment.folder import write_config
 from attar.deployment.integers import IntegerConversion, refuse_source
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors, same_weights
@@ -90,9 +90,9 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     else:
         conversion = IntegerConversion(source, settings.format, progress)
         output.details["notes"] = conversion.notes
-    write_config(output.folder, conversion.config)
+    write_config(output.folder / "config.json", conversion.config)
     if isinstance(conversion, FromCompressedTensors):
-        write_config(output.folder, conversion.hf_quant_config, "hf_quant_config.json")
+        write_config(output.folder / "hf_quant_config.json", conversion.hf_quant_config)
     _stream(source, conversion, output, progress)
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
@@ -106,7 +106,7 @@ def _modelopt(source: Checkpoint, target: str) -> FromCompressedTensors | ToComp
 
 def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[str]:
     """The same tensors in a new folder."""
-    write_config(output.folder, source.config)
+    write_config(output.folder / "config.json", source.config)
     stream(
         source,
         lambda info: [TensorSpec(info.name, info.dtype, info.shape)],

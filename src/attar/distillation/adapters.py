@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.atomic import write_config
 from attar.errors import MissingExtraError, SettingsError
 from attar.models.parts import weight_of
 
@@ -77,7 +77,7 @@ def save_adapter(adapted: Any, folder: Path, base: str) -> None:
     adapted.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config["target_modules"] = sorted(config["target_modules"])  # peft keeps a set
-    write_bytes(folder / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    write_config(folder / CONFIG, config)
 
 
 def _error(student: Any, teacher: Any, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoTokenizer
 from transformers.initialization import no_init_weights
 
+from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError, ModelError
 from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
 from attar.models.device import pick_device
@@ -231,7 +232,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_config(path, config)
 
 
 class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]

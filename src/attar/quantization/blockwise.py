@@ -1,4 +1,4 @@
-"""Learned rounding as the sweep walk calls it, block by block."""
+"""AutoRound as a block solver of the sweep walk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from attar.quantization.methods.gptq import gptq
 from attar.walks.sweep import BlockView, Solution
 
 StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]
-"""``start(view, grids)``: codes by name from which the rounding of a block starts; a Linear that is left out
-starts at its nearest codes. See :func:`gptq_start`."""
+"""``start(view, grids)``: initial codes by name of a block's Linears; a Linear that is left out starts
+from its nearest codes. See :func:`gptq_start`."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class AutoRoundSolver:
 
     Attributes:
         grids: the number format of each Linear, by module name.
-        iterations: steps a block.
+        iterations: steps for each block.
         batch: sequences in a step.
         learning_rate: of the first step; None: 1 / iterations.
-        clip: learn the ends of each tile's range too.
+        clip: learn factors on each tile's range too.
         update: "sign", or "adam".
         precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
         start: see :data:`StartCodes`; None: nearest codes everywhere.
@@ -72,7 +72,7 @@ class AutoRoundSolver:
         }
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight (N, K) that stored codes stand for."""
+        """The weight (N, K) of stored codes."""
         return QuantizedTensor.from_tensors(self.grids[name], tensors).dequantize()
 
 

@@ -1,5 +1,5 @@
-"""The last step of every quantization: the written files are read back and compared with the original, and
-judged by the gates (gates.py)."""
+"""The last step of every quantization: the written files are read back, compared with the original, and
+checked by the gates (gates.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attar.formats.readers import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
-from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
+from attar.quantization.gates import check_layers, check_model, raise_on_error, stuck, suspect
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.compare import Comparison, compare
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 LENGTH = 256  # tokens in a row of the comparison
-PROMPT = 32  # tokens that the greedy sample goes on from
+PROMPT = 32  # tokens of the prompt of the greedy sample
 SAMPLED = 24  # tokens of the greedy sample
-SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
+SMALL = 2**30  # bytes of the largest dense model that is loaded whole for a sample
 
 
 def check_result(
@@ -46,7 +46,7 @@ def check_result(
     ``tokens`` of the comparison, ``held_out``, ``sample``, and ``warnings``.
 
     Args:
-        texts: records of what the model has read (attar.data.seen).
+        texts: records of the text that the model has read (attar.data.seen).
 
     Raises:
         NumericsError: a gate failed; names the layer and the mend.
@@ -65,7 +65,7 @@ def check_result(
     compared = _compare(original, written, batches, settings, work, progress)
     samples = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
     if compared.kl is not None and compared.blind is not None:
-        output = judge_output(
+        output = check_model(
             compared.kl,
             compared.blind,
             top1=compared.top1,
@@ -135,15 +135,15 @@ def _compare(
 def _samples(
     original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Greedy continuations of a held-out text, where the model is small enough to be loaded whole; the
-    original's only where the result repeats itself."""
+    """Greedy continuations of a held-out text, if the model is small enough to be loaded whole; the
+    original's only if the result repeats a token."""
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
     device = pick_device(settings.device)
     with progress.task("sample", total=1) as task:
         sample = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
         original_sample = []
-        if stuck(sample):  # only then it matters whether the original is, too
+        if stuck(sample):  # an error only if the original does not repeat it too
             original_sample = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
         task.advance()
     return {"sample": sample, "original": original_sample, "text": load_tokenizer(original).decode(sample)}

@@ -46,10 +46,10 @@ def round_columns(
     mask: Tensor | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Codes (N, K), float32, of the columns in the order they stand in; W is not modified.
+    """Codes (N, K), float32, of the columns from left to right; W is not modified.
 
-    Works on transposed blocks, so that a column is contiguous. Inside a block a column is corrected when its
-    turn comes; the columns after the block are corrected in one matrix product.
+    Works on transposed blocks, so that a column is contiguous. Inside a block a column is corrected just
+    before it is rounded; the columns after the block are corrected in one matrix product.
 
     Args:
         W: (N, K) float32.
@@ -113,7 +113,7 @@ def _round_in_torch(
     mask: Tensor | None = None,
     first: Tensor | None = None,
 ) -> None:
-    """What :func:`attar.kernels.columns.round_block` does, on any grid and device.
+    """The same as :func:`attar.kernels.columns.round_block`, for any grid and device.
 
     Args:
         spread: parameters (B, N), a row for each column of the block.

@@ -1,29 +1,30 @@
-"""Gates after a quantization: what must be true of the codes, of each layer and of the whole model, before a
-result may be called one.
+"""Gates after a quantization: checks of the codes, of each layer and of the whole model that a result must
+pass.
 
-An **error** means that the result is no model, and decides the exit code. A **warning** goes into the report.
+An **error** means that the result is unusable, and decides the exit code. A **warning** goes into the report.
 
     scales     not finite: error.  Zero where the weights are not: error when those tiles held more than 0.1 %
                of the layer's squared weight, else a warning (a k-quant's smallest block may underflow)
     codes      u = H(codes of the weights that are not 0) / log2(levels), the part of the stored bits that
-               carries anything.  u < 1/4: warning.  u < 1/8, or one code for different weights: error
+               carries information.  u < 1/4: warning.  u < 1/8, or one code for different weights: error
     layer      output error not finite: error.  Above RTN's, or 1 and more: warning
     tokens     none seen: error.  Few: warning
     model      KL(original || result) not finite, or at least that of a model blind to the context: error.
                At least half of that: warning.  A greedy sample that is one token repeated: error, where the
                KL is at least a twentieth of the blind one's; else a warning (weak models do it too)
 
-Why u, and not the share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights
-with the scale at the largest of a tile, u is 0.66 at 2 bits (65 % zeros) and 0.87 at 4 bits in groups of 128,
-and 0.47 and 0.76 with one scale for 4096 inputs. u < 1/4 takes 92 % zeros at 4 levels, 86 % at 8, 79 % at 16,
-42 % at 256, which is a largest weight of 5, 11, 19 and 143 standard deviations in every tile: outliers own
-the scale. u < 1/8 takes 96 %, 95 %, 92 % and 79 %. Weights that are zero already (a pruned layer) do not
-count.
+Why u, and not the share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights with
+the scale at the largest of a tile, u is 0.66 at 2 bits (65 % zeros) and 0.87 at 4 bits in groups of 128, and
+0.47 and 0.76 with one scale for 4096 inputs. u < 1/4 takes 92 % zeros at 4 levels, 86 % at 8, 79 % at 16 and
+42 % at 256, which is a largest weight of 5, 11, 19 and 143 standard deviations in every tile: outliers
+determine the scale. u < 1/8 takes 96 %, 95 %, 92 % and 79 %. Weights that are zero already (a pruned layer)
+are excluded.
 
-Why blind: the reference's own average distribution, given at every position, has KL H(mean p) - mean H(p). A
-result that far away has kept nothing of the model; see ``Distance.blind`` in attar.walks.objectives.
+Why blind: the reference's average distribution, predicted at every position, has KL H(mean p) - mean H(p). A
+result with that KL predicts no better than without the context; see ``Distance.blind`` in
+attar.walks.objectives.
 
-No model is run here: numbers in, findings out.
+No model runs here: numbers in, findings out.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from attar.errors import NumericsError
 from attar.kernels import planes
 from attar.quantization.grids import Grid, QuantizedTensor
 
-LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
+LOST = 1e-3  # share of a layer's squared weight that may lie in tiles of scale zero
 USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
 WORSE = 1.001  # times RTN's output error, above which a layer counts as worse
 FEW_TOKENS = 128
-STUCK = 1 / 20  # of the blind KL, below which a repeating sample is no error
+STUCK = 1 / 20  # of the blind KL, below which a repeating sample is a warning only
 CHUNK = 1 << 22  # codes counted at once
 
 
@@ -57,7 +58,7 @@ class Finding:
         layer: name of the module, or "" for the model as a whole.
         check: "scales", "codes", "layer", "tokens" or "model".
         severity: "error" or "warning".
-        message: one line that says what, without the name.
+        message: what failed in one line, without the name.
     """
 
     layer: str
@@ -76,7 +77,7 @@ def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | N
     Args:
         quantized: codes (N, K) and what decodes them.
         weight: (N, K), what was quantized.
-        decoded: (N, K), the decoded codes, where they are known.
+        decoded: (N, K), the decoded codes, if known.
 
     Returns:
         ``bad_scales``: scales, zeros and minima that are not finite; ``zero_scales``: tiles of scale zero
@@ -95,7 +96,7 @@ def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | N
     counts, zeros, kept = torch.zeros(256, dtype=torch.int64, device=weight.device), 0, 0
     low, high = float("inf"), float("-inf")
     rows = max(CHUNK // max(weight.shape[1], 1), 1)
-    silent = _silent_codes(grid)
+    zero_codes = _zero_codes(grid)
     for codes, part in zip(quantized.codes.split(rows), weight.split(rows), strict=True):
         number = int(torch.count_nonzero(part))
         kept += number
@@ -105,11 +106,11 @@ def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | N
         if number:
             bottom, top = _ends(part)
             low, high = min(low, bottom), max(high, top)
-    if silent is None:
+    if zero_codes is None:
         decoded = quantized.dequantize() if decoded is None else decoded
         zeros = int(((decoded == 0) & (weight != 0)).sum())
     else:
-        zeros = int(counts[silent].sum())
+        zeros = int(counts[zero_codes].sum())
     return {
         "bad_scales": bad,
         "zero_scales": int(empty.sum()),
@@ -122,25 +123,25 @@ def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | N
 
 
 def _ends(weight: Tensor) -> tuple[float, float]:
-    """The smallest and the largest weight that is not 0; one is not."""
+    """The smallest and the largest non-zero weight; there must be one."""
     low, high = (float(end) for end in torch.aminmax(weight))
-    if low == 0 or high == 0:  # 0 is an end only where all others are on one side of it
+    if low == 0 or high == 0:  # 0 is an end only where all weights have one sign
         low, high = (float(end) for end in torch.aminmax(weight[weight != 0]))
     return low, high
 
 
-def _silent_codes(grid: Grid) -> list[int] | None:
+def _zero_codes(grid: Grid) -> list[int] | None:
     """The bytes that decode to 0 in every tile; None where that depends on the tile (zeros, minima)."""
     if getattr(grid, "symmetric", True) is False or grid.searches:
         return None
-    every = torch.arange(256, dtype=torch.uint8).view(grid.code_dtype)
-    known = every if grid.code_dtype != torch.uint8 else every[: levels(grid)]
-    return [int(code) for code in torch.nonzero(grid.level(known) == 0).flatten()]
+    codes = torch.arange(256, dtype=torch.uint8).view(grid.code_dtype)
+    codes = codes if grid.code_dtype != torch.uint8 else codes[: levels(grid)]
+    return [int(code) for code in torch.nonzero(grid.level(codes) == 0).flatten()]
 
 
 @lru_cache(maxsize=64)
 def levels(grid: Grid) -> int:
-    """How many codes a grid can give, found by encoding every magnitude there is."""
+    """Number of codes of a grid, found by encoding magnitudes from 1e-6 to 1e6."""
     magnitudes = torch.logspace(-6, 6, 16384)
     values = torch.cat([-magnitudes, torch.zeros(1), magnitudes])
     return max(int(grid.nearest(values).unique().numel()), 2)
@@ -159,7 +160,7 @@ def _histogram(codes: Tensor) -> Tensor:
 
 
 def _entropy(counts: Tensor) -> float:
-    """Bits a code carries."""
+    """Bits of information in a code."""
     share = counts.double() / counts.sum().clamp(min=1)
     return float(-torch.special.xlogy(share, share).sum() / math.log(2))
 
@@ -167,12 +168,12 @@ def _entropy(counts: Tensor) -> float:
 def check_layers(
     reports: Sequence[Mapping[str, Any]], *, few_tokens: int = FEW_TOKENS, method: str = ""
 ) -> list[Finding]:
-    """Judge the layers by their reports, in order.
+    """Check the layers by their reports, in order.
 
     Args:
         reports: one for each Linear, with its ``name`` and any of: what :func:`code_numbers` gives; ``error``
             and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator. What is absent is
-            not judged.
+            not checked.
         few_tokens: fewer tokens than this are a warning.
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
@@ -203,7 +204,9 @@ def _codes(report: Mapping[str, Any]) -> list[Finding]:
         return [Finding(name, "codes", "error", "every weight has the same code", mend)]
     if used >= USED_WARNING:
         return []
-    text = f"codes collapsed: {zeros:.0%} of its weights became zero, {used:.0%} of the bits carry anything"
+    text = (
+        f"codes collapsed: {zeros:.0%} of its weights became zero, {used:.0%} of the bits carry information"
+    )
     return [Finding(name, "codes", "error" if used < USED_ERROR else "warning", text, mend)]
 
 
@@ -234,7 +237,7 @@ def _tokens(report: Mapping[str, Any], few: int) -> list[Finding]:
     return [Finding(name, "tokens", "warning", f"only {tokens} calibration tokens reached it", mend)]
 
 
-def judge_output(
+def check_model(
     kl: float,
     blind: float,
     *,
@@ -243,7 +246,7 @@ def judge_output(
     original_sample: Sequence[int] = (),
     culprit: str = "",
 ) -> list[Finding]:
-    """Judge the whole model by numbers measured on held-out text.
+    """Check the whole model by numbers measured on held-out text.
 
     Args:
         kl: mean KL(original || result), nats a token.
@@ -259,19 +262,15 @@ def judge_output(
     if not math.isfinite(kl):
         findings.append(Finding(culprit, "model", "error", f"the model's KL to the original is {kl}", mend))
     elif kl >= blind / 2 and kl > 0:
-        text = f"KL to the original is {kl:.3g} nats{agree}; the context's whole worth is {blind:.3g}"
+        text = f"KL to the original is {kl:.3g} nats{agree}; a model blind to the context has {blind:.3g}"
         severe = kl >= blind
-        text = f"the model turned to garbage: {text}" if severe else text
+        text = f"the model is unusable: {text}" if severe else text
         findings.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
     if stuck(sample) and not stuck(original_sample):
-        text = f"a greedy sample is token {_last(sample)} again and again; the original's is not"
+        text = f"a greedy sample repeats token {int(sample[-1])}; the original's does not"
         severity = "warning" if kl < STUCK * blind else "error"
         findings.append(Finding(culprit, "model", severity, text, mend))
     return findings
-
-
-def _last(sample: Sequence[int]) -> int:
-    return int(sample[-1])
 
 
 def stuck(sample: Sequence[int]) -> bool:
@@ -281,9 +280,9 @@ def stuck(sample: Sequence[int]) -> bool:
 
 
 def suspect(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The layer that most likely caused it, from the reports alone: one whose error is not finite, else the
-    one with the largest output error relative to RTN's where that is above 1, else the largest error. "" when
-    no report has an error."""
+    """The layer that most likely caused a failure, by the reports alone: one whose error is not finite, else
+    the largest output error relative to RTN's where that is above 1, else the largest error. "" when no
+    report has an error."""
     known = [report for report in reports if report.get("error") is not None]
     if not known:
         return ""

@@ -1,5 +1,5 @@
-"""Where schemes apply: which tensors of a checkpoint are quantized, each on which grid, and what the format's
-config says of it."""
+"""The plan of a quantization: which tensors of a checkpoint are quantized, the grid of each, and the
+``quantization_config`` of the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attar.quantization.settings import StorageSettings
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
 DENSE = "dense"
-SMALLEST = 32  # inputs of a group that is chosen by itself: engines have kernels for 32, 64 and 128
+SMALLEST = 32  # inputs of a group chosen automatically: engines have kernels for 32, 64 and 128
 READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
 """Families whose code in transformers reads ``.weight`` itself, which packed Linears do not have."""
 
@@ -39,7 +39,7 @@ class LayerPlan:
         shape: (N, K).
         transposed: stored as (K, N), as Conv1D does.
         grid: the number format, its scales in the type of the stored weight.
-        scheme: what happens to weight and input, its group size filled in.
+        scheme: of weight and input, with its group size.
         stored: type of the stored weight.
     """
 
@@ -58,7 +58,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What schemes do to a checkpoint.
+    """How a checkpoint is quantized.
 
     Attributes:
         sites: by the name of the stored weight, in file order.
@@ -90,7 +90,7 @@ def plan(
     group_order: bool = False,
     dtype: torch.dtype | None = None,
 ) -> QuantizationPlan:
-    """Decide what happens to each tensor. Reads headers only.
+    """Choose the scheme and grid of each Linear. Reads headers only.
 
     Args:
         settings: schemes and exceptions; of several overrides that match, the last one decides.
@@ -191,18 +191,18 @@ def fit(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a module: its name, its last part, or a ``re:`` pattern that is found in it."""
+    """Whether a pattern matches a module: its name, the end of its name, or a ``re:`` regular expression."""
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     return name == pattern or name.endswith(f".{pattern}")
 
 
 def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
-    """g for a set of Linears: what is wanted, or for -1 the largest usual size that divides every K.
+    """g for a set of Linears: ``wanted``, or for -1 the largest usual size that divides every K.
 
     Args:
         shapes: (N, K) by module name.
-        wanted: g; 0: a whole row; -1: what fits.
+        wanted: g; 0: a whole row; -1: chosen here.
 
     Raises:
         SettingsError: g does not divide some K; names the layer and what would fit.
@@ -225,7 +225,7 @@ def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
 
 
 def group_sizes(chosen: QuantizationPlan) -> dict[str, int]:
-    """The group size of each scheme that a plan has, as it was chosen; 0: none smaller than a row."""
+    """The group size of each scheme in a plan; 0: a whole row."""
     return {site.scheme.name: site.scheme.weights.group_size for site in chosen.sites.values()}
 
 
@@ -263,7 +263,7 @@ def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with the group of each input stored.
 
     Raises:
-        SettingsError: its layout has no place for them.
+        SettingsError: its layout cannot store them.
     """
     if scheme.form != PACK or scheme.weights.strategy != "group":
         allowed = f"off or static with {scheme.name}; group wants integer weights in groups and dense inputs"
@@ -272,7 +272,7 @@ def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
 
 
 def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> None:
-    """Raise where Linears that engines run as one would get different schemes."""
+    """Raise where Linears that engines fuse would get different schemes."""
     for block in anatomy.blocks:
         attention, mlp = block.attention, block.mlp
         gate = [mlp.gate.name] if mlp.gate else []
@@ -318,8 +318,8 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
 
 
 def _config(planned: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
-    """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
-    stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
+    """The ``quantization_config``: a group for each scheme. The main scheme targets all other Linears and is
+    last: compressed-tensors takes the first target that matches, and warns of targets without match."""
     sites = list(planned.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:

@@ -1,7 +1,7 @@
-"""Schemes by name: which numbers weights and activations become. The names are those of compressed-tensors
+"""Schemes by name: the number formats of weights and activations. The names are those of compressed-tensors
 (W4A16: weights of 4 bits, activations of 16) and mean the same; W8A8_STATIC and NF4 are ours.
 
-A scheme here is a preset, free of torch; scheme.py decides where it applies.
+A scheme is a preset, free of torch; plan.py decides which Linear gets which.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """What happens to a Linear.
+    """How a Linear is quantized.
 
     Attributes:
         name: as in :data:`SCHEMES`.
         weights: how its weight is coded.
-        activations: how its input is rounded; None: not at all.
+        activations: how its input is rounded; None: it is not.
     """
 
     name: str
@@ -40,7 +40,7 @@ class QuantizationScheme:
 
     @property
     def divisor(self) -> int:
-        """What must divide the inputs of a Linear; 1: nothing."""
+        """A number that must divide the inputs of a Linear."""
         inputs = self.activations.group_size if self.activations else 0
         return max(self.weights.group_size, inputs, 1)
 
@@ -50,7 +50,7 @@ class QuantizationScheme:
         return format_of(self.weights, self.activations)
 
     def sized(self, group_size: int) -> QuantizationScheme:
-        """The scheme with another group size where that is a setting; 0: one scale for each output."""
+        """The scheme with another group size, where it is resizable; 0: one scale for each output."""
         if not self.resizable:
             return self
         strategy = "group" if group_size else "channel"
@@ -60,36 +60,28 @@ class QuantizationScheme:
         """The number format of the weights.
 
         Args:
-            storage: type of the stored scales and of the weight that a reader gets. The FP4 formats are
-                decoded to bfloat16 whatever it is.
-            group_size: inputs that share a scale, where that is a setting; 0: a whole row; None: as the
-                scheme has it.
+            storage: type of the stored scales and of the decoded weight; FP4 formats are always decoded to
+                bfloat16.
+            group_size: inputs that share a scale, where the scheme is resizable; 0: a whole row; None: the
+                scheme's own.
         """
         rule = self.weights if group_size is None else self.sized(group_size).weights
-        if rule.kind == "int":
-            return _integers(rule, storage)
-        return _floats(rule, storage)
+        return _grid(rule, storage)
 
 
-def _integers(rule: WeightRule, storage: torch.dtype) -> Grid:
-    from attar.quantization.grids import IntGrid
-
-    rows = 0 if rule.strategy == "tensor" else 1
-    return IntGrid(rule.bits, rule.group_size, rule.symmetric, storage, rows)
-
-
-def _floats(rule: WeightRule, storage: torch.dtype) -> Grid:
+def _grid(rule: WeightRule, storage: torch.dtype) -> Grid:
     import torch
 
-    from attar.quantization.grids.float8 import Float8Grid
-    from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
-    from attar.quantization.grids.nf4 import NF4Grid
+    from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NVFP4Grid
 
+    rows = 0 if rule.strategy == "tensor" else 1
+    if rule.kind == "int":
+        return IntGrid(rule.bits, rule.group_size, rule.symmetric, storage, rows)
     if rule.kind == "nf4":
         return NF4Grid(rule.group_size, rule.double, storage)
     if rule.bits == 4:
         return (NVFP4Grid if rule.strategy == "tensor_group" else MXFP4Grid)(torch.bfloat16)
-    height, width = rule.block or (0 if rule.strategy == "tensor" else 1, rule.group_size)
+    height, width = rule.block or (rows, rule.group_size)
     return Float8Grid("e4m3fn", group_size=width, rows=height, storage=storage)
 
 
@@ -130,4 +122,4 @@ KV_CACHES: Mapping[str, ActivationRule | None] = MappingProxyType(
     }
 )
 """How keys and values are rounded: fp8 with one calibrated scale for each layer's keys and one for its
-values; int8 with a scale for each token and head, taken as they come (the group is one head)."""
+values; int8 with a scale for each token and head, computed at run time (the group is one head)."""

@@ -215,9 +215,6 @@ class QATSettings(GPTQSettings):
         super().__post_init__()
         check_range("distill", self.distill, 0.0, 1.0, "between 0 and 1")
         check_range("steps", self.steps, 1, 2**40, "at least 1")
-        if self.act_order == "group":
-            allowed = f"off or static with qat; group goes with {listed(GROUP_ORDERED)}"
-            raise SettingsError("act_order", "group", allowed)
 
 
 METHOD_SETTINGS: dict[str, type] = {
@@ -275,6 +272,9 @@ class QuantizeSettings:
         check_choices(self)
         check_text(self)
         check_range("check_tokens", self.check_tokens, 0, 2**40, "0 (no check) or more")
+        if getattr(self.rounding, "act_order", "off") == "group" and self.method not in GROUP_ORDERED:
+            allowed = f"off or static with {self.method}; group goes with {listed(GROUP_ORDERED)}"
+            raise SettingsError("act_order", "group", allowed)
 
     @property
     def smoothing(self) -> str:

@@ -3,7 +3,6 @@ load it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_config
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
@@ -70,7 +70,7 @@ def write(
     config = {**checkpoint.config, "quantization_config": chosen.config}
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_config(folder / "config.json", config)
 
     def kept(kind: str) -> str:
         return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind

@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.geometry import geometry
+from attar.quantization.settings import AutoRoundSettings, YAQASettings
 from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
 from attar.recipe.settings import plain
@@ -57,9 +58,42 @@ _CHARACTERS_A_TOKEN = 4.0
 _HELD_OUT = 16_384  # tokens of a held-out loss
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
-_SEES_ORIGINAL = ("gptaq", "qronos", "yaqa")
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 _ATTENTION = re.compile(r"attn|attention")
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """What a rounding takes in addition to nearest codes.
+
+    Attributes:
+        swept: models whose blocks are swept; 2: the original's too.
+        refined: passes of refinement follow.
+        learned: each block is trained.
+        backward: the whole model runs backward for its Hessian.
+        trained: the whole model is trained, after the rounding that it starts from.
+    """
+
+    swept: int = 0
+    refined: bool = False
+    learned: bool = False
+    backward: bool = False
+    trained: bool = False
+
+
+METHOD_COSTS = {
+    "rtn": MethodCost(),
+    "smoothquant": MethodCost(),
+    "awq": MethodCost(swept=1),
+    "gptq": MethodCost(swept=1, refined=True),
+    "gptaq": MethodCost(swept=2, refined=True),
+    "qronos": MethodCost(swept=2, refined=True),
+    "yaqa": MethodCost(swept=2, refined=True, backward=True),
+    "autoround": MethodCost(swept=1, learned=True),
+    "qat": MethodCost(trained=True),
+}
+"""By the methods of attar.quantization.rounding.METHODS, which would import torch."""
+_EXL2_COST = MethodCost(swept=1)
 
 
 @dataclass(frozen=True)
@@ -171,18 +205,18 @@ def _taught(settings: Any, tokens: float) -> float:
 
 
 def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:
-    rounding = "rtn" if settings.method in ("smoothquant", "awq") else settings.method
+    cost = METHOD_COSTS[settings.method]
     work = Work(elements=10 * source.parameters)
     tokens = _calibration(settings)
     if smoothing != "none":
         searched = smoothing == "awq" or settings.alpha < 0
         work += _sweeping(settings, source) + _text(settings, tokens)
         work += Work(4.0 * _CANDIDATES * _SEARCHED_ROWS * _squares(source) if searched else 0.0)
-    if rounding == "qat":
+    if cost.trained:
         work += _training(settings, source, source)
-        rounding = "gptq" if settings.start == "auto" else settings.start
-    if settings.method == "awq" or rounding != "rtn":
-        work += _solving(settings, source, rounding) + _text(settings, tokens)
+        cost = METHOD_COSTS["gptq" if settings.start == "auto" else settings.start]
+    if cost.swept:
+        work += _solving(settings, source, cost) + _text(settings, tokens)
     if settings.bits:
         work += Work(8 * source.blocks * tokens)
     return work
@@ -192,27 +226,31 @@ def _exporting(settings: Any, source: Shape) -> Work:
     """An export's work with text: none for nearest rounding, except exl2."""
     rounding = getattr(settings, "rounding", "nearest")
     if getattr(settings, "format", "") == "exl2" or rounding != "nearest":
-        return _solving(settings, source, rounding) + _text(settings, _calibration(settings))
+        cost = METHOD_COSTS.get(rounding, _EXL2_COST)
+        return _solving(settings, source, cost) + _text(settings, _calibration(settings))
     if rows := getattr(settings, "importance_rows", 0):
         tokens = float(rows * settings.sequence_length)
         return Work(2 * source.blocks * tokens) + _text(settings, tokens)
     return Work()
 
 
-def _solving(settings: Any, source: Shape, rounding: str) -> Work:
+def _solving(settings: Any, source: Shape, cost: MethodCost) -> Work:
     """A sweep with its solver over all blocks."""
     tokens, layers, hidden = _calibration(settings), source.layers, source.hidden
     inner = _inner(source)
-    work = _sweeping(settings, source, 2 if rounding in _SEES_ORIGINAL else 1)
-    if rounding == "autoround":
+    work = _sweeping(settings, source, cost.swept)
+    if cost.learned:
         batch = settings.batch_size * settings.sequence_length
-        return work + Work(6 * source.blocks * settings.iterations * batch)
-    passes = 1 + (getattr(settings, "refine", 0) if rounding in ("gptq", *_SEES_ORIGINAL) else 0)
+        iterations = getattr(
+            settings, "iterations", AutoRoundSettings.iterations
+        )  # an export's are the default
+        return work + Work(6 * source.blocks * iterations * batch)
+    passes = 1 + (getattr(settings, "refine", 0) if cost.refined else 0)
     columns = passes * layers * (6 * hidden + inner)  # q, k, v, o, gate, up; down
     squares = 4 * hidden * hidden**2 + 2 * inner * hidden**2 + hidden * inner**2  # N K^2
     work += Work(2.0 * passes * layers * squares, _CANDIDATES * 4 * source.blocks, _CALLS_A_COLUMN * columns)
-    if rounding == "yaqa":
-        work += Work(6 * source.parameters * tokens * settings.rounds)
+    if cost.backward:
+        work += Work(6 * source.parameters * tokens * getattr(settings, "rounds", YAQASettings.rounds))
     return work
 
 
@@ -268,7 +306,7 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
         return memory, 12 * result.parameters
     if entry.stage == "prune":
         return 8 * source.parameters + _activations(settings, source), 0.0
-    if entry.stage == "quantize" and getattr(settings, "method", "") == "qat":
+    if entry.stage == "quantize" and METHOD_COSTS[settings.method].trained:
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
         kept = 4.0 * _calibration(settings) * source.hidden

@@ -331,7 +331,7 @@ def sample_tokens(
             plain.append(index)
             continue
         try:
-            results[index] = speculator.judge(output, logits, completion)
+            results[index] = speculator.verify(output, logits, completion)
         except Exception as error:
             results[index] = error
     rows = [outputs[index].rows[-1] for index in plain]

@@ -61,7 +61,7 @@ def test_lk_and_its_gradient_against_autograd(temperature):
         lk_by_definition(student / temperature, teacher / temperature),
     )
     assert value.item() == pytest.approx(wanted.item(), rel=1e-12)
-    got, should = (torch.autograd.grad(3 * each, student)[0] for each in (value, wanted))
+    got, should = (torch.autograd.grad(3 * item, student)[0] for item in (value, wanted))
     assert torch.allclose(got, should, atol=1e-14)
 
 
@@ -115,7 +115,7 @@ def test_tokens_of_a_chain_by_rows_are_those_of_all_drafts():
     counts = [round(weight * 200_000) for weight in weights]
     drawn = torch.tensor(rows, dtype=torch.float64).repeat_interleave(torch.tensor(counts), 0)
     padded = [torch.cat([drawn[:, :k], torch.full((len(drawn), K - k), torch.nan)], 1) for k in (1, 2, 3)]
-    sums = [float(each[:, :k].sum(1).exp().mean()) for k, each in zip((1, 2, 3), padded, strict=True)]
+    sums = [float(item[:, :k].sum(1).exp().mean()) for k, item in zip((1, 2, 3), padded, strict=True)]
     assert 1 + sum(sums) == pytest.approx(wanted, rel=1e-3)
     assert by_rows(drawn[:, :1], 1) == pytest.approx(1 + sums[0], rel=1e-9)
     assert by_rows(drawn, 3) - by_rows(drawn, 2) == pytest.approx(sums[2], rel=1e-9)

@@ -73,7 +73,7 @@ def test_a_rows_numbers_are_its_own(tmp_path):
     rows = tiny_models.tokens(teacher, batch=3, length=12)
     together = keeping(teacher, tmp_path / "one")(rows)
     alone = [keeping(teacher, tmp_path / "two")(row[None]) for row in rows.flip(0)][::-1]
-    again = keeping(None, tmp_path / "one")(rows)  # nobody is asked
+    again = keeping(None, tmp_path / "one")(rows)  # without a teacher
     assert torch.equal(together.tokens, again.tokens) and torch.equal(together.weights, again.weights)
     assert torch.equal(together.weights, torch.cat([part.weights for part in alone]))
     assert torch.equal(together.entropy, torch.cat([part.entropy for part in alone]))
@@ -141,9 +141,9 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
         raise AssertionError("the teacher was asked")
 
     monkeypatch.setattr(CachedTeacher, "_predict", refuse)
-    made = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
+    recovered = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
     assert count == len(list((tmp_path / "signal").glob("*/*.safetensors"))) > 5
-    assert made.card.details["precision"] == "fp32"
+    assert recovered.card.details["precision"] == "fp32"
 
 
 def test_a_draft_model_needs_all_logits():

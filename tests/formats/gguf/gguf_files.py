@@ -54,7 +54,7 @@ def write_gguf(
     """A dense checkpoint as GGUF, its matrices in one type.
 
     Args:
-        extra: metadata beside those of the config; None takes a key away.
+        extra: metadata besides those of the config; None takes a key away.
         replace: type and data of some tensors.
     """
     source, replace = open_checkpoint(model), replace or {}
@@ -63,8 +63,8 @@ def write_gguf(
     for one in placed:
         tensor = one.apply(source.load(one.stored)) if one.stored else one.value
         chosen = kind if one.matrix else "F32"
-        made = tensor.to(FLOATS[chosen]) if chosen in FLOATS else blocks_of(chosen, tensor)
-        data[one.gguf] = replace.get(one.gguf, (chosen, made))
+        result = tensor.to(FLOATS[chosen]) if chosen in FLOATS else blocks_of(chosen, tensor)
+        data[one.gguf] = replace.get(one.gguf, (chosen, result))
     keys = {**metadata(source.config, "tiny"), "general.file_type": FILE_TYPES.get(kind, 0), **(extra or {})}
     keys = {key: value for key, value in keys.items() if value is not None}
     slots = [GGUFTensorInfo(one.gguf, data[one.gguf][0], one.shape) for one in placed]

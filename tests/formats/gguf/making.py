@@ -189,8 +189,8 @@ def template(content, before=(), after=()):
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     single = " ".join([*before, "$A", *after])
     named = [(text, ids[text]) for text in dict.fromkeys([*before, *after])]
-    made = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=named)
-    return {**content, "post_processor": json.loads(made.__getstate__())}
+    result = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=named)
+    return {**content, "post_processor": json.loads(result.__getstate__())}
 
 
 def save(folder, content, **settings):

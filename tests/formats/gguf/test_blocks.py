@@ -77,11 +77,11 @@ def random_bytes(kind, rows=N, columns=K, seed=3):
     data = torch.randint(
         0, 256, (rows, row_bytes(kind, columns)), dtype=torch.uint8, generator=generator(seed)
     )
-    each = data.view(-1, TYPES[kind].size)
+    item = data.view(-1, TYPES[kind].size)
     for at in LAYOUTS[kind].halves.values():
-        each[:, at + 1] &= 0xBB  # the highest and the lowest bit of the exponent
+        item[:, at + 1] &= 0xBB  # the highest and the lowest bit of the exponent
     if kind == "MXFP4":
-        each[:, 0] %= 253
+        item[:, 0] %= 253
     return data
 
 
@@ -122,9 +122,9 @@ def test_weights_are_the_gguf_packages(kind):
 def extreme(kind, half, byte):
     """Blocks of one byte repeated, their float16 numbers set."""
     data = torch.full((2, row_bytes(kind, K)), byte, dtype=torch.uint8)
-    each = data.view(-1, TYPES[kind].size)
+    item = data.view(-1, TYPES[kind].size)
     for at in LAYOUTS[kind].halves.values():
-        each[:, at : at + 2] = torch.tensor([half & 255, half >> 8], dtype=torch.uint8)
+        item[:, at : at + 2] = torch.tensor([half & 255, half >> 8], dtype=torch.uint8)
     return data
 
 
@@ -247,13 +247,13 @@ def test_bytes_of_a_grids_codes_decode_as_the_grid_does(kind):
     weight = torch.randn(6, K, generator=generator(2)) * 0.02
     weight[1] = 0
     weight[2, 7] = 50.0
-    made = rtn(weight, GGML[kind] if kind in GGML else MXFP4Grid())
-    data = pack(kind, made.codes, made.parameters.stored)
-    assert torch.equal(dequantize(kind, data, K), made.dequantize())
-    assert data.numel() * 8 == made.grid.bits_per_weight((6, K)) * weight.numel()
+    quantized = rtn(weight, GGML[kind] if kind in GGML else MXFP4Grid())
+    data = pack(kind, quantized.codes, quantized.parameters.stored)
+    assert torch.equal(dequantize(kind, data, K), quantized.dequantize())
+    assert data.numel() * 8 == quantized.grid.bits_per_weight((6, K)) * weight.numel()
     codes, stored = unpack(kind, data, K)
-    assert same_bits(codes, made.codes)
-    assert all(same_bits(stored[name], value) for name, value in made.parameters.stored.items())
+    assert same_bits(codes, quantized.codes)
+    assert all(same_bits(stored[name], value) for name, value in quantized.parameters.stored.items())
     check_blocks(kind, data, "weight")
 
 

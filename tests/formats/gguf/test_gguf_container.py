@@ -133,12 +133,14 @@ def test_the_gguf_library_reads_what_we_write(tmp_path: Path) -> None:
         kinds["a.u32"] == ["UINT32"] and kinds["a.i32"] == ["INT32"] and kinds["b.i32"] == ["ARRAY", "INT32"]
     )
     assert kinds["b.signed"] == ["ARRAY", "INT32"] and kinds["b.floats"] == ["ARRAY", "FLOAT32"]
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert list(found) == list(tensors)
+    actual = {tensor.name: tensor for tensor in reader.tensors}
+    assert list(actual) == list(tensors)
     for name, (kind, shape, data) in tensors.items():
-        assert found[name].tensor_type == GGMLQuantizationType[kind], name
-        assert found[name].shape.tolist() == list(reversed(shape)), name
-        assert found[name].data.tobytes() == data.view(torch.uint8).numpy().tobytes() if shape else True, name
+        assert actual[name].tensor_type == GGMLQuantizationType[kind], name
+        assert actual[name].shape.tolist() == list(reversed(shape)), name
+        assert actual[name].data.tobytes() == data.view(torch.uint8).numpy().tobytes() if shape else True, (
+            name
+        )
 
 
 def test_we_read_what_the_gguf_library_writes(tmp_path: Path) -> None:
@@ -286,8 +288,8 @@ def test_faulty_splits(tmp_path: Path, parts: list[Path]) -> None:
 
 def patched(at: bytes, new: bytes, offset: int = 0) -> bytes:
     """The small file with some bytes replaced, beginning ``offset`` bytes after the end of ``at``."""
-    place = TWO.index(at) + len(at) + offset
-    return TWO[:place] + new + TWO[place + len(new) :]
+    index = TWO.index(at) + len(at) + offset
+    return TWO[:index] + new + TWO[index + len(new) :]
 
 
 def second(name: str, sizes: list[int], kind: int, offset: int) -> bytes:

@@ -78,13 +78,13 @@ def test_a_model_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
 def test_what_only_gguf_has_stands_for_nothing(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", "llama3", rope_parameters=LLAMA3_ROPE)
     opened = open_checkpoint(write_gguf(source, tmp_path / "m.gguf"))
-    found = reader(opened)
+    actual = reader(opened)
     assert "rope_freqs.weight" in opened.tensors
     assert (
-        found.header(opened.tensors["rope_freqs.weight"]) is None
-        and found.decode("rope_freqs.weight") is None
+        actual.header(opened.tensors["rope_freqs.weight"]) is None
+        and actual.decode("rope_freqs.weight") is None
     )
-    found.check("rope_freqs.weight")
+    actual.check("rope_freqs.weight")
     before, after = load_model(source, dtype=torch.float32), load_model(opened, dtype=torch.float32)
     rows = tiny_models.tokens(before, length=100)
     assert torch.allclose(tiny_models.logits(before, rows), tiny_models.logits(after, rows), atol=2e-3)
@@ -112,12 +112,12 @@ def with_blocks(model: Path, path: Path, kind: str) -> tuple[Any, torch.Tensor, 
 @pytest.mark.parametrize("kind", HALVES)
 def test_blocks_decode_as_the_gguf_library_has_it(tmp_path: Path, model: Path, kind: str) -> None:
     opened, q, down = with_blocks(model, tmp_path / "m.gguf", kind)
-    info, found = opened.tensors[Q], reader(opened)
+    info, actual = opened.tensors[Q], reader(opened)
     assert (info.dtype, info.shape, info.block) == ("U8", (256, info.nbytes // 256), kind)
-    assert found.header(info) == (STORED_Q, "F32", (256, 256)) and opened.config["dtype"] == "float32"
-    assert torch.equal(found.decode(Q), q)
-    assert torch.equal(found.decode("blk.1.ffn_down.weight"), down)
-    found.check(Q)
+    assert actual.header(info) == (STORED_Q, "F32", (256, 256)) and opened.config["dtype"] == "float32"
+    assert torch.equal(actual.decode(Q), q)
+    assert torch.equal(actual.decode("blk.1.ffn_down.weight"), down)
+    actual.check(Q)
     assert torch.equal(load_model(opened).get_parameter(STORED_Q), q)
 
 
@@ -215,12 +215,12 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, model: Path) -> None:
     norm = torch.ones(256)
     norm[3] = torch.inf
     replace = {Q: ("Q4_K", blocks), "output_norm.weight": ("F32", norm)}
-    found = reader(open_checkpoint(write_gguf(model, tmp_path / "m.gguf", "BF16", replace=replace)))
-    found.check("blk.0.attn_k.weight")
+    actual = reader(open_checkpoint(write_gguf(model, tmp_path / "m.gguf", "BF16", replace=replace)))
+    actual.check("blk.0.attn_k.weight")
     with pytest.raises(NumericsError, match=r"blk\.0\.attn_q\.weight: d of Q4_K is NaN or infinite"):
-        found.check(Q)
+        actual.check(Q)
     with pytest.raises(NumericsError, match=r"'output_norm\.weight' contains NaN or infinity"):
-        found.check("output_norm.weight")
+        actual.check("output_norm.weight")
 
 
 def test_the_folder_in_the_cache(tmp_path: Path, model: Path, cache: Path) -> None:
@@ -231,9 +231,9 @@ def test_the_folder_in_the_cache(tmp_path: Path, model: Path, cache: Path) -> No
     assert json.loads((opened.path / "config.json").read_text()) == opened.config
     assert opened.config["quantization_config"] == {"quant_method": "gguf"}
     assert opened.config["license"] == "apache-2.0"
-    made = (opened.path / "config.json").stat().st_mtime_ns
+    result = (opened.path / "config.json").stat().st_mtime_ns
     assert open_checkpoint(file).path == opened.path
-    assert (opened.path / "config.json").stat().st_mtime_ns == made
+    assert (opened.path / "config.json").stat().st_mtime_ns == result
     first = opened.fingerprint()
     assert first == open_checkpoint(file).fingerprint()
     write_gguf(model, file, "Q8_0", extra={"general.name": "another"})
@@ -270,7 +270,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
         calls.append(metadata["tokenizer.ggml.tokens"])
         (folder / "tokenizer.json").write_text("{}")
         if calls[-1] == ["odd"]:
-            raise ModelError("of a kind that nobody knows", hint="no")
+            raise ModelError("of an unknown kind", hint="no")
 
     stand_in.write_tokenizer = write_tokenizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer.from_gguf", stand_in)
@@ -279,7 +279,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
     assert tokenizer_files(open_checkpoint(file).path) == ["tokenizer.json"]
     assert open_checkpoint(file).fingerprint() and calls == [["a", "b"]]
     write_gguf(model, file, extra={**keys, "tokenizer.ggml.tokens": ["odd"]})
-    with pytest.raises(ModelError, match=r"m\.gguf: of a kind that nobody knows"):
+    with pytest.raises(ModelError, match=r"m\.gguf: of an unknown kind"):
         open_checkpoint(file)
     assert len(list(open_checkpoint(write_gguf(model, file)).path.parent.parent.iterdir())) == 2
 
@@ -290,7 +290,7 @@ def test_split_files_and_folders(tmp_path: Path, model: Path) -> None:
     first = write_gguf(model, folder / "m.gguf", "Q8_0", max_bytes=300_000)
     parts = sorted(folder.iterdir())
     assert len(parts) > 2 and first == parts[0]
-    opened = [open_checkpoint(place) for place in (folder, first, parts[-1], str(parts[1]))]
+    opened = [open_checkpoint(index) for index in (folder, first, parts[-1], str(parts[1]))]
     assert {one.path for one in opened} == {opened[0].path} and opened[0].name == "m"
     assert opened[0].weight_files == parts and opened[0].source == first
     whole = open_checkpoint(write_gguf(model, tmp_path / "m.gguf", "Q8_0"))

@@ -321,11 +321,11 @@ def joined_by_score(text, score):
     """llama.cpp's SentencePiece, as its description says: the neighbours whose text is the best token."""
     symbols = list(text)
     while True:
-        found = [(score[a + b], -place) for place, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
-        if not found:
+        results = [(score[a + b], -index) for index, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
+        if not results:
             return symbols
-        place = -max(found)[1]
-        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+        index = -max(results)[1]
+        symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
 
 
 def random_merges(generator, letters, count):
@@ -367,7 +367,7 @@ def test_merges_do_what_scores_do(seed):
     generator = random.Random(seed)
     words = {"".join(generator.choices("abc", k=length)) for length in (2, 2, 2, 3, 3, 4, 4, 5, 6)}
     tokens = [*"abc", *sorted(words)]
-    score = {token: -float(place) for place, token in enumerate(generator.sample(tokens, len(tokens)))}
+    score = {token: -float(index) for index, token in enumerate(generator.sample(tokens, len(tokens)))}
     ranks = read_merges(merges_of(tokens, score), "x")
     for _ in range(60):
         text = "".join(generator.choices("abc", k=14))
@@ -545,10 +545,10 @@ def tokens(folder, settings, config=None, generation=None, content=None):
     )
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    found = bare(tokenizer_metadata(folder, config or {}))
+    actual = bare(tokenizer_metadata(folder, config or {}))
     return {
         key.removeprefix("tokenizer.ggml.").removesuffix("_token_id"): value
-        for key, value in found.items()
+        for key, value in actual.items()
         if key.endswith("_id")
     }
 
@@ -563,16 +563,16 @@ def test_ids_come_from_names_then_from_the_config(tmp_path):
         "eot": 4,
         "eom": 5,
     }
-    found = tokens(tmp_path, {}, {"text_config": {"eos_token_id": [2, 3], "bos_token_id": 1}})
-    assert (found["bos"], found["eos"]) == (1, 2)
+    actual_tokens = tokens(tmp_path, {}, {"text_config": {"eos_token_id": [2, 3], "bos_token_id": 1}})
+    assert (actual_tokens["bos"], actual_tokens["eos"]) == (1, 2)
 
 
 def test_further_ends_take_the_places_that_llama_cpp_has(tmp_path):
-    found = tokens(tmp_path, END, generation={"eos_token_id": [0, 3, 5]})
-    assert (found["eos"], found["eot"], found["eom"]) == (0, 3, 5)
+    actual_tokens = tokens(tmp_path, END, generation={"eos_token_id": [0, 3, 5]})
+    assert (actual_tokens["eos"], actual_tokens["eot"], actual_tokens["eom"]) == (0, 3, 5)
     content = byte_level("gpt-2")
-    found = tokens(tmp_path, END, generation={"eos_token_id": [0, 3, 2]}, content=content)
-    assert (found["eos"], found["eot"], found["eom"]) == (0, 3, 2)
+    actual_tokens = tokens(tmp_path, END, generation={"eos_token_id": [0, 3, 2]}, content=content)
+    assert (actual_tokens["eos"], actual_tokens["eot"], actual_tokens["eom"]) == (0, 3, 2)
 
 
 def test_llama_cpp_would_invent_an_end_where_there_is_none(tmp_path):
@@ -585,8 +585,8 @@ def test_what_is_put_around_a_text(tmp_path):
     settings = {**END, "bos_token": "<|user|>"}
 
     def around(content, **more):
-        found = made(tmp_path, content, {**settings, **more})
-        return found["tokenizer.ggml.add_bos_token"], found["tokenizer.ggml.add_eos_token"]
+        result = made(tmp_path, content, {**settings, **more})
+        return result["tokenizer.ggml.add_bos_token"], result["tokenizer.ggml.add_eos_token"]
 
     assert around(content) == (False, False)
     assert around(content, add_bos_token=True) == (True, False)
@@ -603,20 +603,20 @@ def test_what_is_put_around_a_text(tmp_path):
 
 def test_chat_templates(tmp_path):
     content = byte_level("gpt-2")
-    found = made(tmp_path, content, {**END, "chat_template": "{{ 1 }}"})
-    assert found["tokenizer.chat_template"] == "{{ 1 }}"
+    result = made(tmp_path, content, {**END, "chat_template": "{{ 1 }}"})
+    assert result["tokenizer.chat_template"] == "{{ 1 }}"
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == "{{ 1 }}"
     named = [{"name": "default", "template": "A"}, {"name": "tool-use", "template": "B"}]
-    found = made(tmp_path, content, {**END, "chat_template": named})
-    assert found["tokenizer.chat_template"] == "A" and found["tokenizer.chat_template.tool_use"] == "B"
-    assert found["tokenizer.chat_templates"] == ["tool_use"]
-    back(tmp_path / "out", found)
+    result = made(tmp_path, content, {**END, "chat_template": named})
+    assert result["tokenizer.chat_template"] == "A" and result["tokenizer.chat_template.tool_use"] == "B"
+    assert result["tokenizer.chat_templates"] == ["tool_use"]
+    back(tmp_path / "out", result)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == {"default": "A", "tool_use": "B"}
     (tmp_path / "chat_template.jinja").write_text("C")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("D")
-    found = made(tmp_path, content, {**END, "chat_template": named})
-    assert found["tokenizer.chat_template"] == "C" and found["tokenizer.chat_template.rag"] == "D"
+    result = made(tmp_path, content, {**END, "chat_template": named})
+    assert result["tokenizer.chat_template"] == "C" and result["tokenizer.chat_template.rag"] == "D"
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == {"default": "C", "rag": "D"}
 
 
@@ -627,9 +627,9 @@ def test_named_tokens_are_special_and_added_ones_keep_their_flags(tmp_path):
         token["special"] = token["content"] == "<|end|>"
     content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "<|assistant|>"]
     settings = {**END, "additional_special_tokens": ["<|assistant|>"]}
-    found = made(tmp_path / "in", content, settings)
-    assert found["tokenizer.ggml.token_type"][:4] == [3, 4, 3, 3]
-    back(tmp_path / "out", found)
+    result = made(tmp_path / "in", content, settings)
+    assert result["tokenizer.ggml.token_type"][:4] == [3, 4, 3, 3]
+    back(tmp_path / "out", result)
     tokens_back = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]
     assert [token["rstrip"] for token in tokens_back[:4]] == [False, True, False, False]
     one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("in", "out"))
@@ -649,14 +649,14 @@ def test_as_many_tokens_as_the_embedding_has_rows(tmp_path):
     del content["model"]["vocab"][gone]
     content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) != gone]
     user = content["added_tokens"].pop()
-    found = made(tmp_path / "in", content, END, 950)
-    assert len(found["tokenizer.ggml.tokens"]) == 950
-    assert found["tokenizer.ggml.tokens"][hole] == f"[PAD{hole}]"
-    assert found["tokenizer.ggml.token_type"][hole] == found["tokenizer.ggml.token_type"][949] == 5
-    assert_same(library(tmp_path / "in"), back(tmp_path / "out", found))
+    result = made(tmp_path / "in", content, END, 950)
+    assert len(result["tokenizer.ggml.tokens"]) == 950
+    assert result["tokenizer.ggml.tokens"][hole] == f"[PAD{hole}]"
+    assert result["tokenizer.ggml.token_type"][hole] == result["tokenizer.ggml.token_type"][949] == 5
+    assert_same(library(tmp_path / "in"), back(tmp_path / "out", result))
     content["added_tokens"].append(user)
-    found = made(tmp_path / "in", content, END, 900)  # the user-defined token has no row
-    assert making.USER not in found["tokenizer.ggml.tokens"]
+    result = made(tmp_path / "in", content, END, 900)  # the user-defined token has no row
+    assert making.USER not in result["tokenizer.ggml.tokens"]
     with pytest.raises(ModelError, match="beyond vocab_size 700"):
         made(tmp_path / "in", content, END, 700)
 
@@ -665,8 +665,8 @@ def test_texts_that_llama_cpp_cannot_hold(tmp_path):
     content = sentencepiece_bpe()
     size = max(content["model"]["vocab"].values()) + 9
     content["model"]["vocab"].update({"\0": size, "": size + 1})
-    found = made(tmp_path, content, SPM)
-    assert found["tokenizer.ggml.tokens"][size:] == [f"[PAD{size}]", f"[PAD{size + 1}]"]
+    result = made(tmp_path, content, SPM)
+    assert result["tokenizer.ggml.tokens"][size:] == [f"[PAD{size}]", f"[PAD{size + 1}]"]
     content["added_tokens"].append({"id": size + 2, "content": "[PAD" + str(size) + "]", "special": True})
     with pytest.raises(ModelError, match=f"tokens {size} and {size + 2} have the same text"):
         made(tmp_path, content, SPM)
@@ -764,8 +764,8 @@ def test_damaged_metadata_is_refused_by_its_key(tmp_path):
 
 
 def test_types_in_the_file_are_those_that_llama_cpp_asks_for(tmp_path):
-    found = tokenizer_metadata(save(tmp_path, template(unigram(), after=["</s>"]), **T5), {})
-    kinds = {key: value.kind for key, value in found.items() if hasattr(value, "kind")}
+    actual = tokenizer_metadata(save(tmp_path, template(unigram(), after=["</s>"]), **T5), {})
+    kinds = {key: value.kind for key, value in actual.items() if hasattr(value, "kind")}
     assert kinds == {
         "tokenizer.ggml.tokens": "[str]",
         "tokenizer.ggml.token_type": "[i32]",
@@ -773,21 +773,21 @@ def test_types_in_the_file_are_those_that_llama_cpp_asks_for(tmp_path):
         "tokenizer.ggml.precompiled_charsmap": "[u8]",
     }
     again = tokenizer_metadata(tmp_path, {})
-    assert list(again.items()) == list(found.items())
+    assert list(again.items()) == list(actual.items())
 
 
 def test_a_foreign_file_with_a_fill_in_the_middle_of_a_unigram(tmp_path):
     content = template(unigram(), after=["</s>"])
     content["model"]["vocab"][40] = ["[PAD40]", -3.0]
-    found = made(tmp_path / "in", content, T5)
-    assert found["tokenizer.ggml.token_type"][40] == 5
-    back(tmp_path / "out", found, as_ours=False)
+    result = made(tmp_path / "in", content, T5)
+    assert result["tokenizer.ggml.token_type"][40] == 5
+    back(tmp_path / "out", result, as_ours=False)
     vocabulary = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(vocabulary) == len(content["model"]["vocab"]) + 1
     assert vocabulary[40][1] == min(score for _, score in content["model"]["vocab"][3:])
 
 
-def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path):
+def test_what_llama_cpp_does_differently_is_reported(tmp_path):
     def limits(content, settings, generation=None):
         folder = save(tmp_path, content, **settings)
         (folder / "generation_config.json").write_text(json.dumps(generation or {}))

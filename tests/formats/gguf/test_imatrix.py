@@ -68,13 +68,13 @@ def test_what_is_written_is_read_back(tmp_path):
     experts = ImportanceEntry(torch.rand(4, 32), torch.tensor([[5.0], [0.0], [3.0], [8.0]]))
     entries = {"blk.0.attn_q.weight": random_entry(64), "blk.0.ffn_up_exps.weight": experts}
     write_imatrix(tmp_path / "i.gguf", entries, datasets=[], chunks=3, chunk_size=128)
-    found = read_imatrix(tmp_path / "i.gguf")
-    assert sorted(found) == sorted(entries)
+    matrix = read_imatrix(tmp_path / "i.gguf")
+    assert sorted(matrix) == sorted(entries)
     for name, entry in entries.items():
-        assert torch.equal(found[name].in_sum2, entry.in_sum2)
-        assert torch.equal(torch.as_tensor(found[name].count), torch.as_tensor(entry.count))
-    assert isinstance(found["blk.0.attn_q.weight"].count, float)
-    importance = found["blk.0.ffn_up_exps.weight"].importance()
+        assert torch.equal(matrix[name].in_sum2, entry.in_sum2)
+        assert torch.equal(torch.as_tensor(matrix[name].count), torch.as_tensor(entry.count))
+    assert isinstance(matrix["blk.0.attn_q.weight"].count, float)
+    importance = matrix["blk.0.ffn_up_exps.weight"].importance()
     assert torch.equal(importance[0], experts.in_sum2[0] / 5)
     assert torch.equal(importance[1], torch.ones(32))  # an expert that no token reached
     metadata = read_gguf(tmp_path / "i.gguf").metadata
@@ -93,11 +93,11 @@ def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
         "blk.1.ffn_up_exps.weight.counts": [[4.0], [8.0]],
     }
     file = write_theirs(tmp_path / "theirs.gguf", tensors)
-    found = read_imatrix(file)
-    assert list(found) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.ffn_up_exps.weight"]
-    assert found["blk.0.attn_q.weight"].in_sum2.tolist() == sums.tolist()
-    assert found["blk.0.attn_q.weight"].importance().tolist() == (sums / 16).tolist()
-    assert found["blk.1.ffn_up_exps.weight"].importance()[1].tolist() == (sums[32:] / 8).tolist()
+    matrix = read_imatrix(file)
+    assert list(matrix) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.ffn_up_exps.weight"]
+    assert matrix["blk.0.attn_q.weight"].in_sum2.tolist() == sums.tolist()
+    assert matrix["blk.0.attn_q.weight"].importance().tolist() == (sums / 16).tolist()
+    assert matrix["blk.1.ffn_up_exps.weight"].importance()[1].tolist() == (sums[32:] / 8).tolist()
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_entries_that_are_not_finite_are_not_written(tmp_path):
 
 def binary(entries, tail=b""):
     """The older flavour, byte by byte."""
-    made = struct.pack("<i", len(entries))
+    result = struct.pack("<i", len(entries))
     for name, calls, values in entries:
-        made += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, len(values))
-        made += struct.pack(f"<{len(values)}f", *values)
-    return made + tail
+        result += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, len(values))
+        result += struct.pack(f"<{len(values)}f", *values)
+    return result + tail
 
 
 ENTRIES = [("blk.0.attn_k.weight", 4, [4.0, 8.0, 2.0]), ("output.weight", 0, [3.0])]
@@ -150,10 +150,10 @@ ENTRIES = [("blk.0.attn_k.weight", 4, [4.0, 8.0, 2.0]), ("output.weight", 0, [3.
 def test_the_older_format_is_read(tmp_path, tail):
     file = tmp_path / "imatrix.dat"
     file.write_bytes(binary(ENTRIES, tail))
-    found = read_imatrix(file)
-    assert list(found) == ["blk.0.attn_k.weight", "output.weight"]
-    assert found["blk.0.attn_k.weight"].importance().tolist() == [1.0, 2.0, 0.5]
-    assert found["output.weight"].importance().tolist() == [3.0]  # llama.cpp divides by no calls
+    matrix = read_imatrix(file)
+    assert list(matrix) == ["blk.0.attn_k.weight", "output.weight"]
+    assert matrix["blk.0.attn_k.weight"].importance().tolist() == [1.0, 2.0, 0.5]
+    assert matrix["output.weight"].importance().tolist() == [3.0]  # llama.cpp divides by no calls
 
 
 def test_a_cut_or_foreign_file_is_refused_by_name(tmp_path):

@@ -9,14 +9,14 @@ from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 def shapes(layers=3, K=256, F=512, *, tied=False, fused=False):
     """Tensors of a llama-like model, in the order of a file."""
-    found = {"token_embd.weight": (300, K)}
+    actual = {"token_embd.weight": (300, K)}
     for layer in range(layers):
         leaves = {"attn_norm": (K,), "ffn_down": (K, F), "ffn_gate": (F, K), "ffn_up": (F, K)}
         names = ["attn_qkv"] if fused else ["attn_k", "attn_q", "attn_v"]
         leaves |= {**dict.fromkeys(names, (K, K)), "attn_output": (K, K)}
-        found.update({f"blk.{layer}.{leaf}.weight": shape for leaf, shape in leaves.items()})
-    found["output_norm.weight"] = (K,)
-    return found if tied else {**found, "output.weight": (300, K)}
+        actual.update({f"blk.{layer}.{leaf}.weight": shape for leaf, shape in leaves.items()})
+    actual["output_norm.weight"] = (K,)
+    return actual if tied else {**actual, "output.weight": (300, K)}
 
 
 def types(name, layers=3, *, heads=8, kv_heads=8, architecture="llama", **options):
@@ -26,21 +26,25 @@ def types(name, layers=3, *, heads=8, kv_heads=8, architecture="llama", **option
     )
 
 
-def column(found, leaf):
+def column(types_by_name, leaf):
     """Types of one role, layer by layer, without their Q and _K."""
-    kinds = [kind for name, kind in found.kinds.items() if name.endswith(f".{leaf}.weight")]
+    kinds = [kind for name, kind in types_by_name.kinds.items() if name.endswith(f".{leaf}.weight")]
     return " ".join(kind.removeprefix("Q").removesuffix("_K") for kind in kinds)
 
 
 def test_q4_k_m_of_sixteen_layers():
-    found = types("Q4_K_M", 16)
+    actual_types = types("Q4_K_M", 16)
     for leaf in ("attn_v", "ffn_down"):  # the first 2, the last 2, of the others every third: 4, 7, 10, 13
-        assert column(found, leaf) == "6 6 4 4 6 4 4 6 4 4 6 4 4 6 6 6"
+        assert column(actual_types, leaf) == "6 6 4 4 6 4 4 6 4 4 6 4 4 6 6 6"
     for leaf in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"):
-        assert column(found, leaf) == " ".join("4" * 16)
-    assert found.kinds["token_embd.weight"] == "Q4_K" and found.kinds["output.weight"] == "Q6_K"
-    assert found.kinds["output_norm.weight"] == found.kinds["blk.0.attn_norm.weight"] == "F32"
-    assert found.file_type == 15 and found.notes == () and list(found.kinds) == list(shapes(16))
+        assert column(actual_types, leaf) == " ".join("4" * 16)
+    assert actual_types.kinds["token_embd.weight"] == "Q4_K" and actual_types.kinds["output.weight"] == "Q6_K"
+    assert actual_types.kinds["output_norm.weight"] == actual_types.kinds["blk.0.attn_norm.weight"] == "F32"
+    assert (
+        actual_types.file_type == 15
+        and actual_types.notes == ()
+        and list(actual_types.kinds) == list(shapes(16))
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,10 +93,10 @@ def test_experts():
         "blk.0.attn_output.weight": (64, 256),
         "output.weight": (64, 256),
     }
-    found = types("Q4_K_M", 1, shapes=given, experts=8).kinds
-    assert list(found.values()) == ["F32", "Q4_K", "Q8_0", "Q5_K", "Q6_K"]
-    found = types("MXFP4_MOE", 1, shapes=given, experts=8).kinds
-    assert list(found.values()) == ["F32", "MXFP4", "Q8_0", "Q8_0", "Q8_0"]
+    actual = types("Q4_K_M", 1, shapes=given, experts=8).kinds
+    assert list(actual.values()) == ["F32", "Q4_K", "Q8_0", "Q5_K", "Q6_K"]
+    actual = types("MXFP4_MOE", 1, shapes=given, experts=8).kinds
+    assert list(actual.values()) == ["F32", "MXFP4", "Q8_0", "Q8_0", "Q8_0"]
 
 
 def test_mxfp4_of_a_model_without_experts():
@@ -105,16 +109,18 @@ def test_mxfp4_of_a_model_without_experts():
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_numbers(name):
-    found = types(name, sizes={"K": 80})
-    assert found.kinds["blk.0.attn_q.weight"] == found.kinds["output.weight"] == name
-    assert found.kinds["blk.0.attn_norm.weight"] == "F32" and found.notes == ()
+    actual_types = types(name, sizes={"K": 80})
+    assert actual_types.kinds["blk.0.attn_q.weight"] == actual_types.kinds["output.weight"] == name
+    assert actual_types.kinds["blk.0.attn_norm.weight"] == "F32" and actual_types.notes == ()
 
 
 def test_inputs_that_blocks_do_not_divide():
-    found = types("Q4_K_M", 3, sizes={"K": 96, "F": 80})
-    assert found.kinds["blk.0.attn_q.weight"] == "Q5_0" and found.kinds["output.weight"] == "Q8_0"
-    assert found.kinds["blk.0.ffn_down.weight"] == "F16"
-    assert found.notes == (
+    actual_types = types("Q4_K_M", 3, sizes={"K": 96, "F": 80})
+    assert (
+        actual_types.kinds["blk.0.attn_q.weight"] == "Q5_0" and actual_types.kinds["output.weight"] == "Q8_0"
+    )
+    assert actual_types.kinds["blk.0.ffn_down.weight"] == "F16"
+    assert actual_types.notes == (
         "output.weight and 1 more have 96 inputs, no multiple of 256: Q8_0 instead of Q6_K",
         "token_embd.weight and 17 more have 96 inputs, no multiple of 256: Q5_0 instead of Q4_K",
         "blk.0.ffn_down.weight and 1 more have 80 inputs, no multiple of 32: F16 instead of Q4_K",
@@ -133,12 +139,12 @@ def test_a_type_that_does_not_fit_gives_way():
 @pytest.mark.parametrize("sizes", [{}, {"K": 96, "F": 80}, {"tied": True}, {"fused": True}])
 def test_every_mix_gives_every_tensor_a_type_that_divides_it(name, sizes):
     given = shapes(9, **sizes)
-    found = types(name, 9, shapes=given, imatrix=True)
-    assert list(found.kinds) == list(given)
-    assert found.file_type == FILE_TYPES.get(name, FILE_TYPES["MXFP4_MOE"])
-    assert all(given[one][-1] % TYPES[kind].block == 0 for one, kind in found.kinds.items())
+    actual_types = types(name, 9, shapes=given, imatrix=True)
+    assert list(actual_types.kinds) == list(given)
+    assert actual_types.file_type == FILE_TYPES.get(name, FILE_TYPES["MXFP4_MOE"])
+    assert all(given[one][-1] % TYPES[kind].block == 0 for one, kind in actual_types.kinds.items())
     backwards = dict(reversed(given.items()))
-    assert types(name, 9, shapes=backwards, imatrix=True).kinds == found.kinds  # whatever their order
+    assert types(name, 9, shapes=backwards, imatrix=True).kinds == actual_types.kinds  # whatever their order
 
 
 def test_what_is_never_quantized():
@@ -158,10 +164,10 @@ def test_what_is_never_quantized():
 
 def test_types_of_their_own():
     own = ["blk\\.0\\.attn_v=q8_0", "attn_(k|v)=Q5_K", "output.weight=BF16"]
-    found = types("Q4_K_M", 16, overrides=own)
-    assert column(found, "attn_v") == "8_0 " + " ".join("5" * 15)
-    assert column(found, "attn_k") == " ".join("5" * 16)
-    assert found.kinds["output.weight"] == "BF16"
+    actual_types = types("Q4_K_M", 16, overrides=own)
+    assert column(actual_types, "attn_v") == "8_0 " + " ".join("5" * 15)
+    assert column(actual_types, "attn_k") == " ".join("5" * 16)
+    assert actual_types.kinds["output.weight"] == "BF16"
     assert types("F16", overrides=["ffn_down=Q8_0"]).kinds["blk.1.ffn_down.weight"] == "Q8_0"
     counted = types("Q4_K_M", 16, overrides=["blk\\.[01]\\.attn_v=Q8_0"])  # the others are counted from 0 on
     assert column(counted, "attn_v") == "8_0 8_0 6 6 4 4 6 4 4 6 4 4 6 4 4 6"

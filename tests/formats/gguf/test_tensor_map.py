@@ -33,11 +33,11 @@ def written(variant):
     """Model, config, and the tensors of its file."""
     model = build(variant)
     config, state = said(model), stored(model)
-    made = {
-        each.gguf: each.apply(state[each.stored]) if each.stored else each.value
-        for each in placements(config, state)
+    result = {
+        placement.gguf: placement.apply(state[placement.stored]) if placement.stored else placement.value
+        for placement in placements(config, state)
     }
-    return model, config, made
+    return model, config, result
 
 
 def test_every_family_has_a_tiny_model():
@@ -46,36 +46,36 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
-    found, config = ARCHITECTURES[family], parse_config({"model_type": family}).to_dict()
-    for name, value in found.defaults.items():
-        theirs = config.get(key_of(found, name), config.get("rope_parameters", {}).get(name))
+    actual, config = ARCHITECTURES[family], parse_config({"model_type": family}).to_dict()
+    for name, value in actual.defaults.items():
+        theirs = config.get(key_of(actual, name), config.get("rope_parameters", {}).get(name))
         assert value == theirs, name
-    for rule in found.rules:
+    for rule in actual.rules:
         assert rule.default == config.get(rule.key, rule.default), rule
-    assert bool(config["tie_word_embeddings"]) == found.defaults.get("tie_word_embeddings", False)
-    if "kv_heads" not in found.defaults and not found.layer_norm:
+    assert bool(config["tie_word_embeddings"]) == actual.defaults.get("tie_word_embeddings", False)
+    if "kv_heads" not in actual.defaults and not actual.layer_norm:
         assert config["num_key_value_heads"] == config["num_attention_heads"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_names_are_those_of_the_gguf_packages_table(variant):
     model = build(variant)
-    found = architecture(said(model))
-    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.arch)
+    result = architecture(said(model))
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == result.arch)
     table = gguf.get_tensor_name_map(kind, said(model).get("num_hidden_layers") or 3)
-    for each in placements(said(model), stored(model)):
-        if each.stored is None or (each.gguf == "output.weight" and "embed_" in each.stored):
+    for placement in placements(said(model), stored(model)):
+        if placement.stored is None or (placement.gguf == "output.weight" and "embed_" in placement.stored):
             continue
-        theirs = table.get_name(each.stored, try_suffixes=(".weight", ".bias"))
-        assert theirs == each.gguf, each.stored
+        theirs = table.get_name(placement.stored, try_suffixes=(".weight", ".bias"))
+        assert theirs == placement.gguf, placement.stored
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_are_those_of_the_gguf_package(variant):
     config = said(variants.config(variant))
-    found = architecture(config).arch
+    actual = architecture(config).arch
     known = {
-        value.replace("{arch}", found)
+        value.replace("{arch}", actual)
         for group in vars(gguf.Keys).values()
         if isinstance(group, type)
         for value in vars(group).values()
@@ -88,8 +88,8 @@ def test_keys_are_those_of_the_gguf_package(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_file_gives_a_model_of_the_same_shapes_and_settings(variant):
-    model, config, made = written(variant)
-    again = hf_config(metadata(config, "tiny"), made)
+    model, config, result = written(variant)
+    again = hf_config(metadata(config, "tiny"), result)
     rebuilt = empty_model(parse_config(json.loads(json.dumps(again))))
     shapes = {name: tensor.shape for name, tensor in rebuilt.state_dict().items()}
     assert shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -113,21 +113,24 @@ def test_weights_come_back_bit_for_bit(variant):
             state[name] = tensor.bfloat16()
     placed = placements(config, state)
     seen = set()
-    for each in placed:
-        if each.stored:
-            tensor = each.apply(state[each.stored])
-            assert tuple(tensor.shape) == each.shape
-            assert tensor.dtype == torch.float32 or each.matrix
-            assert torch.equal(each.undo(tensor, state[each.stored].dtype), state[each.stored]), each.gguf
-            seen.add(each.stored)
+    for item in placed:
+        if item.stored:
+            tensor = item.apply(state[item.stored])
+            assert tuple(tensor.shape) == item.shape
+            assert tensor.dtype == torch.float32 or item.matrix
+            assert torch.equal(item.undo(tensor, state[item.stored].dtype), state[item.stored]), item.gguf
+            seen.add(item.stored)
     assert seen == state.keys()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_file_gives_the_model_back(variant):
-    model, config, made = written(variant)
-    again = hf_config(metadata(config, "tiny"), made)
-    state = {each.stored: each.undo(made[each.gguf]) for each in file_placements(again, made)}
+    model, config, result = written(variant)
+    again = hf_config(metadata(config, "tiny"), result)
+    state = {
+        file_placement.stored: file_placement.undo(result[file_placement.gguf])
+        for file_placement in file_placements(again, result)
+    }
     if "embed_out.weight" in state:
         state["lm_head.weight"] = state.pop("embed_out.weight")
     again["hidden_act"] = config.get("hidden_act", again.get("hidden_act"))
@@ -143,15 +146,15 @@ def test_a_file_gives_the_model_back(variant):
 
 def test_a_file_of_llama_cpps_converter_says_the_same():
     """It leaves out what its loader takes by default."""
-    _, config, made = written("qwen2")
+    _, config, result = written("qwen2")
     keys = metadata(config, "tiny")
     for leaf in ("attention.key_length", "attention.value_length", "vocab_size", "rope.dimension_count"):
         del keys[f"qwen2.{leaf}"]
-    assert hf_config(keys, made) == hf_config(metadata(config, "tiny"), made)
-    _, config, made = written("gemma2")
+    assert hf_config(keys, result) == hf_config(metadata(config, "tiny"), result)
+    _, config, result = written("gemma2")
     keys = metadata(config, "tiny")
     del keys["gemma2.rope.freq_base"], keys["gemma2.rope.dimension_count"], keys["gemma2.vocab_size"]
-    assert hf_config(keys, made) == hf_config(metadata(config, "tiny"), made)
+    assert hf_config(keys, result) == hf_config(metadata(config, "tiny"), result)
 
 
 def test_numbers_come_back_from_float32():
@@ -159,16 +162,16 @@ def test_numbers_come_back_from_float32():
     keys = metadata(config, "tiny")
     for key, value in keys.items():
         keys[key] = float(torch.tensor(value)) if isinstance(value, float) else value
-    _, _, made = written("llama3")
-    again = hf_config(keys, made)
+    _, _, result = written("llama3")
+    again = hf_config(keys, result)
     assert again["rms_norm_eps"] == 1e-6 and again["rope_parameters"]["rope_theta"] == 500000.0
 
 
 def test_special_tokens_and_dtype_are_read():
-    _, config, made = written("qwen2")
+    _, config, result = written("qwen2")
     keys = metadata(config, "tiny") | {"tokenizer.ggml.eos_token_id": 7}
-    made = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in made.items()}
-    again = hf_config(keys, made)
+    result = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in result.items()}
+    again = hf_config(keys, result)
     assert (again["eos_token_id"], again["bos_token_id"], again["dtype"]) == (7, None, "bfloat16")
 
 
@@ -225,8 +228,8 @@ def test_llama3_factors_are_the_ratio_of_transformers_frequencies(changes, head)
     )
     theirs, scale = ROPE_INIT_FUNCTIONS["llama3"](config)
     plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, head, 2).double() / head)
-    found = architecture(said(config) | {"architectures": []})
-    rope = read_rope(said(config), found, sizes(said(config), found))
+    result = architecture(said(config) | {"architectures": []})
+    rope = read_rope(said(config), result, sizes(said(config), result))
     ours = llama3_factors(rope)
     assert scale == 1.0 and ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), plain / theirs.double(), rtol=3e-6, atol=0)
@@ -260,14 +263,21 @@ def test_factors_of_no_kind_become_longrope():
 
 
 def factors(config):
-    return next(each.value for each in expected_placements(config) if each.gguf == FREQUENCIES)
+    return next(
+        expected_placement.value
+        for expected_placement in expected_placements(config)
+        if expected_placement.gguf == FREQUENCIES
+    )
 
 
 def through_a_file(config, frequencies=None):
     """The config after the way through a file's metadata, without weights."""
-    made = {each.gguf: torch.empty(each.shape, device="meta") for each in expected_placements(config)}
-    made[FREQUENCIES] = factors(config) if frequencies is None else frequencies
-    return hf_config(metadata(config, "x"), made)
+    result = {
+        expected_placement.gguf: torch.empty(expected_placement.shape, device="meta")
+        for expected_placement in expected_placements(config)
+    }
+    result[FREQUENCIES] = factors(config) if frequencies is None else frequencies
+    return hf_config(metadata(config, "x"), result)
 
 
 OLD = {"rope_theta": 500000.0, "rope_scaling": {k: v for k, v in LLAMA31.items() if k != "rope_theta"}}
@@ -323,7 +333,7 @@ def test_windows_are_those_of_transformers(family, changes, named):
         config.pop("layer_types", None)
     seen = window(config, ARCHITECTURES[config["model_type"]], layers)
     assert (seen.blocks if seen else (False,) * layers) == tuple(
-        each.startswith("sliding") for each in wanted
+        item.startswith("sliding") for item in wanted
     )
     assert seen is None or seen.tokens == 8
 
@@ -339,7 +349,7 @@ def test_usual_windows_are_not_spelled_out():
     )
 
 
-def test_departures_are_told():
+def test_departures_are_reported():
     assert not notes(said(variants.config("llama3"))) and not notes(said(variants.config("gemma2")))
     config = said(variants.config("mistral")) | {"sliding_window": 8}
     assert "beyond 8 tokens" in notes(config)[0]
@@ -426,12 +436,12 @@ def test_tensors_that_do_not_fit_are_named():
 
 
 def test_files_that_do_not_fit_are_named():
-    _, config, made = written("gemma3")
+    _, config, result = written("gemma3")
     keys = metadata(config, "x")
     with pytest.raises(ModelError, match="rwkv"):
-        hf_config({"general.architecture": "rwkv"}, made)
+        hf_config({"general.architecture": "rwkv"}, result)
     with pytest.raises(CheckpointError, match="block_count"):
-        hf_config({key: value for key, value in keys.items() if key != "gemma3.block_count"}, made)
+        hf_config({key: value for key, value in keys.items() if key != "gemma3.block_count"}, result)
     for leaf, wrong in (
         ("attention.head_count", 0),
         ("attention.layer_norm_rms_epsilon", "small"),
@@ -439,19 +449,27 @@ def test_files_that_do_not_fit_are_named():
         ("attention.sliding_window", [8]),
     ):
         with pytest.raises(CheckpointError, match=f"gemma3.{leaf} is"):
-            hf_config({**keys, f"gemma3.{leaf}": wrong}, made)
+            hf_config({**keys, f"gemma3.{leaf}": wrong}, result)
     with pytest.raises(CheckpointError, match="epsilon is missing"):
-        hf_config({key: value for key, value in keys.items() if not key.endswith("epsilon")}, made)
+        hf_config({key: value for key, value in keys.items() if not key.endswith("epsilon")}, result)
     with pytest.raises(ModelError, match="layer_types"):
-        file_placements(hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, made), made)
+        file_placements(
+            hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, result), result
+        )
     with pytest.raises(CheckpointError, match="feed_forward_length differs"):
-        hf_config({**keys, "gemma3.feed_forward_length": [96, 64, 96]}, made)
-    assert hf_config({**keys, "gemma3.feed_forward_length": [96, 96, 96]}, made) == hf_config(keys, made)
-    again = hf_config(keys, made)
+        hf_config({**keys, "gemma3.feed_forward_length": [96, 64, 96]}, result)
+    assert hf_config({**keys, "gemma3.feed_forward_length": [96, 96, 96]}, result) == hf_config(keys, result)
+    again = hf_config(keys, result)
     for name, wrong in (
-        ("blk.2.ffn_up.weight", {key: value for key, value in made.items() if key != "blk.2.ffn_up.weight"}),
-        ("blk.2.ffn_up.weight", {**made, "blk.2.ffn_up.weight": made["blk.2.ffn_up.weight"][:5]}),
-        ("blk.2.ffn_gate_exps.weight", {**made, "blk.2.ffn_gate_exps.weight": made["output_norm.weight"]}),
+        (
+            "blk.2.ffn_up.weight",
+            {key: value for key, value in result.items() if key != "blk.2.ffn_up.weight"},
+        ),
+        ("blk.2.ffn_up.weight", {**result, "blk.2.ffn_up.weight": result["blk.2.ffn_up.weight"][:5]}),
+        (
+            "blk.2.ffn_gate_exps.weight",
+            {**result, "blk.2.ffn_gate_exps.weight": result["output_norm.weight"]},
+        ),
     ):
         with pytest.raises(CheckpointError, match=name):
             file_placements(again, wrong)
@@ -462,18 +480,18 @@ def test_old_and_bare_names_are_understood():
     config, state = said(model), stored(model)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
     bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "lm_head.weight": state["transformer.wte.weight"]}
-    found = {each.gguf: each.stored for each in placements(config, bare)}
-    assert found["blk.1.attn_qkv.weight"] == "h.1.attn.c_attn.weight" and "output.weight" not in found
+    actual = {placement.gguf: placement.stored for placement in placements(config, bare)}
+    assert actual["blk.1.attn_qkv.weight"] == "h.1.attn.c_attn.weight" and "output.weight" not in actual
     model = build("gpt_neox")
     config, state = said(model), stored(model)
     state["embed_out.weight"] = state.pop("lm_head.weight")
-    found = {each.gguf: each.stored for each in placements(config, state)}
-    assert found["output.weight"] == "embed_out.weight"
+    actual = {placement.gguf: placement.stored for placement in placements(config, state)}
+    assert actual["output.weight"] == "embed_out.weight"
 
 
 def test_a_needed_head_is_a_copy_of_the_tied_embedding():
-    _, _, made = written("gpt_neox tied")
-    assert torch.equal(made["output.weight"], made["token_embd.weight"])
+    _, _, result = written("gpt_neox tied")
+    assert torch.equal(result["output.weight"], result["token_embd.weight"])
 
 
 def test_inputs_are_not_changed():
@@ -486,8 +504,16 @@ def test_inputs_are_not_changed():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gemmas_norms_alone_gain_one(variant):
-    gained = {each.gguf for each in expected_placements(said(variants.config(variant))) if each.plus}
-    norms = {each.gguf for each in expected_placements(said(variants.config(variant))) if "norm" in each.gguf}
+    gained = {
+        expected_placement.gguf
+        for expected_placement in expected_placements(said(variants.config(variant)))
+        if expected_placement.plus
+    }
+    norms = {
+        expected_placement.gguf
+        for expected_placement in expected_placements(said(variants.config(variant)))
+        if "norm" in expected_placement.gguf
+    }
     assert gained == (norms if "gemma" in variant else set())
 
 
@@ -499,10 +525,13 @@ def test_gemmas_norms_alone_gain_one(variant):
     ("qwen2", (), None), ("phi3", (), None), ("olmo2", (), None), ("starcoder2", (), None),
 ])  # fmt: skip
 def test_biases_are_ordered_as_their_weights_are(variant, parts, rows):
-    placed = {each.gguf: each for each in expected_placements(said(variants.config(variant)))}
-    ordered = {name for name, each in placed.items() if each.rows is not None}
-    found = {name.split(".")[2] for name in ordered}
-    assert found == set(parts)
+    placed = {
+        expected_placement.gguf: expected_placement
+        for expected_placement in expected_placements(said(variants.config(variant)))
+    }
+    ordered = {name for name, expected_placement in placed.items() if expected_placement.rows is not None}
+    actual = {name.split(".")[2] for name in ordered}
+    assert actual == set(parts)
     for name in ordered:
         bias = name.replace(".weight", ".bias")
         assert bias not in placed or torch.equal(placed[bias].rows, placed[name].rows)
@@ -514,7 +543,7 @@ def random_tensor(*shape, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize("heads, width", [(1, 2), (4, 8), (3, 6), (2, 64)])
-def test_pairing_puts_the_halves_of_a_head_beside_each_other(heads, width):
+def test_pairing_interleaves_the_halves_of_a_head(heads, width):
     weight = random_tensor(heads * width, 5)
     expected = torch.empty_like(weight)
     for head in range(heads):
@@ -526,11 +555,11 @@ def test_pairing_puts_the_halves_of_a_head_beside_each_other(heads, width):
 
 @pytest.mark.parametrize("heads, kv_heads, width", [(4, 4, 8), (6, 2, 4), (5, 1, 2)])
 def test_sorting_takes_the_groups_apart(heads, kv_heads, width):
-    each = heads // kv_heads
+    item = heads // kv_heads
     rows = [
         (kind, group, part, row)
         for group in range(kv_heads)
-        for kind, parts in (("q", each), ("k", 1), ("v", 1))
+        for kind, parts in (("q", item), ("k", 1), ("v", 1))
         for part in range(parts)
         for row in range(width)
     ]

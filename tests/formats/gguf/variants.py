@@ -86,23 +86,23 @@ def config(variant):
     """The transformers config of a variant."""
     family, changes = VARIANTS[variant]
     kind, model, arguments = FAMILIES[family]
-    made = getattr(transformers, kind)(
+    result = getattr(transformers, kind)(
         **{**json.loads(json.dumps(arguments)), **json.loads(json.dumps(changes))}
     )
-    made.architectures = [model]
-    return made
+    result.architectures = [model]
+    return result
 
 
 def build(variant):
     """The model of a variant: seeded random weights, float32."""
-    made = config(variant)
-    return tiny_models.randomize(getattr(transformers, made.architectures[0])(made)).eval()
+    built_config = config(variant)
+    return tiny_models.randomize(getattr(transformers, built_config.architectures[0])(built_config)).eval()
 
 
 def said(model_or_config):
     """The content of config.json."""
-    made = getattr(model_or_config, "config", model_or_config)
-    return json.loads(made.to_json_string(use_diff=False))
+    result = getattr(model_or_config, "config", model_or_config)
+    return json.loads(result.to_json_string(use_diff=False))
 
 
 def stored(model):

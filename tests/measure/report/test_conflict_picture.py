@@ -35,11 +35,11 @@ def row(noise: random.Random, models: int, layer: int | None, part: str, size: i
 
 def rows_of(models: int, layers: int) -> list[dict[str, Any]]:
     noise = random.Random(models)
-    found = [row(noise, models, None, "all", 1000)]
+    results = [row(noise, models, None, "all", 1000)]
     for layer in range(layers):
         sizes = (("attention", 40), ("mlp", 80), ("norm", 1))
-        found += [row(noise, models, layer, part, size) for part, size in sizes]
-    return found + [row(noise, models, None, part, 60) for part in ("embedding", "head", "norm")]
+        results += [row(noise, models, layer, part, size) for part, size in sizes]
+    return results + [row(noise, models, None, part, 60) for part in ("embedding", "head", "norm")]
 
 
 def run_of(rows: Any, labels: Any) -> Any:
@@ -49,7 +49,7 @@ def run_of(rows: Any, labels: Any) -> Any:
 
 def word_boxes(root: ElementTree.Element) -> list[tuple[str, LabelBox]]:
     """Every text with about the place it takes, moved as its group is."""
-    found: list[tuple[str, LabelBox]] = []
+    actual: list[tuple[str, LabelBox]] = []
 
     def walk(element: ElementTree.Element, x: float, y: float) -> None:
         if moved := re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.get("transform", "")):
@@ -59,14 +59,14 @@ def word_boxes(root: ElementTree.Element) -> list[tuple[str, LabelBox]]:
             width = text_width(element.text or "", size)
             shift = {"end": 1.0, "middle": 0.5}.get(element.get("text-anchor", ""), 0.0)
             left, base = x + float(element.get("x", 0)) - shift * width, y + float(element.get("y", 0))
-            found.append(
+            actual.append(
                 (element.text or "", LabelBox(left, base - 0.75 * size, left + width, base + 0.2 * size))
             )
         for child in element:
             walk(child, x, y)
 
     walk(root, 0.0, 0.0)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(("models", "layers"), [(2, 1), (2, 40), (3, 8), (4, 22), (6, 100), (8, 12)])
@@ -83,13 +83,13 @@ def test_no_words_over_each_other_and_none_outside(models, layers, length, width
 
 
 def points_of(drawn: str, what: str) -> list[tuple[int, float]]:
-    found = re.findall(rf'<circle cx="[\d.]+" cy="([\d.]+)"[^>]*><title>{what}, layer (\d+)', drawn)
-    return [(int(layer), float(y)) for y, layer in found]
+    actual = re.findall(rf'<circle cx="[\d.]+" cy="([\d.]+)"[^>]*><title>{what}, layer (\d+)', drawn)
+    return [(int(layer), float(y)) for y, layer in actual]
 
 
 def test_lines_stand_where_the_rows_say():
     rows = rows_of(2, 5)
-    table = {(each["layer"], each["part"]): each for each in rows}
+    table = {(item["layer"], item["part"]): item for item in rows}
     drawn = conflicts_svg(rows, NAMES[:2])
     zero = float(re.findall(r'<line x1="40" y1="([\d.]+)"[^>]*class="zero"', drawn)[0])
     cosines = points_of(drawn, "mlp, cosine")
@@ -105,8 +105,8 @@ def test_lines_stand_where_the_rows_say():
 
 def test_unrelated_changes_look_unrelated():
     rows = rows_of(2, 6)
-    for each in rows:
-        each["cosine"], each["agreement"] = [-0.002], [0.501]
+    for item in rows:
+        item["cosine"], item["agreement"] = [-0.002], [0.501]
     drawn = conflicts_svg(rows, NAMES[:2])
     zero = float(re.findall(r'<line x1="40" y1="([\d.]+)"[^>]*class="zero"', drawn)[0])
     assert all(abs(y - zero) < 3 for _, y in points_of(drawn, "mlp, cosine"))
@@ -126,9 +126,9 @@ def test_pairs_have_panels_and_long_names_have_letters():
 
 def test_unknown_numbers_break_the_line():
     rows = rows_of(2, 6)
-    for each in rows:
-        if (each["layer"], each["part"]) == (2, "mlp"):
-            each["cosine"] = [None]
+    for item in rows:
+        if (item["layer"], item["part"]) == (2, "mlp"):
+            item["cosine"] = [None]
     drawn = conflicts_svg(rows, NAMES[:2])
     assert [layer for layer, _ in points_of(drawn, "mlp, cosine")] == [0, 1, 3, 4, 5]
     lines = re.findall(r'<polyline points="([^"]+)" class="series"/>', drawn)

@@ -97,7 +97,7 @@ def test_report_says_what_was_measured(run: RunRecord) -> None:
 
 
 def test_speed_notes_say_what_was_timed() -> None:
-    """One round has no spread, and only transformers' speed is told as such."""
+    """One round has no spread, and only transformers' speed is marked as such."""
     data = fake_run()
     assert "Rounds of one measurement differ by up to 11 %." in words_of(data)
     for entry in data["stages"]:
@@ -190,20 +190,20 @@ def test_quality_places_smaller_to_the_left_and_closer_below(run: RunRecord) -> 
     drawn = quality_picture(run, 900.0, 470.0)
     assert drawn is not None
     marks = re.findall(r'<title>(\w+):[^<]*</title>.*?cx="([\d.]+)" cy="([\d.]+)" r="6"', drawn)
-    place = {name: (float(x), float(y)) for name, x, y in marks}
-    assert place["quantize"][0] < place["recover"][0] < place["distill"][0] < place["original"][0]
+    index = {name: (float(x), float(y)) for name, x, y in marks}
+    assert index["quantize"][0] < index["recover"][0] < index["distill"][0] < index["original"][0]
     assert (
-        place["neurons"][1]
-        < place["heads"][1]
-        < place["recover"][1]
-        < place["distill"][1]
-        < place["original"][1]
+        index["neurons"][1]
+        < index["heads"][1]
+        < index["recover"][1]
+        < index["distill"][1]
+        < index["original"][1]
     )
 
 
 def test_long_names_stay_inside_the_narrow_picture() -> None:
     data = fake_run()
-    data["stages"][-1]["name"] = "a-very-long-name-of-a-stage-that-nobody-would-type"
+    data["stages"][-1]["name"] = "a-very-long-name-of-a-stage-that-is-hard-to-type--"
     drawn = quality_picture(run_from_dict(data), 370.0, 430.0)
     assert drawn is not None and "a-very-long-name-of…</text>" in drawn
 

@@ -19,8 +19,8 @@ from attar.measure.run_folder import RunRecord, StageRecord
 
 
 def test_text_and_attributes_are_escaped() -> None:
-    made = el("p", "<script>&", el("b", "x"), [" a", None, 3], class_='a"b', data_x=1.005, hidden=None)
-    assert made == '<p class="a&quot;b" data-x="1">&lt;script&gt;&amp;<b>x</b> a3</p>'
+    result = el("p", "<script>&", el("b", "x"), [" a", None, 3], class_='a"b', data_x=1.005, hidden=None)
+    assert result == '<p class="a&quot;b" data-x="1">&lt;script&gt;&amp;<b>x</b> a3</p>'
     assert join("<", Markup("<br>")) == "&lt;<br>"
 
 
@@ -127,10 +127,10 @@ def test_layer_names() -> None:
 
 def test_series_of_one_parent(run: RunRecord) -> None:
     series = series_of(list(run.stages[5:]))
-    assert [each.label for each in series] == ["round to nearest", "quantize"], "the larger errors first"
+    assert [sery.label for sery in series] == ["round to nearest", "quantize"], "the larger errors first"
     assert len(series[0].errors) == 28
     alone = series_of([run.stages[5]])
-    assert [each.label for each in alone] == ["rtn (error of the weights)"]
+    assert [sery.label for sery in alone] == ["rtn (error of the weights)"]
     assert (
         series_of([StageRecord("prune", details={"layers": [{"name": "model.layers.0.mlp", "kept": 3}]})])
         == []

@@ -23,60 +23,62 @@ def row(kind: str, method: str, speedup: float | None, reach: float = 1.2, **oth
 
 
 def drawn(*rows: dict[str, Any], model: str = "m", temperature: float = 0.0) -> ElementTree.Element:
-    found = {"model": model, "temperature": temperature, "rows": [row("code", "plain", None), *rows]}
-    return ElementTree.fromstring(speculation_picture(found))
+    actual = {"model": model, "temperature": temperature, "rows": [row("code", "plain", None), *rows]}
+    return ElementTree.fromstring(speculation_picture(actual))
 
 
 def texts(root: ElementTree.Element) -> list[str]:
-    return [each.text or "" for each in root.iter(f"{SVG}text")]
+    return [item.text or "" for item in root.iter(f"{SVG}text")]
 
 
 def bars(root: ElementTree.Element) -> dict[str, dict[str, float]]:
     """Of each bar by its title: where it begins and ends, and its whisker."""
-    found = {}
+    actual = {}
     for group in root.iter(f"{SVG}g"):
         title = group.find(f"{SVG}title")
         if title is not None:
             rect, line = group.find(f"{SVG}rect"), group.find(f"{SVG}line")
             assert rect is not None
             start = float(rect.get("x", ""))
-            found[title.text or ""] = {"start": start, "end": start + float(rect.get("width", ""))}
+            actual[title.text or ""] = {"start": start, "end": start + float(rect.get("width", ""))}
             if line is not None:
-                found[title.text or ""] |= {end: float(line.get(end, "")) for end in ("x1", "x2")}
-    return found
+                actual[title.text or ""] |= {end: float(line.get(end, "")) for end in ("x1", "x2")}
+    return actual
 
 
 def test_nothing_leaves_the_picture() -> None:
     """Long names, wide intervals, many methods; no text stands on another of its line."""
     rows = [
-        row(kind, method, 0.4 + place, reach=50.0 if place == 3 else 1.3, batch=batch)
+        row(kind, method, 0.4 + index, reach=50.0 if index == 3 else 1.3, batch=batch)
         for batch in (1, 8)
         for kind in ("code", "a-category-with-quite-a-long-name-of-its-own")
-        for place, method in enumerate(METHODS)
+        for index, method in enumerate(METHODS)
     ]
     root = drawn(*rows, model=LONG, temperature=0.7)
     height = float(root.get("height", ""))
     lines: dict[float, list[tuple[float, float]]] = {}
-    for each in root.iter(f"{SVG}text"):
-        small = {"tick": 11.0, "label": 13.0}.get(each.get("class", ""), 12.0)
-        wide, x, y = text_width(each.text or "", small), float(each.get("x", "")), float(each.get("y", ""))
-        left = x - wide * {"end": 1.0, "middle": 0.5}.get(each.get("text-anchor", ""), 0.0)
-        assert left >= 0 and left + wide <= WIDTH and 0 < y < height, each.text
+    for item in root.iter(f"{SVG}text"):
+        small = {"tick": 11.0, "label": 13.0}.get(item.get("class", ""), 12.0)
+        wide, x, y = text_width(item.text or "", small), float(item.get("x", "")), float(item.get("y", ""))
+        left = x - wide * {"end": 1.0, "middle": 0.5}.get(item.get("text-anchor", ""), 0.0)
+        assert left >= 0 and left + wide <= WIDTH and 0 < y < height, item.text
         lines.setdefault(y, []).append((left, left + wide))
     for spans in lines.values():
         spans.sort()
         assert all(one[1] < two[0] for one, two in pairwise(spans)), spans
     for bar in bars(root).values():
-        assert all(0 < place < WIDTH for place in bar.values())
+        assert all(0 < index < WIDTH for index in bar.values())
 
 
 def test_every_bar_is_named_and_every_method_has_a_histogram() -> None:
     """More methods than colours: names tell them apart."""
-    said = texts(drawn(*(row(kind, method, 1.5) for kind in ("code", "prose") for method in METHODS)))
+    message = texts(drawn(*(row(kind, method, 1.5) for kind in ("code", "prose") for method in METHODS)))
     for method in METHODS:
-        short = [each for each in said if each == method or (each[:1] == "…" and method.endswith(each[1:]))]
+        short = [
+            item for item in message if item == method or (item[:1] == "…" and method.endswith(item[1:]))
+        ]
         assert len(short) == 2 + 1, method
-    assert {"code", "prose"} <= set(said)
+    assert {"code", "prose"} <= set(message)
 
 
 def test_twice_and_half_as_fast_are_equally_far_from_one() -> None:
@@ -85,7 +87,7 @@ def test_twice_and_half_as_fast_are_equally_far_from_one() -> None:
     assert fast["start"] == pytest.approx(same["start"]) == pytest.approx(slow["end"])
     assert fast["end"] - fast["start"] == pytest.approx(slow["end"] - slow["start"], abs=0.05)
     assert fast["x2"] - fast["end"] == pytest.approx(fast["end"] - fast["x1"], abs=0.05), "of logarithms"
-    (one,) = [each for each in root.iter(f"{SVG}text") if each.text == "1" and each.get("class") == "tick"][
+    (one,) = [item for item in root.iter(f"{SVG}text") if item.text == "1" and item.get("class") == "tick"][
         :1
     ]
     assert float(one.get("x", "")) == pytest.approx(fast["start"], abs=0.05)

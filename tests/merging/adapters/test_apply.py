@@ -27,7 +27,7 @@ def randomize(model, seed=1):
                 parameter.copy_(parameter + noise)
 
 
-def made(tmp_path, family="llama2", changes=None, dtype=None, **settings):
+def adapted(tmp_path, family="llama2", changes=None, dtype=None, **settings):
     """A model with an adapter of peft's: both on disk, the view, and peft's merge of them."""
     model = tiny_models.build(family, **(changes if changes is not None else SIZE))
     tiny_models.save(model, tmp_path / "model", dtype=dtype)
@@ -70,7 +70,7 @@ CASES = {
 def test_bits_are_pefts(case, tmp_path):
     family, settings = CASES[case]
     changes = {"n_layer": 2} if family == "gpt2" else SIZE
-    view, wrapped = made(tmp_path, family, changes, **settings)
+    view, wrapped = adapted(tmp_path, family, changes, **settings)
     stored = dict(view.checkpoint.tensors)
     state = merged(wrapped)
     assert set(view.tensors) == set(stored)
@@ -85,7 +85,7 @@ def test_bits_are_pefts(case, tmp_path):
 
 
 def test_half_precision_is_rounded_once(tmp_path):
-    view, _ = made(tmp_path, dtype=torch.bfloat16, target_modules=ATTENTION)
+    view, _ = adapted(tmp_path, dtype=torch.bfloat16, target_modules=ATTENTION)
     name = "model.layers.0.self_attn.q_proj.weight"
     factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -106,7 +106,7 @@ def test_half_precision_is_rounded_once(tmp_path):
     ],
 )
 def test_a_tied_model_gets_a_head_of_its_own(settings, tmp_path):
-    view, wrapped = made(tmp_path, "smollm", **settings)
+    view, wrapped = adapted(tmp_path, "smollm", **settings)
     assert view.checkpoint.config["tie_word_embeddings"] and not view.config["tie_word_embeddings"]
     assert set(view.tensors) - set(view.checkpoint.tensors) == {"lm_head.weight"}
     apart = tiny_models.build("smollm", **SIZE, tie_word_embeddings=False)
@@ -117,11 +117,11 @@ def test_a_tied_model_gets_a_head_of_its_own(settings, tmp_path):
 
 
 def test_a_tied_model_stays_tied_where_it_is_not_touched(tmp_path):
-    view, _ = made(tmp_path, "smollm", target_modules=ATTENTION)
+    view, _ = adapted(tmp_path, "smollm", target_modules=ATTENTION)
     assert view.config["tie_word_embeddings"] and "lm_head.weight" not in view.tensors
 
 
-def test_a_larger_embedding_is_told(tmp_path):
+def test_a_larger_embedding_is_reported(tmp_path):
     model = tiny_models.build("llama2", **SIZE)
     tiny_models.save(model, tmp_path / "model")
     model.resize_token_embeddings(330)
@@ -133,7 +133,7 @@ def test_a_larger_embedding_is_told(tmp_path):
 
 
 def test_names_without_their_first_part_are_found(tmp_path):
-    _, wrapped = made(tmp_path, "gpt2", {"n_layer": 2}, target_modules=["c_attn"])
+    _, wrapped = adapted(tmp_path, "gpt2", {"n_layer": 2}, target_modules=["c_attn"])
     state = merged(wrapped)
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -144,7 +144,7 @@ def test_names_without_their_first_part_are_found(tmp_path):
 
 
 def test_an_adapters_fingerprint_covers_its_config(tmp_path):
-    view, _ = made(tmp_path, target_modules=ATTENTION)
+    view, _ = adapted(tmp_path, target_modules=ATTENTION)
     first = open_adapter(str(view.folder)).fingerprint()
     assert first == open_adapter(str(view.folder)).fingerprint()
     path = tmp_path / "lora" / "adapter_config.json"
@@ -166,7 +166,7 @@ def test_an_adapters_fingerprint_covers_its_config(tmp_path):
     ],
 )
 def test_a_config_that_is_not_computed_is_refused(entry, words, tmp_path):
-    view, _ = made(tmp_path, target_modules=ATTENTION)
+    view, _ = adapted(tmp_path, target_modules=ATTENTION)
     path = tmp_path / "lora" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))
     with pytest.raises(ModelError, match=words):
@@ -191,7 +191,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_a_tensor_without_a_place_is_named(change, words, tmp_path):
-    view, _ = made(tmp_path, target_modules=["q_proj"])
+    view, _ = adapted(tmp_path, target_modules=["q_proj"])
     path = tmp_path / "lora" / "adapter_model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(ModelError, match=words):
@@ -199,7 +199,7 @@ def test_a_tensor_without_a_place_is_named(change, words, tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    view, _ = made(tmp_path, target_modules=ATTENTION)
+    view, _ = adapted(tmp_path, target_modules=ATTENTION)
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
         AdaptedCheckpoint(view.checkpoint, tmp_path)
     path = tmp_path / "lora" / "adapter_model.safetensors"

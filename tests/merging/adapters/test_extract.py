@@ -97,7 +97,7 @@ def test_ranks_by_energy_and_the_card(tmp_path):
     assert config["rank_pattern"] and config["lora_alpha"] == config["r"]
     A = loaded.get_submodule(f"base_model.model.{row['module']}.lora_A.default").weight
     assert A.shape[0] == row["rank"]
-    assert all(each["error"] < 1e-3 for each in Card.read(full).details["extraction"]["linear"])
+    assert all(detail["error"] < 1e-3 for detail in Card.read(full).details["extraction"]["linear"])
     assert (some / "tokenizer.json").is_file()
     card = Card.read(some)
     assert [parent.name for parent in card.parents] == ["tuned", "base"] and " --base " in card.command

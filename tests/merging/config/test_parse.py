@@ -77,7 +77,7 @@ chat_template: auto
     assert config.tokenizer is not None
     assert config.tokenizer.source == "union"
     assert config.chat_template == "auto"
-    assert [str(each) for each in config.models()] == ["org/one+org/lora@r2", "org/two@main", "org/base@v1"]
+    assert [str(model) for model in config.models()] == ["org/one+org/lora@r2", "org/two@main", "org/base@v1"]
 
 
 def test_slices_and_modules() -> None:
@@ -99,11 +99,11 @@ modules:
     )
     encoder, decoder = config.modules
     assert (encoder.name, decoder.name) == ("encoder", "decoder")
-    assert [each.sources[0].layers for each in encoder.slices] == [(0, 2), (1, 3)]
+    assert [model.sources[0].layers for model in encoder.slices] == [(0, 2), (1, 3)]
     assert encoder.slices[0].parameters["scale"] == ParameterSetting(2)
     assert encoder.slices[1].base == ModelReference("c")
     assert decoder.slices[0].sources[0].layers is None
-    assert [str(each) for each in config.models()] == ["a", "b", "c"]
+    assert [str(model) for model in config.models()] == ["a", "b", "c"]
 
 
 def test_tokenizer_with_tokens() -> None:
@@ -135,7 +135,7 @@ tokenizer:
         "<|new|>": TokenChoice("zero"),
         "<|mean|>": TokenChoice(None),
     }
-    assert [str(each) for each in config.models()] == ["a", "org/chat", "org/other"]
+    assert [str(model) for model in config.models()] == ["a", "org/chat", "org/other"]
 
 
 def test_without_source_the_tokenizer_is_the_union() -> None:

@@ -19,7 +19,7 @@ from attar.merging.methods.common.random_masks import RandomMasks
 SHAPES = [(7,), (1,), (37, 53), (3, 5, 7), (2, SIZE // 2 + 51)]
 DTYPES = (torch.float32, torch.bfloat16)
 GIVEN: dict[str, Any] = {"t": 0.3}
-EACH: dict[str, list[Any]] = {
+PER_MODEL: dict[str, list[Any]] = {
     "weight": [0.5, 0.4, 0.3],
     "density": [0.6, 0.5, 0.4],
     "gamma": [0.1, 0.05, 0.02],
@@ -53,7 +53,7 @@ def run(method: MergeMethod, tensors: list[Tensor], base: Tensor | None, **given
     """The method with its defaults, the values above, and those given."""
     values = GIVEN | given
     shared = {p.name: values.get(p.name, p.default) for p in method.shared}
-    per_model = {p.name: values.get(p.name, EACH[p.name][: len(tensors)]) for p in method.per_model}
+    per_model = {p.name: values.get(p.name, PER_MODEL[p.name][: len(tensors)]) for p in method.per_model}
     method.check(shared, per_model)
     masks = [RandomMasks.of(0, "t", str(i)) for i in range(len(tensors))]
     return method.merge(
@@ -155,7 +155,7 @@ def test_other_masks_give_another_result(name: str) -> None:
     method = METHODS[name]
     tensors, base = inputs(method, (12, 17), torch.float32)
     shared = {p.name: p.default for p in method.shared}
-    per_model = {p.name: EACH[p.name] for p in method.per_model}
+    per_model = {p.name: PER_MODEL[p.name] for p in method.per_model}
     results = [
         method.merge(
             tensors,
@@ -199,7 +199,7 @@ BAD: list[tuple[str, str, Any]] = [
 def test_values_that_are_not_allowed(name: str, parameter: str, value: Any) -> None:
     method = METHODS[name]
     shared = {p.name: GIVEN.get(p.name, p.default) for p in method.shared}
-    per_model = {p.name: EACH[p.name] for p in method.per_model}
+    per_model = {p.name: PER_MODEL[p.name] for p in method.per_model}
     (shared if parameter in shared else per_model)[parameter] = value
     with pytest.raises(SettingsError, match=parameter):
         method.check(shared, per_model)

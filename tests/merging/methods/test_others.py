@@ -95,4 +95,4 @@ def test_arcee_fusion_by_hand() -> None:
 def test_quantiles_of_scores_some_of_which_are_negative() -> None:
     score = torch.tensor([0.5, -2.0, 1.0, -0.25, 0.0, 3.0, -1.0])
     order = score.sort().values
-    assert [quantile(score, place).item() for place in range(7)] == order.tolist()
+    assert [quantile(score, index).item() for index in range(7)] == order.tolist()

@@ -36,9 +36,9 @@ def by_hand(deltas: list[np.ndarray], base: np.ndarray, weight: list[float], nor
     return out.reshape(base.shape)
 
 
-def keep(d: np.ndarray, places: slice) -> np.ndarray:
+def keep(d: np.ndarray, positions: slice) -> np.ndarray:
     """d with only some places of its ascending order of magnitude."""
-    order = np.argsort(np.abs(d), axis=None, kind="stable")[places]
+    order = np.argsort(np.abs(d), axis=None, kind="stable")[positions]
     out = np.zeros(d.size)
     out[order] = d.ravel()[order]
     return out.reshape(d.shape)

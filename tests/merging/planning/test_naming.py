@@ -60,33 +60,36 @@ def test_every_family_has_its_token_rows(family: str) -> None:
 
 
 def names(prefix: str, count: int, *rest: str) -> list[str]:
-    return [f"{prefix}.{layer}.{each}" for layer in range(count) for each in rest]
+    return [f"{prefix}.{layer}.{item}" for layer in range(count) for item in rest]
 
 
 def test_experts_are_inside_a_layer() -> None:
-    found = names("model.layers", 2, *names("mlp.experts", 4, "w1.weight"), "norm.weight")
-    assert find_stacks(found, {"num_hidden_layers": 2}, "m") == (ModelStack("model.layers", 2),)
+    actual = names("model.layers", 2, *names("mlp.experts", 4, "w1.weight"), "norm.weight")
+    assert find_stacks(actual, {"num_hidden_layers": 2}, "m") == (ModelStack("model.layers", 2),)
     position = position_of("model.layers.1.mlp.experts.3.w1.weight", [ModelStack("model.layers", 2)])
     assert position is not None
     assert (position.layer, position.rest) == (1, "mlp.experts.3.w1.weight")
 
 
 def test_an_encoder_and_a_decoder() -> None:
-    found = [*names("encoder.block", 3, "layer.0.SelfAttention.q.weight"), "shared.weight"]
-    found += names("decoder.block", 2, "layer.0.SelfAttention.q.weight", "layer.1.EncDecAttention.q.weight")
+    results = [*names("encoder.block", 3, "layer.0.SelfAttention.q.weight"), "shared.weight"]
+    results += names("decoder.block", 2, "layer.0.SelfAttention.q.weight", "layer.1.EncDecAttention.q.weight")
     config = {"num_layers": 3, "num_decoder_layers": 2}
-    assert find_stacks(found, config, "m") == (ModelStack("encoder.block", 3), ModelStack("decoder.block", 2))
+    assert find_stacks(results, config, "m") == (
+        ModelStack("encoder.block", 3),
+        ModelStack("decoder.block", 2),
+    )
 
 
 def test_the_language_model_comes_first() -> None:
-    found = [
+    results = [
         *names("visual.blocks", 4, "attn.qkv.weight"),
         *names("language_model.layers", 2, "w"),
         "visual.merger.mlp.0.weight",
     ]
-    found += ["visual.merger.mlp.2.weight"]
+    results += ["visual.merger.mlp.2.weight"]
     config = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"depth": 4}}
-    assert find_stacks(found, config, "m") == (
+    assert find_stacks(results, config, "m") == (
         ModelStack("language_model.layers", 2),
         ModelStack("visual.blocks", 4),
     )
@@ -103,7 +106,7 @@ def test_layers_of_prediction_beyond_the_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "config", "message"),
+    ("layer_names", "config", "message"),
     [
         (
             names("model.layers", 2, "w"),
@@ -118,9 +121,9 @@ def test_layers_of_prediction_beyond_the_count() -> None:
         (["w"], {}, "m: no layers found"),
     ],
 )
-def test_what_does_not_fit_the_config(found: list[str], config: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_the_config(layer_names: list[str], config: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        find_stacks(found, config, "m")
+        find_stacks(layer_names, config, "m")
 
 
 def test_kinds() -> None:

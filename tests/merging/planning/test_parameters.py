@@ -65,13 +65,13 @@ def test_a_value_of_zero_is_a_value() -> None:
 
 
 def test_kinds() -> None:
-    found = find_value(FLAG, [{"normalize": ParameterSetting(0)}], "x", 0)
-    assert found is not None
-    assert found.value is False
+    actual = find_value(FLAG, [{"normalize": ParameterSetting(0)}], "x", 0)
+    assert actual is not None
+    assert actual.value is False
     iterations = Parameter("max_iter", 10, kind=int)
-    found = find_value(iterations, [{"max_iter": ParameterSetting((4, 8))}], "x", 0.5)
-    assert found is not None
-    assert (found.value, type(found.value)) == (6, int)
+    actual = find_value(iterations, [{"max_iter": ParameterSetting((4, 8))}], "x", 0.5)
+    assert actual is not None
+    assert (actual.value, type(actual.value)) == (6, int)
 
 
 def test_a_soup_has_weights_of_its_own() -> None:

@@ -197,7 +197,7 @@ parameters: {t: 0.5}
     plan = plan_of(text, view("a"), view("b"))
     outputs = by_name(plan)
     layers = [outputs[f"model.layers.{n}.mlp.up_proj.weight"] for n in range(3)]
-    assert [(each.copied, each.inputs[0].model, each.base is None) for each in layers] == [
+    assert [(layer.copied, layer.inputs[0].model, layer.base is None) for layer in layers] == [
         (False, 0, False),
         (False, 0, False),
         (True, 1, True),
@@ -234,8 +234,8 @@ def test_the_bases_type_counts_where_there_is_one() -> None:
 
 def test_tensors_that_are_not_floats_are_copied_from_the_base() -> None:
     views = [view(name) for name in ("a", "base", "b")]
-    for each in views:
-        each.tensors["model.steps"] = SimpleNamespace(shape=(4,), dtype="I64")
+    for item in views:
+        item.tensors["model.steps"] = SimpleNamespace(shape=(4,), dtype="I64")
     output = by_name(plan_of(TIES, *views))["model.steps"]
     assert (output.copied, output.inputs, output.base) == (True, (InputTensor(1, "model.steps"),), None)
     assert (output.dtype, output.shared, output.per_model) == ("int64", {}, {})
@@ -257,7 +257,7 @@ def test_a_tied_head_gives_its_embedding_where_another_is_stored() -> None:
             ),
             *views,
         )
-        names = [each.name for each in by_name(plan)["lm_head.weight"].inputs]
+        names = [item.name for item in by_name(plan)["lm_head.weight"].inputs]
         assert sorted(names) == ["lm_head.weight", "model.embed_tokens.weight"]
         assert plan.config["tie_word_embeddings"] is False
 
@@ -279,9 +279,9 @@ def test_layers_of_different_width_and_experts() -> None:
         "model__layers__1__mlp__gate_proj__weight": (40, 64),
     }
     a, b = view("a").reshape(**narrow), view("b").reshape(**narrow)
-    for each in (a, b):
+    for item in (a, b):
         for expert in range(3):
-            each.tensors[f"model.layers.0.mlp.experts.{expert}.w1.weight"] = SimpleNamespace(
+            item.tensors[f"model.layers.0.mlp.experts.{expert}.w1.weight"] = SimpleNamespace(
                 shape=(8, 64), dtype="F32"
             )
     outputs = by_name(plan_of(LINEAR, a, b))

@@ -46,8 +46,8 @@ def space_of(text: str) -> SearchSpace:
 
 
 def test_every_written_number_is_a_coordinate():
-    found = [(each.label, each.start) for each in space_of(TIES).coordinates]
-    assert found == [
+    results = [(coordinate.label, coordinate.start) for coordinate in space_of(TIES).coordinates]
+    assert results == [
         ("lambda", 1.0),
         ("org/one weight", 0.5),
         ("org/one density, point 1", 0.2),
@@ -56,8 +56,8 @@ def test_every_written_number_is_a_coordinate():
         ("org/two+org/adapter weight, mlp, point 2", 0.9),
         ("org/two+org/adapter weight, others", 2.5),
     ]
-    for each in space_of(TIES).coordinates:
-        assert each.low <= each.start <= each.high and each.low < each.high
+    for coordinate in space_of(TIES).coordinates:
+        assert coordinate.low <= coordinate.start <= coordinate.high and coordinate.low < coordinate.high
     density = space_of(TIES).coordinates[2]
     assert density.low > 0 and density.high == 1.0
     assert space_of(TIES).coordinates[-1].high == 2.5, "a start outside the span widens it"
@@ -128,23 +128,23 @@ def bowl(values):
 
 
 def test_finds_the_bottom_of_a_bowl():
-    found = search(space_of(PAIR), bowl, budget=120, seed=3)
-    assert found.best.values == pytest.approx((0.3, 0.7), abs=0.03)
-    assert found.history[0].values == (1.0, 0.0) and len(found.history) == 120
-    assert found.best.loss == min(candidate.loss for candidate in found.history)
-    assert all(found.best.loss <= bowl(candidate.values) for candidate in found.history)
+    result = search(space_of(PAIR), bowl, budget=120, seed=3)
+    assert result.best.values == pytest.approx((0.3, 0.7), abs=0.03)
+    assert result.history[0].values == (1.0, 0.0) and len(result.history) == 120
+    assert result.best.loss == min(candidate.loss for candidate in result.history)
+    assert all(result.best.loss <= bowl(candidate.values) for candidate in result.history)
 
 
 def test_one_coordinate_is_enough():
-    found = search(space_of(SLERP), lambda values: (values[0] - 0.62) ** 2, budget=40)
-    assert found.best.values[0] == pytest.approx(0.62, abs=0.02)
-    assert all(0 <= candidate.values[0] <= 1 for candidate in found.history)
+    result = search(space_of(SLERP), lambda values: (values[0] - 0.62) ** 2, budget=40)
+    assert result.best.values[0] == pytest.approx(0.62, abs=0.02)
+    assert all(0 <= candidate.values[0] <= 1 for candidate in result.history)
 
 
 def test_never_worse_than_the_start():
     start = space_of(PAIR).start
-    found = search(space_of(PAIR), lambda values: 0.5, budget=9)
-    assert found.best.values == start, "of equal ones the start"
+    result = search(space_of(PAIR), lambda values: 0.5, budget=9)
+    assert result.best.values == start, "of equal ones the start"
     assert search(space_of(PAIR), bowl, budget=1).best.values == start
 
 
@@ -187,15 +187,15 @@ def test_refused_and_broken_candidates_are_the_worst():
             raise NumericsError("the merge is not finite")
         return math.nan if values[1] < -0.3 else bowl(values)
 
-    found = search(space_of(PAIR), picky, budget=60, seed=1)
-    assert found.best.values == pytest.approx((0.3, 0.7), abs=0.15)
-    broken = [candidate for candidate in found.history if max(candidate.values) > 1.0]
+    result = search(space_of(PAIR), picky, budget=60, seed=1)
+    assert result.best.values == pytest.approx((0.3, 0.7), abs=0.15)
+    broken = [candidate for candidate in result.history if max(candidate.values) > 1.0]
     assert broken and all(candidate.loss == math.inf for candidate in broken)
-    report = found.report(space_of(PAIR))
+    report = result.report(space_of(PAIR))
     json.dumps(report, allow_nan=False)
     assert report["tried"] == 60 and report["loss_before"] == bowl((1.0, 0.0))
     row = report["coordinates"][0]
-    assert row == {"parameter": "one weight", "start": 1.0, "found": found.best.values[0]}
+    assert row == {"parameter": "one weight", "start": 1.0, "found": result.best.values[0]}
 
 
 def test_the_start_must_work():
@@ -236,8 +236,8 @@ def test_a_search_recovers_a_model_from_its_noisy_halves(tmp_path):
     def loss(values):
         return text.loss_of(checkpoint.config, merged(values))
 
-    found = search(space_of(PAIR), loss, budget=70, seed=1)
+    result = search(space_of(PAIR), loss, budget=70, seed=1)
     parents = loss((1.0, 0.0)), loss((0.0, 1.0))
-    assert found.history[0].loss == parents[0]
-    assert found.best.loss < min(parents) - 0.7 and found.best.loss <= loss((0.5, 0.5)) + 0.1
-    assert min(found.best.values) > 0.2, "both halves are needed"
+    assert result.history[0].loss == parents[0]
+    assert result.best.loss < min(parents) - 0.7 and result.best.loss <= loss((0.5, 0.5)) + 0.1
+    assert min(result.best.values) > 0.2, "both halves are needed"

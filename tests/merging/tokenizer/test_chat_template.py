@@ -53,14 +53,14 @@ def test_exaone_opens_an_empty_system_turn():
 
 
 def folders(tmp_path, *templates):
-    made = []
+    items = []
     for number, template in enumerate(templates):
         folder = tmp_path / f"m{number}"
         folder.mkdir()
         if template:
             (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        made.append(folder)
-    return made
+        items.append(folder)
+    return items
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_old_settings_list_new_added_tokens_too(tiny, tmp_path):
     assert tokenizer("<|im_start|>").input_ids == [number]
 
 
-def test_what_cannot_be_done_is_said(tmp_path):
+def test_what_cannot_be_done_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -179,7 +179,7 @@ def test_inputs_are_not_changed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word_piece"])
-def test_tokens_that_nobody_stores_leave_the_file(tmp_path, kind):
+def test_tokens_that_no_model_stores_leave_the_file(tmp_path, kind):
     tokenizer = {
         "bpe": lambda: byte_bpe(300),
         "unigram": lambda: unigram(tuple(WORDS), 30),
@@ -188,8 +188,8 @@ def test_tokens_that_nobody_stores_leave_the_file(tmp_path, kind):
     folder = stored(tmp_path / "one", tokenizer)
     before = read_tokenizer(folder)
     last = list(before.ids)[-2:]
-    made = with_stored_tokens(before, frozenset(before.ids) - set(last))
+    result = with_stored_tokens(before, frozenset(before.ids) - set(last))
     assert with_stored_tokens(before, before.ids) is before and list(before.ids)[-2:] == last
-    loaded = written(made, tmp_path / "out")
+    loaded = written(result, tmp_path / "out")
     assert set(before.ids) - set(loaded.get_vocab()) == set(last)
-    assert loaded.get_vocab() == dict(made.ids)
+    assert loaded.get_vocab() == dict(result.ids)

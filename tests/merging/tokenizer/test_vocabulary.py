@@ -44,8 +44,8 @@ def choice(source="union", tokens=None, pad=None):
     return TokenizerChoice(source=source, tokens=tokens or {}, pad_to_multiple_of=pad)
 
 
-def built(made, wanted, base=None):
-    return build_vocabulary(wanted, made, [A, B, C][: len(made)], base)
+def built(views, wanted, base=None):
+    return build_vocabulary(wanted, views, [A, B, C][: len(views)], base)
 
 
 def columns(vocabulary, **changes):
@@ -116,62 +116,62 @@ def test_a_forced_token_without_a_source_takes_its_default_everywhere(three):
 
 
 def test_equal_tokenizers_cost_nothing(tmp_path):
-    made = [view(tmp_path / "same", WORDS["a"]) for _ in range(2)]
+    items = [view(tmp_path / "same", WORDS["a"]) for _ in range(2)]
     for wanted in (choice(), choice("base"), choice(B)):
-        vocabulary = built(made, wanted, base=0)
+        vocabulary = built(items, wanted, base=0)
         tensors = [matrix(0, 3), matrix(1, 3)]
         assert all(out is into for out, into in zip(vocabulary.align(tensors), tensors, strict=True))
         assert vocabulary.identity == (True, True) and vocabulary.report()["models"][1]["unchanged"]
 
 
 def test_padding_never_shrinks(tmp_path):
-    made = [view(tmp_path / "a", WORDS["a"], rows=8), view(tmp_path / "same", WORDS["a"], rows=4)]
-    vocabulary = built(made, choice("base"), base=0)
+    items = [view(tmp_path / "a", WORDS["a"], rows=8), view(tmp_path / "same", WORDS["a"], rows=4)]
+    vocabulary = built(items, choice("base"), base=0)
     assert vocabulary.size == 8 and vocabulary.report()["padding"] == 5
     mean = (100 + 101 + 102) / 3
     assert columns(vocabulary) == [[0, 1, 2, 3, 4, 5, 6, 7], [100, 101, 102, 103, mean, mean, mean, mean]]
     assert vocabulary.identity == (True, False)
-    other = built([made[0], view(tmp_path / "b", [*WORDS["b"], "q"], rows=5)], choice("base"), base=0)
+    other = built([items[0], view(tmp_path / "b", [*WORDS["b"], "q"], rows=5)], choice("base"), base=0)
     mean = float(torch.tensor((100 + 1 + 101) / 3))  # row 3 is a token of its own there, row 4 is free
     assert columns(other)[1] == [100, 1, 101, mean, 104, mean, mean, mean]
-    assert built(made, choice("base", pad=6), base=0).size == 12
-    assert built(made, choice("base", pad=4), base=0).size == 8
-    assert built(made, choice(B), base=0).size == 4
+    assert built(items, choice("base", pad=6), base=0).size == 12
+    assert built(items, choice("base", pad=4), base=0).size == 8
+    assert built(items, choice(B), base=0).size == 4
 
 
 def test_new_tokens_go_into_the_padding(tmp_path):
-    made = [view(tmp_path / "a", WORDS["a"], rows=8), view(tmp_path / "b", WORDS["b"])]
-    vocabulary = built(made, choice(), base=0)
+    items = [view(tmp_path / "a", WORDS["a"], rows=8), view(tmp_path / "b", WORDS["b"])]
+    vocabulary = built(items, choice(), base=0)
     assert vocabulary.size == 8 and vocabulary.tokens["z"] == 3
     assert columns(vocabulary)[0] == [0, 1, 2, 102, 4, 5, 6, 7]
 
 
 def test_a_token_beyond_its_models_rows_is_one_that_it_lacks(tmp_path):
-    made = [view(tmp_path / "a", WORDS["a"], rows=2), view(tmp_path / "b", WORDS["b"])]
-    vocabulary = built(made, choice("base"), base=0)
+    items = [view(tmp_path / "a", WORDS["a"], rows=2), view(tmp_path / "b", WORDS["b"])]
+    vocabulary = built(items, choice("base"), base=0)
     assert vocabulary.size == 3
     assert columns(vocabulary) == [[0, 1, 101], [100, 1, 101]]
-    alone = built(made[:1], choice("base"), base=0)
+    alone = built(items[:1], choice("base"), base=0)
     assert dict(alone.tokens) == {"u": 0, "x": 1}  # y: no model has a row for it
     assert columns(alone) == [[0, 1]]
 
 
 def padded(folder, extra, rows, words=("u", "x", "y")):
     """A model of ``rows`` rows whose tokenizer has further added tokens, the last of them for padding."""
-    made = view(folder, words, rows=rows)
+    result = view(folder, words, rows=rows)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(extra[:-1])
     tokenizer.add_special_tokens({"pad_token": extra[-1]})
     tokenizer.save_pretrained(folder)
-    return made
+    return result
 
 
 @pytest.mark.parametrize("base", [0, 1])
 def test_a_token_that_no_model_has_a_row_for_is_dropped(tmp_path, base):
     """A head row of zeros would have the logit 0, and could be drawn."""
     unused = padded(tmp_path / "a", ["<a>", "<b>", "<pad>"], rows=3)
-    made = [unused, view(tmp_path / "b", [*WORDS["b"], "<a>"])]
-    vocabulary = built(made, choice(), base=base)
+    items = [unused, view(tmp_path / "b", [*WORDS["b"], "<a>"])]
+    vocabulary = built(items, choice(), base=base)
     assert set(vocabulary.tokens) == {"u", "x", "y", "z", "<a>"}  # <a> has a row in the other
     assert vocabulary.size == 5 and (vocabulary.token_rows.rules >= 0).all()
     assert sum(model["defaults"]["zero"] for model in vocabulary.report()["models"]) == 0
@@ -183,9 +183,9 @@ def test_a_token_that_no_model_has_a_row_for_is_dropped(tmp_path, base):
 
 
 def test_a_dropped_token_comes_back_where_the_configuration_names_it(tmp_path):
-    made = [padded(tmp_path / "a", ["<a>", "<pad>"], rows=3), view(tmp_path / "b", WORDS["b"])]
+    items = [padded(tmp_path / "a", ["<a>", "<pad>"], rows=3), view(tmp_path / "b", WORDS["b"])]
     wish = {"<pad>": TokenChoice(ModelToken(A, token="u"))}
-    vocabulary = built(made, choice(tokens=wish), base=0)
+    vocabulary = built(items, choice(tokens=wish), base=0)
     assert "<a>" not in vocabulary.tokens and vocabulary.tokens["<pad>"] == 4
     assert columns(vocabulary)[1][4] == 0
 
@@ -193,10 +193,10 @@ def test_a_dropped_token_comes_back_where_the_configuration_names_it(tmp_path):
 def test_a_tokenizer_of_python_code_keeps_its_tokens_with_the_mean_for_a_row(tmp_path, monkeypatch):
     from attar.merging.tokenizer import vocabulary as module
 
-    made = [padded(tmp_path / "a", ["<pad>"], rows=3)]
+    items = [padded(tmp_path / "a", ["<pad>"], rows=3)]
     read = module.read_tokenizer
     monkeypatch.setattr(module, "read_tokenizer", lambda path: replace(read(path), backend=None))
-    kept = built(made, choice("base"), base=0)
+    kept = built(items, choice("base"), base=0)
     assert kept.tokens["<pad>"] == 3 and columns(kept) == [[0, 1, 2, 1]]
 
 

@@ -82,12 +82,12 @@ def test_nearest_is_nearest_by_brute_force(grid):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_round_trip_shapes_types_and_error(grid, weight):
     before = weight.clone()
-    made = rtn(weight, grid)
+    quantized = rtn(weight, grid)
     assert torch.equal(weight, before)
-    assert made.codes.shape == (N, K) and made.codes.dtype == grid.code_dtype
-    assert made.parameters.scale.shape == grid.tiles((N, K))
-    assert made.parameters.scale.dtype == torch.float32
-    decoded = made.dequantize()
+    assert quantized.codes.shape == (N, K) and quantized.codes.dtype == grid.code_dtype
+    assert quantized.parameters.scale.shape == grid.tiles((N, K))
+    assert quantized.parameters.scale.dtype == torch.float32
+    decoded = quantized.dequantize()
     assert decoded.dtype == torch.float32
     assert torch.equal(decoded, decoded.to(grid.storage).float())
     relative = (decoded - weight).square().sum() / weight.square().sum()
@@ -97,24 +97,24 @@ def test_round_trip_shapes_types_and_error(grid, weight):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_decoded_weight_has_the_same_codes(grid, weight):
-    made = rtn(weight, grid)
-    rows = grid.by_row(made.parameters, N)
+    quantized = rtn(weight, grid)
+    rows = grid.by_row(quantized.parameters, N)
     at = rows.column(torch.arange(K) // (grid.group_size or K))
-    decoded = grid.decode(made.codes, at)
-    assert torch.equal(grid.encode(decoded, at).to(grid.code_dtype).float(), made.codes.float())
-    assert torch.equal(grid.quantize(decoded, made.parameters).codes.float(), made.codes.float())
+    decoded = grid.decode(quantized.codes, at)
+    assert torch.equal(grid.encode(decoded, at).to(grid.code_dtype).float(), quantized.codes.float())
+    assert torch.equal(grid.quantize(decoded, quantized.parameters).codes.float(), quantized.codes.float())
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_columns_are_encoded_as_the_whole_is(grid, weight):
-    made = rtn(weight, grid)
-    rows = grid.by_row(made.parameters, N)
+    quantized = rtn(weight, grid)
+    rows = grid.by_row(quantized.parameters, N)
     for column in (0, 17, K - 1):
         at = rows.column(column // (grid.group_size or K))
         codes = grid.encode(weight[:, column], at)
-        assert torch.equal(codes.to(grid.code_dtype).float(), made.codes[:, column].float())
+        assert torch.equal(codes.to(grid.code_dtype).float(), quantized.codes[:, column].float())
         values = grid.decode(codes, at).to(grid.storage).float()
-        assert torch.equal(values, made.dequantize()[:, column])
+        assert torch.equal(values, quantized.dequantize()[:, column])
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -135,11 +135,11 @@ def test_bf16_weights_zeros_and_one_row(grid, weight):
 def test_saved_and_read_back(grid, weight, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    made = rtn(weight, grid)
-    save_file(made.tensors(), tmp_path / "codes.safetensors")
+    quantized = rtn(weight, grid)
+    save_file(quantized.tensors(), tmp_path / "codes.safetensors")
     again = QuantizedTensor.from_tensors(grid, load_file(tmp_path / "codes.safetensors"))
-    assert torch.equal(again.dequantize(), made.dequantize())
-    assert again.parameters.stored.keys() == made.parameters.stored.keys()
+    assert torch.equal(again.dequantize(), quantized.dequantize())
+    assert again.parameters.stored.keys() == quantized.parameters.stored.keys()
 
 
 def stored_bits(grid, made):
@@ -154,8 +154,8 @@ def stored_bits(grid, made):
         code = int(grid.kind.removeprefix("I")[1]) if grid in GGML.values() else 4
     bits = code * made.codes.numel()
     if not stored:
-        each = 4 if isinstance(grid, NF4Grid) else grid.storage.itemsize
-        bits += 8 * each * made.parameters.scale.numel()
+        item = 4 if isinstance(grid, NF4Grid) else grid.storage.itemsize
+        bits += 8 * item * made.parameters.scale.numel()
         bits += 0 if made.parameters.zero is None else code * made.parameters.zero.numel()
     for name, value in stored.items():
         narrow = {"Q2_K": 4, "Q3_K": 6, "Q4_K": 6, "Q5_K": 6, "IQ4_XS": 6}.get(getattr(grid, "kind", ""), 8)
@@ -166,14 +166,14 @@ def stored_bits(grid, made):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_bits_per_weight_count_what_is_stored(grid, weight):
-    made = rtn(weight, grid)
-    assert grid.bits_per_weight((N, K)) * N * K == pytest.approx(stored_bits(grid, made), rel=1e-12)
+    quantized = rtn(weight, grid)
+    assert grid.bits_per_weight((N, K)) * N * K == pytest.approx(stored_bits(grid, quantized), rel=1e-12)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_gptq_runs_on_it_and_beats_nearest(grid, weight, hessian):
-    made = gptq(weight, hessian, grid)
-    assert made.quantized.codes.dtype == grid.code_dtype
-    nearest = rtn(weight, grid, made.quantized.parameters)
-    errors = [output_error(weight, one.dequantize(), hessian) for one in (made.quantized, nearest)]
+    quantized = gptq(weight, hessian, grid)
+    assert quantized.quantized.codes.dtype == grid.code_dtype
+    nearest = rtn(weight, grid, quantized.quantized.parameters)
+    errors = [output_error(weight, one.dequantize(), hessian) for one in (quantized.quantized, nearest)]
     assert errors[0] < errors[1]

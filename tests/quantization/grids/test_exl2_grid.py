@@ -31,36 +31,38 @@ def hessian():
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_codes_stay_within_their_groups_bits(grid, weight):
-    made = rtn(weight, grid)
+    quantized = rtn(weight, grid)
     start = 0
     for bits, width in grid.sections:
-        part = made.codes[:, start : start + width]
+        part = quantized.codes[:, start : start + width]
         assert part.min() >= -(2 ** (bits - 1)) and part.max() <= 2 ** (bits - 1) - 1
         assert len(part.unique()) > 2 ** (bits - 1)  # most of them occur
         start += width
-    assert made.codes.dtype == torch.int8
+    assert quantized.codes.dtype == torch.int8
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_decoded_as_a_reader_of_the_file_does(grid, weight):
-    made = rtn(weight, grid)
-    stored = made.parameters.stored
+    quantized = rtn(weight, grid)
+    stored = quantized.parameters.stored
     order = torch.randperm(K, generator=torch.Generator().manual_seed(3))
-    tensors = exl2_format.encode(made.codes, stored["scale_codes"], stored["scale_max"], grid.sections, order)
+    tensors = exl2_format.encode(
+        quantized.codes, stored["scale_codes"], stored["scale_max"], grid.sections, order
+    )
     decoded = exl2_format.decode(tensors, N).float()
-    assert torch.equal(decoded[:, order], made.dequantize())
+    assert torch.equal(decoded[:, order], quantized.dequantize())
     bits = sum(8 * tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert grid.bits_per_weight((N, K)) * N * K == pytest.approx(bits, rel=1e-12)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_decoded_weight_has_the_same_codes(grid, weight):
-    made = rtn(weight, grid)
-    assert torch.equal(grid.quantize(made.dequantize(), made.parameters).codes, made.codes)
-    rows = grid.by_row(made.parameters, N)
+    quantized = rtn(weight, grid)
+    assert torch.equal(grid.quantize(quantized.dequantize(), quantized.parameters).codes, quantized.codes)
+    rows = grid.by_row(quantized.parameters, N)
     for column in (0, 33, K - 1):
         codes = grid.encode(weight[:, column], rows.column(column // grid.group_size))
-        assert torch.equal(codes, made.codes[:, column].float())
+        assert torch.equal(codes, quantized.codes[:, column].float())
 
 
 def test_codes_are_rounded_to_even_and_kept_between_their_ends():
@@ -95,11 +97,11 @@ def test_zeros_bf16_one_row_and_input_untouched(weight):
 def test_saved_and_read_back(weight, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    made = rtn(weight, MIXED)
-    save_file(made.tensors(), tmp_path / "codes.safetensors")
+    quantized = rtn(weight, MIXED)
+    save_file(quantized.tensors(), tmp_path / "codes.safetensors")
     again = QuantizedTensor.from_tensors(MIXED, load_file(tmp_path / "codes.safetensors"))
-    assert torch.equal(again.dequantize(), made.dequantize())
-    assert torch.equal(again.parameters.top, made.parameters.top)
+    assert torch.equal(again.dequantize(), quantized.dequantize())
+    assert torch.equal(again.parameters.top, quantized.parameters.top)
     assert again.parameters.stored.keys() == {"scale_codes", "scale_max"}
 
 
@@ -139,8 +141,8 @@ def test_importance_moves_the_error_to_where_it_does_not_matter(weight):
     importance[::4] = 50.0
     plain, weighted = rtn(weight, MIXED), MIXED.choose(weight, importance=importance)
     lost = [
-        ((made.dequantize() - weight).square() * importance).sum()
-        for made in (plain, MIXED.quantize(weight, weighted))
+        ((result.dequantize() - weight).square() * importance).sum()
+        for result in (plain, MIXED.quantize(weight, weighted))
     ]
     assert lost[1] < 0.95 * lost[0]
 
@@ -156,9 +158,9 @@ def test_gptq_and_refinement_run_on_it_and_beat_nearest(grid, weight, hessian):
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     W, H = weight[:, order], hessian[order][:, order]
     parameters = grid.choose(W, importance=H.diagonal())
-    made = gptq(W, H, grid, parameters=parameters, act_order=False).quantized
-    better = refine(made, H, W @ H, weight=W)
-    errors = [output_error(W, one.dequantize(), H) for one in (better, made, rtn(W, grid, parameters))]
+    result = gptq(W, H, grid, parameters=parameters, act_order=False).quantized
+    better = refine(result, H, W @ H, weight=W)
+    errors = [output_error(W, one.dequantize(), H) for one in (better, result, rtn(W, grid, parameters))]
     assert errors[0] < errors[1] < errors[2]
 
 

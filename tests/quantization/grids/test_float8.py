@@ -23,8 +23,8 @@ def weight():
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_torchs_cast_of_each_tile(weight, kind, share, storage):
     group, rows = SHARES[share]
-    made = rtn(weight, Float8Grid(kind, group, rows, storage))
-    assert made.codes.dtype == TYPES[kind]
+    quantized = rtn(weight, Float8Grid(kind, group, rows, storage))
+    assert quantized.codes.dtype == TYPES[kind]
     height, width = rows or 200, group or 320
     number = torch.finfo(storage)
     least = max(number.tiny * number.eps, torch.finfo(torch.float32).tiny)  # float16 keeps its subnormals
@@ -33,10 +33,10 @@ def test_codes_are_torchs_cast_of_each_tile(weight, kind, share, storage):
             here = (slice(top, top + height), slice(left, left + width))
             scale = weight[here].abs().max() / LARGEST[kind]
             scale = scale.clamp(min=least).to(storage).float()
-            assert made.parameters.scale[i, j] == scale
+            assert quantized.parameters.scale[i, j] == scale
             cast = (weight[here] / scale).clamp(-LARGEST[kind], LARGEST[kind]).to(TYPES[kind])
-            assert torch.equal(made.codes[here].view(torch.uint8), cast.view(torch.uint8))
-            assert torch.equal(made.dequantize()[here], (cast.float() * scale).to(storage).float())
+            assert torch.equal(quantized.codes[here].view(torch.uint8), cast.view(torch.uint8))
+            assert torch.equal(quantized.dequantize()[here], (cast.float() * scale).to(storage).float())
 
 
 @pytest.mark.parametrize("kind", LARGEST)
@@ -51,18 +51,18 @@ def test_every_float8_is_its_own_nearest_and_larger_values_saturate(kind):
 
 
 def test_the_largest_weight_of_a_tile_keeps_its_value_under_a_float32_scale(weight):
-    made = rtn(weight, Float8Grid("e4m3fn", 0, 1))
+    quantized = rtn(weight, Float8Grid("e4m3fn", 0, 1))
     largest = weight.abs().argmax(1, keepdim=True)
-    assert torch.allclose(made.dequantize().gather(1, largest), weight.gather(1, largest), rtol=1e-6)
+    assert torch.allclose(quantized.dequantize().gather(1, largest), weight.gather(1, largest), rtol=1e-6)
 
 
 def test_relative_error_is_at_most_half_a_step_of_the_mantissa(weight):
     for kind, bits in (("e4m3fn", 3), ("e5m2", 2)):
-        made = rtn(weight, Float8Grid(kind, 0, 1))
-        spread = made.parameters.scale
+        quantized = rtn(weight, Float8Grid(kind, 0, 1))
+        spread = quantized.parameters.scale
         smallest = torch.finfo(TYPES[kind]).tiny * spread
         normal = weight.abs() > smallest
-        error = (made.dequantize() - weight).abs()
+        error = (quantized.dequantize() - weight).abs()
         assert (error[normal] <= weight.abs()[normal] * 2.0 ** (-bits - 1) * 1.001).all()
 
 

@@ -21,9 +21,9 @@ def brute(value):
     """The nearest of the eight magnitudes; of two equally near the even place. Bit 3: the sign."""
     distance = [abs(abs(value) - level) for level in VALUES.tolist()]
     least = min(distance)
-    ties = [place for place, one in enumerate(distance) if one == least]
-    place = ties[0] if len(ties) == 1 else next(place for place in ties if place % 2 == 0)
-    return place + 8 * (math.copysign(1, value) < 0)
+    ties = [index for index, one in enumerate(distance) if one == least]
+    index = ties[0] if len(ties) == 1 else next(index for index in ties if index % 2 == 0)
+    return index + 8 * (math.copysign(1, value) < 0)
 
 
 @pytest.mark.parametrize("grid", BOTH, ids=str)
@@ -43,8 +43,8 @@ def test_levels_and_their_codes(grid):
 
 
 def test_nvfp4_scales(weight):
-    made = rtn(weight, NVFP4Grid())
-    stored = made.parameters.stored
+    quantized = rtn(weight, NVFP4Grid())
+    stored = quantized.parameters.stored
     assert stored["local_scale"].dtype == torch.float8_e4m3fn
     whole = 448 * 6 / weight.abs().max()
     assert stored["global_scale"].shape == (1,) and stored["global_scale"].item() == whole.item()
@@ -52,7 +52,7 @@ def test_nvfp4_scales(weight):
     local = (whole * (top / 6)).to(torch.float8_e4m3fn)
     assert torch.equal(stored["local_scale"].float(), local.float())
     assert local.float().max() == 448
-    assert torch.equal(made.parameters.scale, local.float() / whole)
+    assert torch.equal(quantized.parameters.scale, local.float() / whole)
 
 
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
@@ -75,16 +75,16 @@ def test_nvfp4_of_several_weights_can_have_one_global_scale(weight):
 def test_mxfp4_exponent(top, exponent):
     weight = torch.full((1, 32), 0.01)
     weight[0, 5] = -top
-    made = MXFP4Grid().choose(weight)
-    assert made.stored["exponent"].item() - 127 == exponent
-    assert made.scale.item() == 2.0**exponent
+    result = MXFP4Grid().choose(weight)
+    assert result.stored["exponent"].item() - 127 == exponent
+    assert result.scale.item() == 2.0**exponent
 
 
 def test_mxfp4_scales_are_powers_of_two_that_use_the_range(weight):
-    made = rtn(weight, MXFP4Grid())
-    top = weight.reshape(24, 6, 32).abs().amax(-1) / made.parameters.scale
+    quantized = rtn(weight, MXFP4Grid())
+    top = weight.reshape(24, 6, 32).abs().amax(-1) / quantized.parameters.scale
     assert (top >= 3.5).all() and (top < 7.0).all()
-    assert torch.equal(made.parameters.scale.log2(), made.parameters.scale.log2().round())
+    assert torch.equal(quantized.parameters.scale.log2(), quantized.parameters.scale.log2().round())
 
 
 def test_tiny_and_large_groups_keep_finite_scales():
@@ -92,9 +92,9 @@ def test_tiny_and_large_groups_keep_finite_scales():
     weight[0] = 1e-38
     weight[1, :32] = 3e38
     for grid in BOTH:
-        made = rtn(weight, grid)
-        assert torch.isfinite(made.parameters.scale).all() and (made.parameters.scale > 0).all()
-        assert (made.dequantize()[2] == 0).all()
+        quantized = rtn(weight, grid)
+        assert torch.isfinite(quantized.parameters.scale).all() and (quantized.parameters.scale > 0).all()
+        assert (quantized.dequantize()[2] == 0).all()
 
 
 def test_bits_per_weight():

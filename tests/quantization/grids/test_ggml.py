@@ -1,4 +1,4 @@
-"""llama.cpp's formats: what a reader computes from the stored numbers, and the error beside the reference's
+"""llama.cpp's formats: what a reader computes from the stored numbers, and the error against the reference's
 way to choose them."""
 
 from itertools import pairwise
@@ -69,29 +69,29 @@ def read(kind, stored, codes, row, column):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_of_the_stored_numbers_gets_the_same_weights(kind, weight):
-    made = rtn(weight, GGML[kind])
-    stored, decoded = made.parameters.stored, made.dequantize()
+    quantized = rtn(weight, GGML[kind])
+    stored, decoded = quantized.parameters.stored, quantized.dequantize()
     assert stored["d"].dtype == torch.float16 and stored["d"].shape == (12, 512 // BLOCKS[kind][1])
     for row in (0, 5, 11):
         for column in range(0, 512, 7):
-            expected = read(kind, stored, made.codes, row, column)
+            expected = read(kind, stored, quantized.codes, row, column)
             assert decoded[row, column].item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_their_scales_fit_their_bits(kind, weight):
-    made = rtn(weight, GGML[kind])
+    quantized = rtn(weight, GGML[kind])
     bits = int(kind.removeprefix("I")[1])
     low, high = (-127, 127) if kind == "Q8_0" else (0, 2**bits - 1)
-    assert made.codes.min() >= low and made.codes.max() <= high
-    assert made.codes.dtype == (torch.int8 if kind == "Q8_0" else torch.uint8)
+    assert quantized.codes.min() >= low and quantized.codes.max() <= high
+    assert quantized.codes.dtype == (torch.int8 if kind == "Q8_0" else torch.uint8)
     for name in ("scale_codes", "minimum_codes"):
-        if name in made.parameters.stored:
-            codes = made.parameters.stored[name]
+        if name in quantized.parameters.stored:
+            codes = quantized.parameters.stored[name]
             assert codes.shape == (12, 512 // BLOCKS[kind][2])
             assert codes.dtype == (torch.int8 if kind == "Q6_K" else torch.uint8)
             assert codes.min() >= CODES[kind][0] and codes.max() <= CODES[kind][1]
-    assert (made.parameters.scale != 0).all()
+    assert (quantized.parameters.scale != 0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +128,7 @@ def with_minimum(x, v, top, first, count, absolute):
     low, high = min(x.min(), 0.0), x.max()
     if high == low:
         return 0.0, -float(low)
-    best, found = torch.inf, None
+    best, actual = torch.inf, None
     for trial in [None, *range(count + 1)]:
         reach = top if trial is None else top + first + 0.1 * trial
         q = ((x - low) * reach / (high - low)).round().clamp(0, top)
@@ -141,31 +141,31 @@ def with_minimum(x, v, top, first, count, absolute):
         miss = s * q + b - x
         error = (v * (miss.abs() if absolute else miss**2)).sum()
         if error < best:
-            best, found = error, (float(s), -float(b))
-    return found
+            best, actual = error, (float(s), -float(b))
+    return actual
 
 
 def around_zero(x, v, middle):
     """The reference's search for a scale of codes -middle to middle - 1 (float64)."""
     peak = x[x.abs().argmax()]
-    best, found = 0.0, 0.0
+    best, actual = 0.0, 0.0
     for trial in range(-9, 10):
         q = (-(middle + 0.1 * trial) * x / peak).round().clamp(-middle, middle - 1)
         qx, qq = (v * q * x).sum(), (v * q * q).sum()
         if qq > 0 and qx * qx / qq > best:
-            best, found = qx * qx / qq, float(qx / qq)
-    return found
+            best, actual = qx * qx / qq, float(qx / qq)
+    return actual
 
 
 def over_levels(x, v):
     """The reference's search for a scale of the uneven levels (float64)."""
-    peak, best, found = x[x.abs().argmax()], 0.0, 0.0
+    peak, best, actual = x[x.abs().argmax()], 0.0, 0.0
     for trial in range(-7, 8):
         T = nearest_level(x * (LEVELS[0] + trial) / peak)
         qx, qq = (v * T * x).sum(), (v * T * T).sum()
         if qq > 0 and qx * qx / qq > best:
-            best, found = qx * qx / qq, float(qx / qq)
-    return found
+            best, actual = qx * qx / qq, float(qx / qq)
+    return actual
 
 
 def nearest_level(x):
@@ -200,11 +200,11 @@ def reference(kind, x):
         s, m, low, high = d * c, 0 * c, -middle, middle - 1
     else:
         how = {"Q2_K": (3, -0.5, 15, True), "Q4_K": (15, -1.0, 20, False), "Q5_K": (31, -0.5, 15, False)}
-        found = []
+        results = []
         for one in tiles:
             v = one.abs() + (0 if kind == "Q2_K" else one.square().mean().sqrt())
-            found.append(with_minimum(one, v, *how[kind]))
-        scales, mins = torch.tensor(found, dtype=torch.float64).T
+            results.append(with_minimum(one, v, *how[kind]))
+        scales, mins = torch.tensor(results, dtype=torch.float64).T
         most = CODES[kind][1]
         d, dmin = float((scales.max() / most).half()), float((mins.max() / most).half())
         s = d * (scales * most / scales.max()).round()
@@ -236,10 +236,10 @@ def test_uneven_levels_are_searched_for_the_scale_of_least_error(kind, sign, wei
         T = nearest_level(tiles * end / peak)
         s = (T * tiles).sum(1, True) / (T * T).sum(1, True)
         best = best.minimum((nearest_level(tiles / s) * s - tiles).square().sum(1))
-    made = rtn(values.float(), GGML[kind])
-    lost = (made.dequantize().double() - values).square().sum() / best.sum()
+    quantized = rtn(values.float(), GGML[kind])
+    lost = (quantized.dequantize().double() - values).square().sum() / best.sum()
     assert lost < (1.002 if kind == "IQ4_NL" else 1.04)
-    assert (made.parameters.scale > 0).any() and (made.parameters.scale < 0).any()
+    assert (quantized.parameters.scale > 0).any() and (quantized.parameters.scale < 0).any()
 
 
 @pytest.mark.parametrize("kind", UNEVEN)
@@ -259,7 +259,7 @@ def test_importance_moves_the_error_to_inputs_that_matter_less(kind, weight):
     plain, weighted = (
         rtn(weight, GGML[kind], GGML[kind].choose(weight, importance=v)) for v in (None, importance)
     )
-    errors = [((made.dequantize() - weight).square() * importance).sum() for made in (plain, weighted)]
+    errors = [((result.dequantize() - weight).square() * importance).sum() for result in (plain, weighted)]
     assert errors[1] < errors[0]
     assert (weighted.dequantize() - weight).square().sum() > (plain.dequantize() - weight).square().sum()
 
@@ -282,9 +282,9 @@ def test_hard_blocks(kind):
     weight[3, 17] = 3.0
     weight[4] = 1e-30
     weight[5] = torch.linspace(-1, 1, 256) * 4e4
-    made = rtn(weight, GGML[kind])
-    decoded = made.dequantize()
-    assert torch.isfinite(decoded).all() and (made.parameters.scale != 0).all()
+    quantized = rtn(weight, GGML[kind])
+    decoded = quantized.dequantize()
+    assert torch.isfinite(decoded).all() and (quantized.parameters.scale != 0).all()
     assert (decoded[0].abs() <= (2.0**-24 if kind in UNEVEN else 0)).all()  # no level is 0
     assert torch.allclose(decoded[1:3], weight[1:3], rtol=0.05)
     assert decoded[3, 17].item() == pytest.approx(3.0, rel=0.05)
@@ -296,12 +296,12 @@ def test_shrink_clips_the_range_of_each_tile(kind, weight):
     tile = BLOCKS[kind][2]
     shrink = torch.full((12, 512 // tile), 1.0)
     shrink[:, 0] = 0.5
-    made = rtn(weight, GGML[kind], GGML[kind].choose(weight, shrink))
+    quantized = rtn(weight, GGML[kind], GGML[kind].choose(weight, shrink))
     clipped = weight.clone()
     low, high = weight[:, :tile].amin(1, True).clamp(max=0), weight[:, :tile].amax(1, True).clamp(min=0)
     clipped[:, :tile] = weight[:, :tile].minimum(high / 2).maximum(low / 2)
     expected = GGML[kind].choose(clipped)
-    assert torch.equal(made.parameters.scale, expected.scale)
+    assert torch.equal(quantized.parameters.scale, expected.scale)
 
 
 def test_a_block_must_divide_the_inputs():

@@ -41,7 +41,7 @@ def test_its_error(kind, weight):
 @pytest.mark.parametrize("kind", KINDS)
 def test_importance_moves_the_error(kind, weight):
     v = torch.exp(1.5 * torch.randn(512, generator=torch.Generator().manual_seed(2)))
-    plain, weighted = (GGML[kind].search(weight, each).dequantize() - weight for each in (None, v))
+    plain, weighted = (GGML[kind].search(weight, item).dequantize() - weight for item in (None, v))
     assert (weighted.square() * v).sum() < (plain.square() * v).sum()
     assert weighted.square().sum() > plain.square().sum()
 
@@ -56,9 +56,9 @@ def test_rows_do_not_know_of_each_other(kind, weight, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_those_of_the_grid(kind, weight):
-    made = GGML[kind].search(weight)
-    assert torch.equal(made.codes, GGML[kind].quantize(weight, made.parameters).codes)
-    assert made.codes.dtype == GGML[kind].code_dtype
+    result = GGML[kind].search(weight)
+    assert torch.equal(result.codes, GGML[kind].quantize(weight, result.parameters).codes)
+    assert result.codes.dtype == GGML[kind].code_dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,9 +68,9 @@ def test_hard_blocks(kind):
     weight[2, 17] = 3.0
     weight[3] = 1e-30
     weight[4] = torch.linspace(-1, 1, 256) * 4e4
-    made = GGML[kind].search(weight)
-    decoded = made.dequantize()
-    assert torch.isfinite(decoded).all() and (made.parameters.scale != 0).all()
+    result = GGML[kind].search(weight)
+    decoded = result.dequantize()
+    assert torch.isfinite(decoded).all() and (result.parameters.scale != 0).all()
     assert decoded[0].abs().max() < 1e-6 and decoded[3].abs().max() < 1e-6
     assert torch.allclose(decoded[1], weight[1], rtol=0.05)
     assert decoded[2, 17].item() == pytest.approx(3.0, rel=0.05)

@@ -143,9 +143,9 @@ def test_shrink_is_a_factor_on_the_range_of_each_tile(weight):
 
 
 def test_tensors_and_back(weight):
-    made = rtn(weight, IntGrid(3, 32, False, torch.bfloat16))
-    again = QuantizedTensor.from_tensors(made.grid, made.tensors())
-    assert torch.equal(again.dequantize(), made.dequantize())
+    quantized = rtn(weight, IntGrid(3, 32, False, torch.bfloat16))
+    again = QuantizedTensor.from_tensors(quantized.grid, quantized.tensors())
+    assert torch.equal(again.dequantize(), quantized.dequantize())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -169,10 +169,10 @@ def test_small_weights_keep_their_precision_in_float16(std, worst):
     W = (torch.randn(16, 512, generator=g) * std).half()
     errors = {}
     for storage in (torch.float16, torch.float32):
-        made = rtn(W, IntGrid(8, 128, storage=storage))
-        exact = made.codes * made.parameters.scale.repeat_interleave(128, 1)
+        quantized = rtn(W, IntGrid(8, 128, storage=storage))
+        exact = quantized.codes * quantized.parameters.scale.repeat_interleave(128, 1)
         errors[storage] = float((exact - W.float()).norm() / W.float().norm())
-        assert (made.parameters.scale == made.parameters.scale.to(storage)).all()
+        assert (quantized.parameters.scale == quantized.parameters.scale.to(storage)).all()
     assert errors[torch.float16] < worst * errors[torch.float32], errors
 
 

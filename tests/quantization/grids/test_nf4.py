@@ -29,22 +29,22 @@ def test_levels_are_the_published_ones():
 
 
 def test_codes_are_the_nearest_levels(weight):
-    made = rtn(weight, NF4Grid(64))
+    quantized = rtn(weight, NF4Grid(64))
     scale = weight.reshape(48, 10, 64).abs().amax(-1)
-    assert torch.equal(made.parameters.scale, scale)
+    assert torch.equal(quantized.parameters.scale, scale)
     unit = (weight.reshape(48, 10, 64) / scale[..., None]).double()
     distance = (unit[..., None] - TABLE.double()).abs()
-    reached = distance.gather(-1, made.codes.reshape(48, 10, 64, 1).long())[..., 0]
+    reached = distance.gather(-1, quantized.codes.reshape(48, 10, 64, 1).long())[..., 0]
     assert (reached <= distance.amin(-1) + 1e-7).all()
-    assert torch.equal(made.dequantize(), (TABLE[made.codes.int()].reshape(unit.shape) * scale[..., None])
-                       .reshape(48, 640))  # fmt: skip
+    decoded = TABLE[quantized.codes.int()].reshape(unit.shape) * scale[..., None]
+    assert torch.equal(quantized.dequantize(), decoded.reshape(48, 640))
 
 
 def test_a_ragged_last_block_and_several_rows():
     weight = torch.randn(6, 100, generator=torch.Generator().manual_seed(1))
-    made = rtn(weight, NF4Grid(64, rows=4))
-    assert made.parameters.scale.shape == (2, 2)
-    assert made.parameters.scale[1, 1] == weight[4:, 64:].abs().max()
+    quantized = rtn(weight, NF4Grid(64, rows=4))
+    assert quantized.parameters.scale.shape == (2, 2)
+    assert quantized.parameters.scale[1, 1] == weight[4:, 64:].abs().max()
 
 
 def test_the_dynamic_map_is_symmetric_but_for_one_and_ascends():
@@ -56,9 +56,9 @@ def test_the_dynamic_map_is_symmetric_but_for_one_and_ascends():
 
 
 def test_double_quantization_spelled_out(weight):
-    made = rtn(weight, NF4Grid(64, double=True))
+    quantized = rtn(weight, NF4Grid(64, double=True))
     top = weight.reshape(-1, 64).abs().amax(-1).double()
-    stored = made.parameters.stored
+    stored = quantized.parameters.stored
     assert stored["nested_offset"].item() == pytest.approx(top.mean().item(), rel=1e-6)
     D = stored["nested_map"].double()
     codes = stored["absmax_codes"].reshape(-1)
@@ -71,22 +71,22 @@ def test_double_quantization_spelled_out(weight):
         assert (reached <= distance.amin(1) + 1e-5).all()
     runs = stored["nested_absmax"].repeat_interleave(256)[: len(top)]
     read = (stored["nested_map"][codes.int()] * runs + stored["nested_offset"]).reshape(48, 10)
-    assert torch.equal(made.parameters.scale, read)
+    assert torch.equal(quantized.parameters.scale, read)
 
 
 def test_double_quantization_costs_little(weight):
     plain, double = rtn(weight, NF4Grid(64)), rtn(weight, NF4Grid(64, double=True))
-    errors = [(made.dequantize() - weight).square().mean() for made in (plain, double)]
+    errors = [(result.dequantize() - weight).square().mean() for result in (plain, double)]
     assert errors[1] < errors[0] * 1.05
 
 
-def test_scales_stay_positive_beside_blocks_of_zeros(weight):
+def test_scales_stay_positive_next_to_blocks_of_zeros(weight):
     weight = weight.clone()
     weight[7] = 0.0
     weight[9, :64] *= 50
-    made = rtn(weight, NF4Grid(64, double=True))
-    assert (made.parameters.scale > 0).all()
-    assert (made.dequantize()[7] == 0).all()
+    quantized = rtn(weight, NF4Grid(64, double=True))
+    assert (quantized.parameters.scale > 0).all()
+    assert (quantized.dequantize()[7] == 0).all()
 
 
 def test_bits_per_weight():

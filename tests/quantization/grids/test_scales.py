@@ -66,11 +66,11 @@ def test_squared_error_of_each_tile(grid, weight, importance, monkeypatch):
 
 @pytest.mark.parametrize("grid", INDEPENDENT, ids=str)
 def test_mse_takes_the_best_factor_of_each_tile(grid, weight, importance):
-    found = choose_scales(weight, grid, "mse", importance, low=0.6, high=1.0, steps=5)
+    parameters = choose_scales(weight, grid, "mse", importance, low=0.6, high=1.0, steps=5)
     factors = (0.6, 0.7, 0.8, 0.9, 1.0, *((-0.6, -0.7, -0.8, -0.9, -1.0) if grid.signed else ()))
     trials = [grid.choose(weight, factor) for factor in factors]
     errors = torch.stack([by_tile(grid, lost(weight, grid, one, importance)) for one in trials])
-    reached = by_tile(grid, lost(weight, grid, found, importance))
+    reached = by_tile(grid, lost(weight, grid, parameters, importance))
     assert torch.allclose(reached, errors.amin(0), rtol=1e-4)
 
 
@@ -78,8 +78,8 @@ def test_mse_takes_the_best_factor_of_each_tile(grid, weight, importance):
 @pytest.mark.parametrize("weighted", [True, False])
 def test_mse_is_never_worse_than_absmax(grid, weight, importance, weighted):
     v = importance if weighted else None
-    plain, found = (choose_scales(weight, grid, how, v) for how in ("absmax", "mse"))
-    ratio = lost(weight, grid, found, v).sum() / lost(weight, grid, plain, v).sum()
+    plain, actual = (choose_scales(weight, grid, how, v) for how in ("absmax", "mse"))
+    ratio = lost(weight, grid, actual, v).sum() / lost(weight, grid, plain, v).sum()
     assert ratio <= 1.0 + 1e-6
     if not grid.searches or weighted:
         assert ratio < 0.99
@@ -90,41 +90,41 @@ def test_negative_scales_use_the_longer_side_of_symmetric_codes(bits, gain):
     """Against the same search over positive scales alone."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
     grid = IntGrid(bits, 32)
-    found = choose_scales(weight, grid, "mse")
-    assert (found.scale < 0).any() and (found.scale > 0).any()
+    parameters = choose_scales(weight, grid, "mse")
+    assert (parameters.scale < 0).any() and (parameters.scale > 0).any()
     mirrored = squared_error(-weight, grid, choose_scales(-weight, grid, "mse"))
-    assert torch.allclose(mirrored, squared_error(weight, grid, found)), "no side is preferred"
+    assert torch.allclose(mirrored, squared_error(weight, grid, parameters)), "no side is preferred"
     trials = [grid.choose(weight, factor) for factor in torch.linspace(0.5, 1.1, 31).tolist()]
     positive = torch.stack([squared_error(weight, grid, one) for one in trials]).amin(0)
-    assert squared_error(weight, grid, found).sum() < gain * positive.sum()
+    assert squared_error(weight, grid, parameters).sum() < gain * positive.sum()
     assert not IntGrid(8, 32).signed and not IntGrid(4, 32, symmetric=False).signed
 
 
 def test_on_a_long_row_of_few_bits_mse_gains_much():
     weight = torch.randn(8, 2048, generator=torch.Generator().manual_seed(3))
     grid = IntGrid(3, 0)
-    plain, found = (choose_scales(weight, grid, how) for how in ("absmax", "mse"))
-    assert lost(weight, grid, found).sum() < 0.6 * lost(weight, grid, plain).sum()
+    plain, actual = (choose_scales(weight, grid, how) for how in ("absmax", "mse"))
+    assert lost(weight, grid, actual).sum() < 0.6 * lost(weight, grid, plain).sum()
 
 
 @pytest.mark.parametrize("grid", [IntGrid(4, 32), IntGrid(4, 48, rows=16), IntGrid(8, 0, rows=0)], ids=str)
 @pytest.mark.parametrize("percentile", [1.0, 0.99, 0.9, 0.5])
 def test_percentile_is_the_quantile_of_each_tiles_magnitudes(grid, weight, percentile):
-    found = choose_scales(weight, grid, "percentile", percentile=percentile)
+    parameters = choose_scales(weight, grid, "percentile", percentile=percentile)
     height, width = grid.rows or 20, grid.group_size or 256
     for i, row in enumerate(weight.split(height, 0)):
         for j, tile in enumerate(row.split(width, 1)):
             top = torch.quantile(tile.abs().double().flatten(), percentile)
             expected = 2 * top / (2**grid.bits - 1)
-            assert found.scale[i, j].item() == pytest.approx(expected.item(), rel=1e-5)
+            assert parameters.scale[i, j].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("how", module.HOWS)
 def test_every_way_on_every_grid(grid, how, weight, importance):
     before = weight.clone()
-    found = choose_scales(weight, grid, how, importance)
-    assert found.scale.shape == grid.tiles((20, 256)) and torch.isfinite(found.scale).all()
+    parameters = choose_scales(weight, grid, how, importance)
+    assert parameters.scale.shape == grid.tiles((20, 256)) and torch.isfinite(parameters.scale).all()
     assert torch.equal(weight, before)
     half = choose_scales(weight.bfloat16(), grid, how, importance)
     assert torch.equal(half.scale, choose_scales(weight.bfloat16().float(), grid, how, importance).scale)

@@ -98,7 +98,7 @@ def test_beats_nearest_on_every_grid_and_its_codes_are_its_weight(llama, name):
     learned = autoround(llama, dict.fromkeys(llama.names, grid), iterations=30, batch=4)
     nearest = llama.error({n: rtn(llama.weight(n), grid).dequantize() for n in llama.names})
     assert learned.first == pytest.approx(nearest, rel=1e-4)
-    dense = {n: made.dequantize() for n, made in learned.quantized.items()}
+    dense = {n: result.dequantize() for n, result in learned.quantized.items()}
     assert llama.error(dense) == pytest.approx(learned.best, rel=1e-4)
     assert learned.best < 0.9 * nearest
 
@@ -133,12 +133,12 @@ def test_given_codes_are_where_it_starts(llama, grid):
     starts = gptq_start(llama, dict.fromkeys(llama.names, grid))
     assert list(starts) == llama.names
     learned = autoround(llama, dict.fromkeys(llama.names, grid), iterations=1, batch=2, starts=starts)
-    given = llama.error({name: made.dequantize() for name, made in starts.items()})
+    given = llama.error({name: result.dequantize() for name, result in starts.items()})
     assert learned.first == pytest.approx(given, rel=1e-4)
-    for name, made in starts.items():
-        rounding = LearnedRounding(llama.weight(name), grid, start=made)
-        assert torch.equal(rounding.quantized().dequantize(), made.dequantize())
-        assert torch.equal(rounding().detach(), made.dequantize())
+    for name, result in starts.items():
+        rounding = LearnedRounding(llama.weight(name), grid, start=result)
+        assert torch.equal(rounding.quantized().dequantize(), result.dequantize())
+        assert torch.equal(rounding().detach(), result.dequantize())
 
 
 def test_a_start_far_from_the_weight_is_kept_too():
@@ -158,8 +158,8 @@ def test_masked_weights_stay_zero(llama):
     try:
         for grid in (IntGrid(3, 16), IntGrid(3, 16, symmetric=False), NF4Grid(16)):
             grids = dict.fromkeys(llama.names, grid)
-            made = autoround(llama, grids, iterations=4, masks=masks).quantized
-            assert all((made[name].dequantize()[~masks[name]] == 0).all() for name in llama.names)
+            result = autoround(llama, grids, iterations=4, masks=masks).quantized
+            assert all((result[name].dequantize()[~masks[name]] == 0).all() for name in llama.names)
     finally:
         for name in llama.names:
             llama.modules[name].weight = kept[name]
@@ -189,14 +189,14 @@ def test_gradients_against_a_slow_formula(seed):
     rounding.learned[1].data.fill_(0.7)
     rounding.learned[2].data.fill_(0.8)
     upstream = torch.randn(1, 4, generator=g)
-    made = rounding()
-    dV, dalpha, dbeta = torch.autograd.grad(made, rounding.learned, upstream)
+    rounded = rounding()
+    dV, dalpha, dbeta = torch.autograd.grad(rounded, rounding.learned, upstream)
     s, z = (float(value.detach()) for value in (rounding.parameters().scale, rounding.parameters().zero))
     rows = [
         slow(float(weight[0, k]), s, z, float(V[0, k]), (-2, -1, 0, 1), 1.0, float(upstream[0, k]))
         for k in range(4)
     ]
-    assert made.detach()[0].tolist() == pytest.approx([row[0] for row in rows], abs=1e-6)
+    assert rounded.detach()[0].tolist() == pytest.approx([row[0] for row in rows], abs=1e-6)
     assert dV.flatten().tolist() == pytest.approx([row[1] for row in rows], abs=1e-5)
     s0, z0 = (float(value) for value in (rounding.base.scale, rounding.base.zero))
     ds, dz = sum(row[2] for row in rows), sum(row[3] for row in rows)
@@ -258,9 +258,9 @@ def test_adam_steps_are_torch_s(seed):
     peer = torch.optim.Adam([twin], lr=0.01, betas=(0.9, 0.99), eps=1e-12)
     for _ in range(5):
         upstream = torch.randn(4, 16, generator=g)
-        made = rounding()
-        (slope,) = torch.autograd.grad(made, rounding.learned, upstream, retain_graph=True)
-        rounding.step(made, upstream, 0.01)
+        rounded = rounding()
+        (slope,) = torch.autograd.grad(rounded, rounding.learned, upstream, retain_graph=True)
+        rounding.step(rounded, upstream, 0.01)
         twin.grad = slope.reshape(4, 16)
         peer.step()
     assert torch.allclose(rounding.learned[0].detach().reshape(4, 16), twin.detach(), atol=1e-6)
@@ -311,7 +311,7 @@ def test_inputs_are_not_modified(llama):
     start = rtn(weight, IntGrid(3, 16))
     codes = start.codes.clone()
     rounding = LearnedRounding(weight, IntGrid(3, 16), start=start)
-    made = rounding()
-    rounding.step(made, torch.ones_like(made), 0.3)
+    rounded = rounding()
+    rounding.step(rounded, torch.ones_like(rounded), 0.3)
     assert torch.equal(weight, before) and torch.equal(start.codes, codes)
     assert isinstance(rounding.quantized().parameters, TileParameters)

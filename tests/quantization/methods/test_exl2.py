@@ -32,29 +32,29 @@ SMALL = exl2.BitPattern(((4, 10, 32), (3, 35, 32), (2, 55, 64)))
 def test_the_layer_is_what_the_file_decodes_to():
     weight, H = layer(40, 160)
     before = weight.clone(), H.clone()
-    made = exl2.quantize_layer(weight, H, SMALL)
+    quantized = exl2.quantize_layer(weight, H, SMALL)
     sections = SMALL.sections(160)
     assert exl2_format.layout((40, 160), sections) == {
-        name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in made.tensors.items()
+        name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in quantized.tensors.items()
     }
-    assert torch.equal(exl2_format.decode(made.tensors, 40).float(), made.weight)
-    assert exl2_format.sections_of(made.tensors) == list(sections)
-    assert made.report["error"] == pytest.approx(output_error(weight, made.weight, H), rel=1e-3)
-    bits = sum(8 * value.numel() * value.element_size() for value in made.tensors.values())
-    assert made.report["bits"] * weight.numel() == pytest.approx(bits)
+    assert torch.equal(exl2_format.decode(quantized.tensors, 40).float(), quantized.weight)
+    assert exl2_format.sections_of(quantized.tensors) == list(sections)
+    assert quantized.report["error"] == pytest.approx(output_error(weight, quantized.weight, H), rel=1e-3)
+    bits = sum(8 * value.numel() * value.element_size() for value in quantized.tensors.values())
+    assert quantized.report["bits"] * weight.numel() == pytest.approx(bits)
     assert SMALL.stored_bits((40, 160)) == bits
     assert torch.equal(weight, before[0]) and torch.equal(H, before[1])
     again = exl2.quantize_layer(weight, H, SMALL)
-    assert all(torch.equal(made.tensors[name], again.tensors[name]) for name in made.tensors)
+    assert all(torch.equal(quantized.tensors[name], again.tensors[name]) for name in quantized.tensors)
 
 
 def test_inputs_stand_by_their_energy_and_the_first_get_more_bits():
     weight, H = layer(32, 128)
-    made = exl2.quantize_layer(weight, H, exl2.BitPattern(((8, 25, 32), (2, 75, 32))))
-    order = torch.argsort(made.tensors["q_invperm"].long())
+    quantized = exl2.quantize_layer(weight, H, exl2.BitPattern(((8, 25, 32), (2, 75, 32))))
+    order = torch.argsort(quantized.tensors["q_invperm"].long())
     energy = H.diagonal()[order]
     assert (energy[:-1] >= energy[1:]).all()
-    lost = (made.weight - weight).square().mean(0)[order]
+    lost = (quantized.weight - weight).square().mean(0)[order]
     assert lost[:32].max() < lost[32:].min()
 
 
@@ -62,15 +62,15 @@ def test_inputs_stand_by_their_energy_and_the_first_get_more_bits():
 @pytest.mark.parametrize("pattern", [exl2.PATTERNS[0], SMALL, exl2.PATTERNS[6], exl2.PATTERNS[13]])
 def test_less_output_error_than_nearest_and_than_plain_gptq(shape, pattern):
     weight, H = layer(*shape, seed=shape[0])
-    rough, made = (exl2.quantize_layer(weight, H, pattern, sweeps=sweeps) for sweeps in (0, 4))
+    rough, result = (exl2.quantize_layer(weight, H, pattern, sweeps=sweeps) for sweeps in (0, 4))
     inputs = exl2.order_inputs(H)
     grid = pattern.grid(shape[1])
     W = weight[:, inputs.order]
     parameters = grid.choose(W, importance=inputs.H.diagonal())
     plain = gptq(W, inputs.H, grid, parameters=parameters, act_order=False).quantized.dequantize()
     beforehand = output_error(W, plain, inputs.H)
-    assert made.report["error"] < rough.report["error"] < 0.9 * made.report["rtn_error"]
-    assert made.report["error"] < 0.98 * beforehand
+    assert result.report["error"] < rough.report["error"] < 0.9 * result.report["rtn_error"]
+    assert result.report["error"] < 0.98 * beforehand
 
 
 def test_scales_chosen_on_the_way_are_better_at_two_bits():
@@ -105,9 +105,9 @@ def tiny():
 @pytest.mark.parametrize("pattern", [exl2.PATTERNS[0], exl2.PATTERNS[6], exl2.PATTERNS[11]])
 def test_layers_of_the_embedded_model(pattern, tiny):
     for name, (weight, H) in tiny.items():
-        made = exl2.quantize_layer(weight, H, pattern)
-        assert made.report["error"] < 0.6 * made.report["rtn_error"], name
-        assert torch.equal(exl2_format.decode(made.tensors, len(weight)).float(), made.weight)
+        quantized = exl2.quantize_layer(weight, H, pattern)
+        assert quantized.report["error"] < 0.6 * quantized.report["rtn_error"], name
+        assert torch.equal(exl2_format.decode(quantized.tensors, len(weight)).float(), quantized.weight)
 
 
 def test_the_loop_is_gptq_with_its_groups_one_after_the_other():
@@ -125,15 +125,15 @@ def test_errors_of_a_group_reach_all_that_follow():
     weight, H = layer(8, 96)
     inputs, grid = exl2.order_inputs(H, damp=0.01), exl2.BitPattern(((4, 30, 32), (3, 70, 32))).grid(96)
     W = weight[:, inputs.order]
-    made = exl2.round_groups(W, inputs.U, grid)
+    result = exl2.round_groups(W, inputs.U, grid)
     damped = inputs.H.double() + 0.01 * inputs.H.diagonal().mean().double() * torch.eye(96)
-    first = made.dequantize()[:, :32].double() - W[:, :32].double()
+    first = result.dequantize()[:, :32].double() - W[:, :32].double()
     moved = W[:, 32:].double() - first @ damped[:32, 32:] @ torch.linalg.inv(damped[32:, 32:])
     second = exl2.EXL2Grid(grid.sections[1:])
     h, c = exl2.fit(moved[:, :32].float(), inputs.U.diagonal()[32:64].square().reciprocal(), 3)
     chosen = second.parameters([h] * 2, [c] * 2).column(torch.zeros(1, dtype=torch.int64))
     wanted = second.encode(moved[:, :1].float(), chosen)
-    assert torch.equal(wanted[:, 0], made.codes[:, 32].float())
+    assert torch.equal(wanted[:, 0], result.codes[:, 32].float())
 
 
 def test_linears_of_the_same_inputs_share_the_work():
@@ -146,9 +146,9 @@ def test_linears_of_the_same_inputs_share_the_work():
 def test_dead_inputs_and_bfloat16():
     weight, H = layer(32, 128)
     H[5], H[:, 5] = 0.0, 0.0
-    made = exl2.quantize_layer(weight.bfloat16(), H, SMALL)
-    assert made.report["dead"] == 1 and (made.weight[:, 5] == 0).all()
-    assert int(made.tensors["q_invperm"][5]) == 127
+    quantized = exl2.quantize_layer(weight.bfloat16(), H, SMALL)
+    assert quantized.report["dead"] == 1 and (quantized.weight[:, 5] == 0).all()
+    assert int(quantized.tensors["q_invperm"][5]) == 127
 
 
 def test_bad_numbers_and_shapes_are_named():
@@ -163,10 +163,10 @@ def test_bad_numbers_and_shapes_are_named():
 
 def test_patterns_are_groups_of_the_format():
     for columns in (32, 96, 160, 1024, 2816, 14336):
-        found = exl2.patterns((1024, columns))
-        bits = [pattern.stored_bits((1024, columns)) for pattern in found]
-        assert bits == sorted(bits) and len(found) >= 5
-        for pattern in (*found, *exl2.HEADS.values()):
+        actual = exl2.patterns((1024, columns))
+        bits = [pattern.stored_bits((1024, columns)) for pattern in actual]
+        assert bits == sorted(bits) and len(actual) >= 5
+        for pattern in (*actual, *exl2.HEADS.values()):
             exl2_format.check_sections(pattern.sections(columns), columns)
     whole = [pattern.stored_bits((4096, 4096)) / 4096**2 for pattern in exl2.patterns((4096, 4096))]
     assert whole[0] < 2.2 and whole[-1] < 8.1
@@ -204,9 +204,9 @@ def test_the_average_is_as_asked(bits):
     assert 0.99 * bits < average <= bits
     stored = 0
     for name, one in list(chosen.items())[:3]:
-        made = exl2.quantize_layer(*layers[name], one.pattern)
-        stored = sum(8 * value.numel() * value.element_size() for value in made.tensors.values())
-        assert stored == one.bits and made.report["error"] < one.error
+        quantized = exl2.quantize_layer(*layers[name], one.pattern)
+        stored = sum(8 * value.numel() * value.element_size() for value in quantized.tensors.values())
+        assert stored == one.bits and quantized.report["error"] < one.error
     dear = exl2.choose(
         measured, weights, bits, {name: 100.0 if name == "layers.4" else 1.0 for name in measured}
     )

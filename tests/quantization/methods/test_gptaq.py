@@ -66,10 +66,12 @@ def by_the_paper(W, X, original, grid, parameters, order, alpha, residual, compe
 def test_agrees_with_the_papers_update(grid, act_order, alpha, residual):
     W, X, original = layer()
     H, cross = statistics(X, original)
-    made = gptaq(W, H, cross, grid, damp=DAMP, act_order=act_order, alpha=alpha, residual=residual).quantized
+    result = gptaq(
+        W, H, cross, grid, damp=DAMP, act_order=act_order, alpha=alpha, residual=residual
+    ).quantized
     order = torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(32)
-    wanted = by_the_paper(W, X, original, grid, made.parameters, order.tolist(), alpha, residual)
-    differing = (wanted != made.codes).sum()
+    wanted = by_the_paper(W, X, original, grid, result.parameters, order.tolist(), alpha, residual)
+    differing = (wanted != result.codes).sum()
     # float32 may break a tie the other way; one flip moves what follows in that row only
     assert differing <= 4, f"{differing} of {wanted.numel()} codes differ"
 
@@ -100,11 +102,11 @@ def test_the_compensation_aware_term_makes_the_objective_worse():
     for seed in range(3):
         W, X, _ = layer(seed=seed)
         H, _ = statistics(X, X)
-        made = gptq(W, H, grid, act_order=False).quantized
-        arguments = (W, X, X, grid, made.parameters, list(range(32)), 1.0, "compensated")
+        result = gptq(W, H, grid, act_order=False).quantized
+        arguments = (W, X, X, grid, result.parameters, list(range(32)), 1.0, "compensated")
         for compensation in (True, False):
             codes = by_the_paper(*arguments, compensation)
-            dense = type(made)(grid, codes.to(torch.int8), made.parameters).dequantize()
+            dense = type(result)(grid, codes.to(torch.int8), result.parameters).dequantize()
             if compensation:
                 with_term += missed(W, dense, X, X)
             else:
@@ -125,8 +127,8 @@ def test_block_updates_equal_one_long_block(columns, monkeypatch):
 def test_dead_columns_become_zero_and_are_counted():
     W, X, original = layer()
     X[:, [4, 9]] = 0.0
-    made = gptaq(W, *statistics(X, original), IntGrid(4, 8))
-    assert made.dead == 2 and (made.quantized.codes[:, [4, 9]] == 0).all()
+    quantized = gptaq(W, *statistics(X, original), IntGrid(4, 8))
+    assert quantized.dead == 2 and (quantized.quantized.codes[:, [4, 9]] == 0).all()
 
 
 def test_given_parameters_and_mask_are_kept():
@@ -134,9 +136,9 @@ def test_given_parameters_and_mask_are_kept():
     grid = IntGrid(4, 8)
     parameters, mask = grid.choose(W, shrink=0.8), W.abs() > 0.05
     H, cross = statistics(X, original)
-    made = gptaq(W * mask, H, cross, grid, parameters=parameters, mask=mask).quantized
-    assert made.parameters is parameters
-    assert (made.dequantize()[~mask] == 0).all() and (made.dequantize()[mask] != 0).any()
+    result = gptaq(W * mask, H, cross, grid, parameters=parameters, mask=mask).quantized
+    assert result.parameters is parameters
+    assert (result.dequantize()[~mask] == 0).all() and (result.dequantize()[mask] != 0).any()
 
 
 def test_wrong_settings_and_nan_are_refused():

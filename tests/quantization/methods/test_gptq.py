@@ -181,7 +181,7 @@ def test_a_mask_keeps_zeros_and_the_rest_makes_up_for_them():
     assert (kept.codes[~mask] == 0).all()
     cut = gptq(W * mask, H, IntGrid(4, 16), mask=mask).quantized
     assert (cut.codes[~mask] == 0).all()
-    # told of the weights that must go, the others take over a part of their work
+    # knowing which weights go, the others take over a part of their work
     assert output_error(W, kept.dequantize(), H) < 0.8 * output_error(W, cut.dequantize(), H)
 
 

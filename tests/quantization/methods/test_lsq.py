@@ -34,8 +34,8 @@ def test_weight_gradients_are_equation_3(bits):
     weight = values(4, 16).requires_grad_()
     scale = (grid.choose(weight.detach()).scale * 0.6).requires_grad_()  # some weights are clipped
     upstream = values(4, 16, seed=1)
-    made = lsq.quantize_weight(weight, scale, grid)
-    made.backward(upstream)
+    rounded = lsq.quantize_weight(weight, scale, grid)
+    rounded.backward(upstream)
     g = 1.0 / math.sqrt(8 * grid.high)
     for row in range(4):
         for group in range(2):
@@ -44,7 +44,7 @@ def test_weight_gradients_are_equation_3(bits):
                 at = equation_3(
                     float(weight.detach()[row, k]), float(scale.detach()[row, group]), grid.low, grid.high
                 )
-                assert float(made[row, k]) == pytest.approx(at[0], abs=1e-6)
+                assert float(rounded[row, k]) == pytest.approx(at[0], abs=1e-6)
                 assert float(weight.grad[row, k]) == pytest.approx(float(upstream[row, k]) * at[2], abs=1e-6)
                 want += float(upstream[row, k]) * at[1] * g
             assert float(scale.grad[row, group]) == pytest.approx(want, rel=1e-4, abs=1e-6)
@@ -73,9 +73,9 @@ def test_zero_is_learned_from_the_clipped_numbers_alone():
     grid = IntGrid(2, 0, symmetric=False)
     weight = torch.tensor([[5.0, 0.4, -5.0]])
     zero = torch.tensor([[-1.2]], requires_grad=True)
-    made = lsq.quantize_weight(weight, torch.tensor([[1.0]]), grid, zero)
-    assert made.tolist() == [[2.0, 0.0, -1.0]]  # codes 1, -1, -2 with zero -1
-    made.backward(torch.tensor([[1.0, 10.0, 100.0]]))
+    rounded = lsq.quantize_weight(weight, torch.tensor([[1.0]]), grid, zero)
+    assert rounded.tolist() == [[2.0, 0.0, -1.0]]  # codes 1, -1, -2 with zero -1
+    rounded.backward(torch.tensor([[1.0, 10.0, 100.0]]))
     assert float(zero.grad) == pytest.approx(-101.0 * lsq.gradient_factor(3, 1.0))
 
 
@@ -99,10 +99,12 @@ def test_what_is_trained_is_what_is_stored(name):
     wanted = base.scale * (1.0 + 0.2 * values(*base.scale.shape, seed=3).abs())
     parameters = lsq.stored(wanted, grid, (8, 64))
     quantized = grid.quantize(weight, parameters)
-    made = lsq.quantize_weight(weight, wanted, grid)
-    assert torch.equal(made, quantized.dequantize()) and torch.equal(made, made.to(grid.storage).float())
+    rounded = lsq.quantize_weight(weight, wanted, grid)
+    assert torch.equal(rounded, quantized.dequantize()) and torch.equal(
+        rounded, rounded.to(grid.storage).float()
+    )
     assert torch.allclose(parameters.scale, wanted, rtol=0.08)
-    assert torch.equal(lsq.decode_weight(quantized.codes, wanted, grid), made)
+    assert torch.equal(lsq.decode_weight(quantized.codes, wanted, grid), rounded)
     again = storable(grid, base, parameters.scale, (8, 64)).scale
     assert torch.allclose(again, parameters.scale, rtol=0.07 if parameters.stored else 0.0, atol=0.0)
 
@@ -111,8 +113,8 @@ def test_weights_of_uneven_levels_pass_the_gradient_between_the_ends():
     grid = NF4Grid(4)
     weight = torch.tensor([[0.3, -0.2, 1.5, -1.5]], requires_grad=True)
     scale = torch.ones(1, 1, requires_grad=True)
-    made = lsq.quantize_weight(weight, scale, grid)
-    made.backward(torch.tensor([[1.0, 10.0, 100.0, 1000.0]]))
+    rounded = lsq.quantize_weight(weight, scale, grid)
+    rounded.backward(torch.tensor([[1.0, 10.0, 100.0, 1000.0]]))
     assert weight.grad.tolist() == [[1.0, 10.0, 0.0, 0.0]]
     table = levels(grid).tolist()
     near = [min(table, key=lambda level: abs(level - v)) for v in (0.3, -0.2)]
@@ -125,10 +127,10 @@ def test_activations_with_a_learned_scale():
     x = values(3, 5, 8, size=3.0).requires_grad_()
     scale = torch.tensor([0.5], requires_grad=True)
     upstream = values(3, 5, 8, seed=2)
-    made = lsq.quantize_activation(x, scale, grid)
-    made.backward(upstream)
+    result = lsq.quantize_activation(x, scale, grid)
+    result.backward(upstream)
     rows = [equation_3(v, 0.5, -8, 7) for v in x.detach().flatten().tolist()]
-    assert made.flatten().tolist() == pytest.approx([row[0] for row in rows], abs=1e-6)
+    assert result.flatten().tolist() == pytest.approx([row[0] for row in rows], abs=1e-6)
     want = sum(u * row[1] for u, row in zip(upstream.flatten().tolist(), rows, strict=True))
     assert float(scale.grad) == pytest.approx(want / math.sqrt(8 * 7), rel=1e-4)
     half = lsq.quantize_activation(x.detach().bfloat16(), scale, grid)

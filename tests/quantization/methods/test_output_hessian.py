@@ -62,9 +62,9 @@ def test_portions_follow_the_memory_and_change_no_code(
     monkeypatch.setattr(curvature, "LEAST", 0)
     monkeypatch.setattr(curvature, "free_memory", lambda device: free)
     progress = Heard()
-    made = quantize(folder, tmp_path / "parts", SETTINGS, progress=progress)
+    quantized = quantize(folder, tmp_path / "parts", SETTINGS, progress=progress)
     wanted = load_file(whole)
-    assert all(torch.equal(made.load(name), wanted[name]) for name in wanted)
+    assert all(torch.equal(quantized.load(name), wanted[name]) for name in wanted)
     assert len(loads) == 1
     assert [line for line in progress.lines if line.startswith("yaqa: ")] == [
         f"yaqa: {2 * portions} backward passes over the whole model: 14 layers in {portions} "
@@ -76,18 +76,18 @@ def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch
     checkpoint = open_checkpoint(folder)
     chosen, batches = plan(checkpoint, SETTINGS.storage), batches_of(checkpoint, SETTINGS)
 
-    def made():
+    def saved_model():
         return curvature.OutputHessian(checkpoint, chosen, batches, SETTINGS, tmp_path / "work", Heard())
 
-    made().collect()
+    saved_model().collect()
     name = "model.layers.1.mlp.down_proj"
     file = tmp_path / "work" / "curvature" / f"{name}.safetensors"
     wanted = file.read_bytes()
     times = {path.name: path.stat().st_mtime_ns for path in file.parent.iterdir() if path != file}
     file.unlink()
-    made().collect()
+    saved_model().collect()
     assert file.read_bytes() == wanted
     assert times == {path.name: path.stat().st_mtime_ns for path in file.parent.iterdir() if path != file}
     loads.clear()
-    made().collect()
-    assert not loads and made()(name).shape == (64, 64)
+    saved_model().collect()
+    assert not loads and saved_model()(name).shape == (64, 64)

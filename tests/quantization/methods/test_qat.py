@@ -82,10 +82,10 @@ def test_learns_and_ends_on_its_grid(family, grid, train):
     settings = replace(SETTINGS, steps=20, learning_rate=rate)
     trained = learn(model, grids, None, ROWS, settings, loss=loss, train=train)
     assert list(trained.weights) == list(grids) and not trained.dense and not trained.activations
-    for name, made in trained.weights.items():
-        assert torch.equal(weight(model, name), made.dequantize())
-        again = QuantizedTensor.from_tensors(made.grid, made.tensors())
-        assert torch.equal(again.dequantize(), made.dequantize())
+    for name, result in trained.weights.items():
+        assert torch.equal(weight(model, name), result.dequantize())
+        again = QuantizedTensor.from_tensors(result.grid, result.tensors())
+        assert torch.equal(again.dequantize(), result.dequantize())
     assert loss_of(model, loss) < 0.95 * before
     assert not any("parametrizations" in name for name, _ in model.named_parameters())
     for name, value in original.named_parameters():  # nothing else has changed
@@ -113,9 +113,11 @@ def test_training_starts_at_given_codes():
     g = torch.Generator().manual_seed(0)
     start = {}
     for name, grid in grids.items():
-        made = rtn(weight(model, name), grid)
-        moved = made.codes + torch.randint(-1, 2, made.codes.shape, generator=g)
-        start[name] = QuantizedTensor(grid, moved.clamp(grid.low, grid.high).to(torch.int8), made.parameters)
+        quantized = rtn(weight(model, name), grid)
+        moved = quantized.codes + torch.randint(-1, 2, quantized.codes.shape, generator=g)
+        start[name] = QuantizedTensor(
+            grid, moved.clamp(grid.low, grid.high).to(torch.int8), quantized.parameters
+        )
     trained = learn(model, grids, None, ROWS, replace(SETTINGS, steps=1, learning_rate=1e-9), start=start)
     assert all(torch.equal(trained.weights[name].codes, start[name].codes) for name in grids)
 
@@ -152,12 +154,12 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, train)
         run(deadly, tmp_path / "cut")
     torch.manual_seed(99)
     other, resumed = run(next_token, tmp_path / "cut")
-    for name, made in whole.weights.items():
-        for key, value in made.tensors().items():
+    for name, result in whole.weights.items():
+        for key, value in result.tensors().items():
             assert torch.equal(value, resumed.weights[name].tensors()[key]), (name, key)
     assert whole.history == resumed.history and whole.activations.keys() == resumed.activations.keys()
-    for name, found in whole.activations.items():
-        assert all(torch.equal(value, resumed.activations[name][key]) for key, value in found.items())
+    for name, actual in whole.activations.items():
+        assert all(torch.equal(value, resumed.activations[name][key]) for key, value in actual.items())
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     assert bool(whole.dense) == (train == "weights")

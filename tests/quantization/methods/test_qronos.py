@@ -57,10 +57,10 @@ def by_the_paper(W, X, original, grid, parameters, order, damp):
 def test_agrees_with_the_papers_two_steps(grid, act_order):
     W, X, original = layer()
     H, cross = statistics(X, original)
-    made = qronos(W, H, cross, grid, damp=DAMP, act_order=act_order).quantized
+    result = qronos(W, H, cross, grid, damp=DAMP, act_order=act_order).quantized
     order = torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(32)
-    wanted = by_the_paper(W, X, original, grid, made.parameters, order.tolist(), DAMP)
-    differing = (wanted != made.codes).sum()
+    wanted = by_the_paper(W, X, original, grid, result.parameters, order.tolist(), DAMP)
+    differing = (wanted != result.codes).sum()
     # float32 may break a tie the other way; one flip moves what follows in that row only
     assert differing <= 4, f"{differing} of {wanted.numel()} codes differ"
 
@@ -70,9 +70,9 @@ def test_the_first_column_is_decided_with_the_others_at_the_original_weight():
     H, cross = statistics(X, original)
     grid = IntGrid(4, 0)
     V = least_squares_weight(W, H, cross)
-    made = qronos(W, H, cross, grid, act_order=False).quantized
-    at = made.parameters.column(0)
-    assert (grid.encode(V[:, 0], at) != made.codes[:, 0]).any()
+    result = qronos(W, H, cross, grid, act_order=False).quantized
+    at = result.parameters.column(0)
+    assert (grid.encode(V[:, 0], at) != result.codes[:, 0]).any()
 
 
 def test_without_a_difference_it_is_gptq():
@@ -116,9 +116,9 @@ def test_dead_columns_become_zero_and_what_they_carried_is_taken_over():
     W, X, original = layer(noise=0.02)
     X[:, [4, 9]] = 0.0
     H, cross = statistics(X, original)
-    made = qronos(W, H, cross, IntGrid(8, 8))
-    dense = made.quantized.dequantize()
-    assert made.dead == 2 and (dense[:, [4, 9]] == 0).all()
+    quantized = qronos(W, H, cross, IntGrid(8, 8))
+    dense = quantized.quantized.dequantize()
+    assert quantized.dead == 2 and (dense[:, [4, 9]] == 0).all()
     dropped = W.clone()
     dropped[:, [4, 9]] = 0.0
     assert missed(W, dense, X, original) < 0.9 * missed(W, dropped, X, original)
@@ -129,9 +129,9 @@ def test_given_parameters_and_mask_are_kept():
     H, cross = statistics(X, original)
     grid = IntGrid(4, 8)
     parameters, mask = grid.choose(W, shrink=0.8), W.abs() > 0.05
-    made = qronos(W * mask, H, cross, grid, parameters=parameters, mask=mask).quantized
-    assert made.parameters is parameters
-    assert (made.dequantize()[~mask] == 0).all() and (made.dequantize()[mask] != 0).any()
+    result = qronos(W * mask, H, cross, grid, parameters=parameters, mask=mask).quantized
+    assert result.parameters is parameters
+    assert (result.dequantize()[~mask] == 0).all() and (result.dequantize()[mask] != 0).any()
 
 
 @pytest.mark.parametrize("where", ["weight", "hessian", "cross"])

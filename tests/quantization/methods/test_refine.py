@@ -53,11 +53,11 @@ GRIDS = [IntGrid(3, 16), IntGrid(4, 16, symmetric=False), IntGrid(2, 0), NF4Grid
 def test_every_pass_lowers_the_error(grid):
     W, H, _ = layer()
     B = W @ H
-    made = gptq(W, H, grid).quantized
-    costs = [output_cost(made, H, B)]
+    result = gptq(W, H, grid).quantized
+    costs = [output_cost(result, H, B)]
     for improve in (descend, refit, descend, refit, descend):
-        made = improve(made, H, B)
-        costs.append(output_cost(made, H, B))
+        result = improve(result, H, B)
+        costs.append(output_cost(result, H, B))
     slack = 1e-4 * abs(costs[0])
     assert all(after <= before + slack for before, after in itertools.pairwise(costs)), costs
     before = output_error(W, gptq(W, H, grid).quantized.dequantize(), H)
@@ -80,14 +80,14 @@ def test_one_pass_is_coordinate_descent_by_hand():
 def test_no_single_code_can_do_better_once_it_has_settled():
     W, H, _ = layer(rows=4, columns=24)
     grid = IntGrid(3, 8)
-    made, B = rtn(W, grid), W @ H
+    result, B = rtn(W, grid), W @ H
     for _ in range(30):
-        made = descend(made, H, B)
-    s = made.parameters.scale.repeat_interleave(8, 1)
-    base = ((made.codes * s - W) @ H * (made.codes * s - W)).sum(1)
+        result = descend(result, H, B)
+    s = result.parameters.scale.repeat_interleave(8, 1)
+    base = ((result.codes * s - W) @ H * (result.codes * s - W)).sum(1)
     for k in range(24):
         for change in (-1, 1):
-            other = made.codes.float().clone()
+            other = result.codes.float().clone()
             other[:, k] = (other[:, k] + change).clamp(-4, 3)
             E = other * s - W
             assert ((E @ H * E).sum(1) >= base * (1 - 1e-4)).all()
@@ -95,13 +95,13 @@ def test_no_single_code_can_do_better_once_it_has_settled():
 
 def test_refitted_scales_are_the_least_squares_ones():
     W, H, _ = layer(rows=6, columns=32)
-    made = rtn(W, IntGrid(3, 8))
-    ours = refit(made, H, W @ H).parameters.scale
+    quantized = rtn(W, IntGrid(3, 8))
+    ours = refit(quantized, H, W @ H).parameters.scale
     L = torch.linalg.cholesky(H.double())
     for row in range(6):
         C = torch.zeros(32, 4, dtype=torch.float64)
         for g in range(4):
-            C[g * 8 : (g + 1) * 8, g] = made.codes[row, g * 8 : (g + 1) * 8].double()
+            C[g * 8 : (g + 1) * 8, g] = quantized.codes[row, g * 8 : (g + 1) * 8].double()
         wanted = torch.linalg.lstsq(L.T @ C, L.T @ W[row].double()[:, None]).solution[:, 0]
         assert torch.allclose(ours[row].double(), wanted, rtol=2e-3)
 
@@ -126,9 +126,9 @@ def test_a_mask_is_kept():
     W, H, _ = layer()
     mask = torch.rand(W.shape, generator=torch.Generator().manual_seed(1)) > 0.5
     start = gptq(W * mask, H, IntGrid(4, 16), mask=mask).quantized
-    made = refine(start, H, W @ H, weight=W, mask=mask)
-    assert (made.codes[~mask] == 0).all()
-    assert output_error(W, made.dequantize(), H) < output_error(W, start.dequantize(), H)
+    refined = refine(start, H, W @ H, weight=W, mask=mask)
+    assert (refined.codes[~mask] == 0).all()
+    assert output_error(W, refined.dequantize(), H) < output_error(W, start.dequantize(), H)
 
 
 def test_inputs_are_untouched():
@@ -158,21 +158,21 @@ class Largest(TorchDispatchMode):
 def test_where_scales_are_not_free_no_system_is_built(grid):
     g = torch.Generator().manual_seed(0)
     W, H = torch.randn(64, 1024, generator=g) * 0.1, torch.eye(1024)
-    made = rtn(W, grid)
+    quantized = rtn(W, grid)
     with Largest() as seen:
-        again = refit(made, H, W @ H)
-    assert again.parameters is made.parameters
+        again = refit(quantized, H, W @ H)
+    assert again.parameters is quantized.parameters
     assert seen.bytes <= W.nbytes, seen.bytes  # the systems of G = 64 groups take 4 times as much
 
 
 @pytest.mark.parametrize("grid", [IntGrid(4, 16), IntGrid(3, 16, symmetric=False), NF4Grid(16)], ids=repr)
 def test_systems_are_solved_for_some_rows_at_a_time(grid, monkeypatch):
     W, H, _ = layer(rows=96, columns=512)
-    made, B = rtn(W, grid), W @ H
-    whole = refit(made, H, B).parameters.scale
+    result, B = rtn(W, grid), W @ H
+    whole = refit(result, H, B).parameters.scale
     monkeypatch.setattr("attar.quantization.methods.refine.BYTES", 2**18)  # 64 rows of 32 x 32 float32
     with Largest() as seen:
-        parts = refit(made, H, B).parameters.scale
-    assert not torch.equal(whole, made.parameters.scale)
+        parts = refit(result, H, B).parameters.scale
+    assert not torch.equal(whole, result.parameters.scale)
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
     assert seen.bytes <= max(2**18, W.nbytes), seen.bytes  # whole, the systems take 384 KiB

@@ -70,10 +70,10 @@ def ordered(H, act_order):
 def test_agrees_with_the_papers_rule_entry_by_entry(shape, tile, grid, act_order, monkeypatch):
     monkeypatch.setattr("attar.quantization.methods.yaqa.TILE", tile)
     W, H_O, H_I = weight(*shape), factor(shape[0], 1), factor(shape[1], 2)
-    made = yaqa(W, H_O, H_I, grid, damp=DAMP, act_order=act_order).quantized
+    result = yaqa(W, H_O, H_I, grid, damp=DAMP, act_order=act_order).quantized
     rows, columns = ordered(H_O, act_order), ordered(H_I, act_order)
-    wanted = by_the_paper(W, H_O, H_I, grid, made.parameters, rows, columns)
-    differing = (wanted != made.codes).sum()
+    wanted = by_the_paper(W, H_O, H_I, grid, result.parameters, rows, columns)
+    differing = (wanted != result.codes).sum()
     assert differing <= 2, f"{differing} of {wanted.numel()} codes differ"
 
 
@@ -122,35 +122,35 @@ def test_the_scale_of_the_factors_does_not_matter():
 def test_a_target_moves_the_codes_and_not_the_parameters():
     W, H_O, H_I = weight(12, 24), factor(12, 1), factor(24, 2)
     target, grid = W + 0.02 * weight(12, 24, seed=5), IntGrid(4, 8)
-    made = yaqa(W, H_O, H_I, grid, target=target).quantized
-    assert torch.equal(made.parameters.scale, grid.choose(W).scale)
+    result = yaqa(W, H_O, H_I, grid, target=target).quantized
+    assert torch.equal(result.parameters.scale, grid.choose(W).scale)
     order = ordered(H_O, True), ordered(H_I, True)
-    wanted = by_the_paper(W, H_O, H_I, grid, made.parameters, *order, target=target)
-    assert (wanted != made.codes).sum() <= 2
+    wanted = by_the_paper(W, H_O, H_I, grid, result.parameters, *order, target=target)
+    assert (wanted != result.codes).sum() <= 2
 
 
 def test_dead_columns_become_zero_and_idle_rows_are_rounded_by_themselves():
     W, H_O, H_I = weight(12, 24), factor(12, 1), factor(24, 2)
     H_I[[4, 9]] = H_I[:, [4, 9]] = 0.0
     H_O[3] = H_O[:, 3] = 0.0
-    made = yaqa(W, H_O, H_I, IntGrid(4, 8))
-    assert made.dead == 2 and (made.quantized.codes[:, [4, 9]] == 0).all()
-    assert torch.equal(made.quantized.codes[3], gptq(W[3:4], H_I, IntGrid(4, 8)).quantized.codes[0])
+    quantized = yaqa(W, H_O, H_I, IntGrid(4, 8))
+    assert quantized.dead == 2 and (quantized.quantized.codes[:, [4, 9]] == 0).all()
+    assert torch.equal(quantized.quantized.codes[3], gptq(W[3:4], H_I, IntGrid(4, 8)).quantized.codes[0])
 
 
 def test_given_parameters_and_mask_are_kept():
     W, H_O, H_I, grid = weight(12, 24), factor(12, 1), factor(24, 2), IntGrid(4, 8)
     parameters, mask = grid.choose(W, shrink=0.8), W.abs() > 0.05
-    made = yaqa(W * mask, H_O, H_I, grid, parameters=parameters, mask=mask).quantized
-    assert made.parameters is parameters
-    assert (made.dequantize()[~mask] == 0).all() and (made.dequantize()[mask] != 0).any()
+    result = yaqa(W * mask, H_O, H_I, grid, parameters=parameters, mask=mask).quantized
+    assert result.parameters is parameters
+    assert (result.dequantize()[~mask] == 0).all() and (result.dequantize()[mask] != 0).any()
 
 
 def test_damping_is_raised_and_reported():
     W, H_I = weight(12, 24), factor(24, 2)
     thin = torch.ones(12, 12)  # rank 1
-    made = yaqa(W, thin, H_I, IntGrid(4, 8), damp=0.0)
-    assert made.damp == 0.0  # H_O's damping was raised alone
+    quantized = yaqa(W, thin, H_I, IntGrid(4, 8), damp=0.0)
+    assert quantized.damp == 0.0  # H_O's damping was raised alone
 
 
 @pytest.mark.parametrize("where", ["weight", "output", "input"])

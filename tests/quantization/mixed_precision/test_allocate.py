@@ -69,13 +69,13 @@ def test_equals_brute_force(groups, budget):
         with pytest.raises(SettingsError, match=str(sum(min(o.bits for o in g) for g in groups.values()))):
             allocate(groups, budget)
         return
-    found = allocate(groups, budget)
-    chosen = [next(o for o in groups[g] if o.name == name) for g, name in found.choice.items()]
-    assert found.loss == pytest.approx(best, abs=1e-12)
-    assert found.loss == pytest.approx(math.fsum(option.loss for option in chosen), abs=1e-12)
-    assert found.bits == sum(option.bits for option in chosen) <= budget
-    assert found.gap <= 1e-9
-    assert list(found.choice) == list(groups)
+    allocation = allocate(groups, budget)
+    chosen = [next(o for o in groups[g] if o.name == name) for g, name in allocation.choice.items()]
+    assert allocation.loss == pytest.approx(best, abs=1e-12)
+    assert allocation.loss == pytest.approx(math.fsum(option.loss for option in chosen), abs=1e-12)
+    assert allocation.bits == sum(option.bits for option in chosen) <= budget
+    assert allocation.gap <= 1e-9
+    assert list(allocation.choice) == list(groups)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -84,25 +84,25 @@ def test_equals_the_table_on_forty_groups(seed):
     least, most = (sum(pick(o.bits for o in g) for g in groups.values()) for pick in (min, max))
     for share in (0.05, 0.3, 0.6):
         budget = int(least + share * (most - least))
-        found = allocate(groups, budget)
-        assert found.loss == pytest.approx(by_table(groups, budget), rel=1e-12)
-        assert found.gap == 0.0 and found.bits <= budget
+        allocation = allocate(groups, budget)
+        assert allocation.loss == pytest.approx(by_table(groups, budget), rel=1e-12)
+        assert allocation.gap == 0.0 and allocation.bits <= budget
 
 
 @given(small_cases, st.integers(0, 60), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
 def test_the_gap_is_a_certificate_even_with_hardly_any_states(groups, extra, states):
     budget = sum(min(o.bits for o in g) for g in groups.values()) + extra
-    found = allocate(groups, budget, states=states)
+    allocation = allocate(groups, budget, states=states)
     best = brute_force(groups, budget)
-    assert found.loss - found.gap - 1e-9 <= best <= found.loss + 1e-9
+    assert allocation.loss - allocation.gap - 1e-9 <= best <= allocation.loss + 1e-9
 
 
 def test_a_gap_above_zero_is_reported_when_the_states_run_out():
     groups = random_groups(60, 3)
-    found = [allocate(groups, 1500, states=1), allocate(groups, 1500)]
-    assert found[0].gap > 0.0 == found[1].gap
-    assert found[0].loss - found[0].gap <= found[1].loss <= found[0].loss
+    results = [allocate(groups, 1500, states=1), allocate(groups, 1500)]
+    assert results[0].gap > 0.0 == results[1].gap
+    assert results[0].loss - results[0].gap <= results[1].loss <= results[0].loss
 
 
 def test_more_budget_is_never_worse():
@@ -126,11 +126,11 @@ def test_a_model_of_real_size_is_solved_exactly():
         for kind, size in sizes.items()
     }
     budget = int(4.25 * 80 * sum(sizes.values()))
-    found = allocate(groups, budget)
-    assert found.bits <= budget
-    assert found.gap <= 1e-6 * found.loss
+    allocation = allocate(groups, budget)
+    assert allocation.bits <= budget
+    assert allocation.gap <= 1e-6 * allocation.loss
     uniform = math.fsum(options[2].loss for options in groups.values())
-    assert found.loss < uniform
+    assert allocation.loss < uniform
 
 
 def test_the_frontier_is_convex_and_each_point_is_the_optimum_of_its_size():

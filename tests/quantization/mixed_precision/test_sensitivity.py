@@ -72,9 +72,9 @@ def bytes_of(model):
 def test_every_number_is_that_of_a_model_changed_by_hand(tmp_path, family):
     case = Case(family)
     before = bytes_of(case.model)
-    found = case.measure(tmp_path / "s.json", {"W3A16": lambda storage: IntGrid(3, 32, storage=storage)})
-    assert [(one.group, list(one.modules)) for one in found] == [*case.groups.items()]
-    for one in found:
+    measured = case.measure(tmp_path / "s.json", {"W3A16": lambda storage: IntGrid(3, 32, storage=storage)})
+    assert [(one.group, list(one.modules)) for one in measured] == [*case.groups.items()]
+    for one in measured:
         grid = IntGrid(3, 32)
         assert one.kl == pytest.approx(case.kl_by_hand(dict.fromkeys(one.modules, grid)), rel=1e-4), one.group
         sizes = [case.shapes[name] for name in one.modules]
@@ -100,7 +100,7 @@ def test_starting_at_the_block_gives_the_same_numbers_as_running_everything(tmp_
 
 def test_output_error_is_that_of_the_inputs_the_layer_gets(tmp_path):
     case = Case()
-    found = {one.group: one for one in case.measure(tmp_path / "s.json")}
+    actual = {one.group: one for one in case.measure(tmp_path / "s.json")}
     group = next(name for name in case.groups if name.startswith("model.layers.1") and "gate" in name)
     inputs = []
     hook = case.model.get_submodule(case.groups[group][0]).register_forward_pre_hook(
@@ -116,7 +116,7 @@ def test_output_error_is_that_of_the_inputs_the_layer_gets(tmp_path):
         E = (W - rtn(W, grid, choose_scales(W, grid, how="mse")).dequantize()).double()
         lost += sum(float((x @ E.T).square().sum()) for x in inputs)
         whole += sum(float((x @ W.double().T).square().sum()) for x in inputs)
-    assert found[group].output_error == pytest.approx(lost / whole, rel=1e-4)
+    assert actual[group].output_error == pytest.approx(lost / whole, rel=1e-4)
 
 
 def counting(limit=10**9):
@@ -155,9 +155,9 @@ def test_only_what_is_missing_is_measured(tmp_path):
     calls, rounding = counting()
     assert case.measure(file, rounding=rounding) == first and calls == []
     more = {"W3A16": lambda storage: IntGrid(3, 32, storage=storage)}
-    found = case.measure(file, {**CANDIDATES, **more}, rounding=rounding)
+    measured = case.measure(file, {**CANDIDATES, **more}, rounding=rounding)
     assert {grid.bits for grid in calls} == {3} and len(calls) == len(case.linears)
-    assert [one for one in found if one.grid != "W3A16"] == first
+    assert [one for one in measured if one.grid != "W3A16"] == first
     calls.clear()
     other = {"W4A16": lambda storage: IntGrid(4, 64, storage=storage)}  # another grid under the old name
     changed = case.measure(file, other, rounding=rounding)
@@ -187,33 +187,33 @@ def test_a_file_about_something_else_is_refused(tmp_path):
 def test_a_grid_that_does_not_fit_is_left_out(tmp_path):
     case = Case()
     fits = lambda grid, shape: grid.bits != 2 or shape[1] % 96  # noqa: E731
-    found = case.measure(tmp_path / "s.json", fits=fits)
-    assert {one.grid for one in found if "down_proj" in one.group} == {"W4A16", "W8A16"}
-    assert len({one.grid for one in found if "down_proj" not in one.group}) == 3
+    measured = case.measure(tmp_path / "s.json", fits=fits)
+    assert {one.grid for one in measured if "down_proj" in one.group} == {"W4A16", "W8A16"}
+    assert len({one.grid for one in measured if "down_proj" not in one.group}) == 3
 
 
 def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
     case, file = Case(), tmp_path / "s.json"
 
     def breaking(weight, grid):
-        made = sensitivity.nearest_mse(weight, grid)
+        result = sensitivity.nearest_mse(weight, grid)
         if grid.bits == 2:
-            made.parameters.scale.fill_(math.nan)
-        return made
+            result.parameters.scale.fill_(math.nan)
+        return result
 
-    found = case.measure(file, rounding=breaking)
-    assert all(math.isinf(one.kl) == (one.grid == "W2A16") for one in found)
-    assert read(file) == sorted(found, key=lambda one: read(file).index(one))
-    assert "W2A16" not in mix(found, case.shapes, 6.0).schemes.values()
+    measured = case.measure(file, rounding=breaking)
+    assert all(math.isinf(one.kl) == (one.grid == "W2A16") for one in measured)
+    assert read(file) == sorted(measured, key=lambda one: read(file).index(one))
+    assert "W2A16" not in mix(measured, case.shapes, 6.0).schemes.values()
 
 
 class Talking(nn.Module):
     """Blocks that speak to each other behind the model's back: the last needs what the first one left."""
 
     class Block(nn.Module):
-        def __init__(self, size, board, place):
+        def __init__(self, size, board, row):
             super().__init__()
-            self.linear, self.board, self.place = nn.Linear(size, size, bias=False), board, place
+            self.linear, self.board, self.place = nn.Linear(size, size, bias=False), board, row
 
         def forward(self, x):
             if self.place == 0:
@@ -224,7 +224,7 @@ class Talking(nn.Module):
         super().__init__()
         board = {}
         self.embed = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(Talking.Block(16, board, place) for place in range(3))
+        self.blocks = nn.ModuleList(Talking.Block(16, board, index) for index in range(3))
         self.head = nn.Linear(16, 50, bias=False)
 
     def forward(self, input_ids):
@@ -272,14 +272,14 @@ def test_groups_share_what_runtimes_fuse():
 
 def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
     case = Case(num_hidden_layers=2)
-    found = case.measure(tmp_path / "s.json")
+    measured = case.measure(tmp_path / "s.json")
     weights = sum(n * k for n, k in case.shapes.values())
     options = {}
-    for one in found:
+    for one in measured:
         options.setdefault(one.group, []).append(one)
     previous = math.inf
     for budget in (3.2, 4.25, 5.3, 6.0):
-        chosen = mix(found, case.shapes, budget)
+        chosen = mix(measured, case.shapes, budget)
         fitting = [
             math.fsum(one.kl for one in picked)
             for picked in itertools.product(*options.values())
@@ -288,7 +288,7 @@ def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
         assert chosen.kl == pytest.approx(min(fitting), rel=1e-9) and chosen.kl <= previous
         assert chosen.bits_per_weight <= budget and chosen.gap <= 1e-9 * chosen.kl
         assert list(chosen.schemes) == list(case.shapes)
-        by_name = {(one.group, one.grid): one for one in found}
+        by_name = {(one.group, one.grid): one for one in measured}
         total = sum(by_name[group, chosen.schemes[names[0]]].bits for group, names in case.groups.items())
         assert total == chosen.bits
         assert all(len({chosen.schemes[name] for name in names}) == 1 for names in case.groups.values())
@@ -298,20 +298,20 @@ def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
 
 def test_what_cannot_be_assigned_is_refused(tmp_path):
     case = Case()
-    found = case.measure(tmp_path / "s.json")
+    measured = case.measure(tmp_path / "s.json")
     with pytest.raises(SettingsError, match=r"bits is 2.5, but must be at least 3, scales included"):
-        mix(found, case.shapes, 2.5)
+        mix(measured, case.shapes, 2.5)
     with pytest.raises(ModelError, match="lm_head was not measured"):
-        mix(found, {**case.shapes, "lm_head": (8, 8)}, 5.0)
-    twice = [*found, *(sensitivity.replace(one, group="again") for one in found[:3])]
+        mix(measured, {**case.shapes, "lm_head": (8, 8)}, 5.0)
+    twice = [*measured, *(sensitivity.replace(one, group="again") for one in measured[:3])]
     with pytest.raises(ModelError, match="is in the groups"):
         mix(twice, case.shapes, 5.0)
 
 
 def test_interaction_measures_the_whole_mix(tmp_path):
     case = Case()
-    found = case.measure(tmp_path / "s.json")
-    chosen = mix(found, case.shapes, 4.5)
+    measured = case.measure(tmp_path / "s.json")
+    chosen = mix(measured, case.shapes, 4.5)
     before = bytes_of(case.model)
     seen = interaction(case.model, chosen.schemes, chosen.kl, CANDIDATES, case.batches, tmp_path / "work")
     grids = {name: IntGrid(int(scheme[1]), 32) for name, scheme in chosen.schemes.items()}
@@ -325,10 +325,10 @@ def test_bf16_weights_and_arithmetic(tmp_path):
     case = Case()
     case.model.to(torch.bfloat16)
     key = SensitivityKey("fingerprint", "text", 64, 16, 0, "bf16")
-    found = case.measure(tmp_path / "s.json", key=key)
-    assert all("torch.bfloat16" in one.definition for one in found)
-    assert all(0 <= one.kl < math.inf for one in found)
+    measured = case.measure(tmp_path / "s.json", key=key)
+    assert all("torch.bfloat16" in one.definition for one in measured)
+    assert all(0 <= one.kl < math.inf for one in measured)
     case.model.float()
     exact = case.measure(tmp_path / "x.json", dtype=torch.bfloat16)
-    coarse = [(a.kl, b.kl) for a, b in zip(found, exact, strict=True) if a.grid == "W2A16"]
+    coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.grid == "W2A16"]
     assert all(a == pytest.approx(b, rel=0.2) for a, b in coarse)

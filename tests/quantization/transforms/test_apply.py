@@ -44,20 +44,20 @@ def run(model, tmp_path, kind, name="out", **changes):
         "activations": IntGrid(8, 0),
         "untie": True,
     }
-    made = transform(
+    result = transform(
         open_checkpoint(source),
         kind,
         folder=tmp_path / name,
         work=tmp_path / "work" / name,
         **arguments | changes,
     )
-    return open_checkpoint(source), made
+    return open_checkpoint(source), result
 
 
-def assert_same_function(model, made, tolerance=1e-4):
+def assert_same_function(model, changed, tolerance=1e-4):
     rows = tiny.tokens(model)
     wanted = tiny.logits(model, rows)
-    got = tiny.logits(load_model(made, dtype=torch.float32), rows)
+    got = tiny.logits(load_model(changed, dtype=torch.float32), rows)
     assert (got - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
@@ -65,28 +65,28 @@ def assert_same_function(model, made, tolerance=1e-4):
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt", "gpt_neox", "bert"])
 def test_smoothing_leaves_the_function(tmp_path, family, kind):
     model = tiny.build(family)
-    source, made = run(model, tmp_path, kind)
-    assert_same_function(model, made)
-    assert all(fold["error"] <= fold["rtn_error"] for fold in report_of(made.path)["folds"])
-    assert any(fold["error"] < 0.95 * fold["rtn_error"] for fold in report_of(made.path)["folds"])
-    assert made.config["dtype"] == "float32" and list(made.tensors) == list(source.tensors)
-    assert (made.path / "tokenizer.json").exists()
+    source, result = run(model, tmp_path, kind)
+    assert_same_function(model, result)
+    assert all(fold["error"] <= fold["rtn_error"] for fold in report_of(result.path)["folds"])
+    assert any(fold["error"] < 0.95 * fold["rtn_error"] for fold in report_of(result.path)["folds"])
+    assert result.config["dtype"] == "float32" and list(result.tensors) == list(source.tensors)
+    assert (result.path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("family", ROTATING)
 def test_rotation_leaves_the_function(tmp_path, family):
     model = tiny.build(family)
-    source, made = run(model, tmp_path, "rotate")
-    assert_same_function(model, made)
+    source, result = run(model, tmp_path, "rotate")
+    assert_same_function(model, result)
     name = f"{discover(model).blocks[1].mlp.down.name}.weight"
-    assert (source.load(name) - made.load(name)).abs().max() > 0.1
+    assert (source.load(name) - result.load(name)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("hidden", [80, 96, 112])
 def test_rotation_of_widths_that_are_no_power_of_two(tmp_path, hidden):
     model = tiny.build("qwen2", hidden_size=hidden, num_attention_heads=4, num_key_value_heads=2)
-    _, made = run(model, tmp_path, "rotate")
-    assert_same_function(model, made)
+    _, result = run(model, tmp_path, "rotate")
+    assert_same_function(model, result)
 
 
 def test_gemmas_norms_rotate(tmp_path):
@@ -94,9 +94,9 @@ def test_gemmas_norms_rotate(tmp_path):
     config = transformers.GemmaConfig(**tiny.WIDE)
     config.architectures = ["GemmaForCausalLM"]
     model = tiny.randomize(transformers.GemmaForCausalLM(config)).eval()
-    _, made = run(model, tmp_path, "rotate")
-    assert_same_function(model, made)
-    assert made.load("model.norm.weight").abs().max() == 0
+    _, result = run(model, tmp_path, "rotate")
+    assert_same_function(model, result)
+    assert result.load("model.norm.weight").abs().max() == 0
 
 
 def test_parallel_blocks_share_a_scale(tmp_path):
@@ -105,27 +105,27 @@ def test_parallel_blocks_share_a_scale(tmp_path):
     config.architectures = ["PhiForCausalLM"]
     model = tiny.randomize(transformers.PhiForCausalLM(config)).eval()
     for kind in apply.KINDS:
-        _, made = run(model, tmp_path, kind, kind)
-        assert_same_function(model, made)
+        _, result = run(model, tmp_path, kind, kind)
+        assert_same_function(model, result)
     folds = report_of(tmp_path / "awq")["folds"]
     assert len(folds[0]["consumers"]) == 4
     assert all(fold["error"] < fold["rtn_error"] for fold in folds)
 
 
 def test_rotated_vectors_have_no_weight_left_in_norms(tmp_path):
-    _, made = run(tiny.build("llama3"), tmp_path, "rotate")
-    assert all((made.load(name) == 1).all() for name in made.tensors if "norm" in name)
-    _, made = run(tiny.build("gpt2"), tmp_path / "gpt2", "rotate")
-    assert all((made.load(n) == 0).all() for n in made.tensors if n.endswith(("ln_1.bias", "ln_2.bias")))
+    _, result = run(tiny.build("llama3"), tmp_path, "rotate")
+    assert all((result.load(name) == 1).all() for name in result.tensors if "norm" in name)
+    _, result = run(tiny.build("gpt2"), tmp_path / "gpt2", "rotate")
+    assert all((result.load(n) == 0).all() for n in result.tensors if n.endswith(("ln_1.bias", "ln_2.bias")))
 
 
 def test_a_tied_head_is_refused_or_untied_and_counted(tmp_path):
     model = tiny.build("smollm")
     with pytest.raises(ModelError, match="tied"):
         run(model, tmp_path, "rotate", untie=False)
-    source, made = run(model, tmp_path, "rotate")
-    assert made.config["tie_word_embeddings"] is False
-    assert report_of(made.path)["added_bytes"] == 320 * 64 * 4 == made.nbytes - source.nbytes
+    source, result = run(model, tmp_path, "rotate")
+    assert result.config["tie_word_embeddings"] is False
+    assert report_of(result.path)["added_bytes"] == 320 * 64 * 4 == result.nbytes - source.nbytes
 
 
 def test_refusals(tmp_path):
@@ -145,33 +145,33 @@ def test_refusals(tmp_path):
 
 
 def test_the_papers_smoothquant_scales_behind_norms_alone(tmp_path):
-    source, made = run(tiny.build("llama3"), tmp_path, "smoothquant", alpha=0.5, grids=None)
-    report = report_of(made.path)
+    source, result = run(tiny.build("llama3"), tmp_path, "smoothquant", alpha=0.5, grids=None)
+    report = report_of(result.path)
     assert {fold["kind"] for fold in report["folds"]} == {"norm"}
     name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(source.load(name), made.load(name))
+    assert torch.equal(source.load(name), result.load(name))
 
 
 def test_only_linears_with_a_grid_count(tmp_path):
     model = tiny.build("llama3")
     some = {name: grid for name, grid in grids(model).items() if "layers.1.mlp" in name}
-    _, made = run(model, tmp_path, "awq", grids=some)
-    assert [fold["kind"] for fold in report_of(made.path)["folds"]] == ["norm", "up"]
-    assert_same_function(model, made)
+    _, result = run(model, tmp_path, "awq", grids=some)
+    assert [fold["kind"] for fold in report_of(result.path)["folds"]] == ["norm", "up"]
+    assert_same_function(model, result)
 
 
 def hessians(model, names):
-    found = {}
+    actual = {}
     hooks = []
     for name in names:
         module = model.get_submodule(name)
-        found[name] = Hessian(module.weight.shape[1])
-        hooks.append(module.register_forward_pre_hook(lambda _, args, h=found[name]: h.add(args[0])))
+        actual[name] = Hessian(module.weight.shape[1])
+        hooks.append(module.register_forward_pre_hook(lambda _, args, h=actual[name]: h.add(args[0])))
     for batch in batches(model):
         tiny.logits(model, batch)
     for hook in hooks:
         hook.remove()
-    return {name: h.value() for name, h in found.items()}
+    return {name: h.value() for name, h in actual.items()}
 
 
 def test_layers_round_better_after_awq(tmp_path):
@@ -180,18 +180,18 @@ def test_layers_round_better_after_awq(tmp_path):
     Each fold's error is what the search said it would be, although v and up were scaled by another fold too.
     """
     model = tiny.build("llama3")
-    _, made = run(model, tmp_path, "awq")
-    smoothed = load_model(made, dtype=torch.float32)
+    _, result = run(model, tmp_path, "awq")
+    smoothed = load_model(result, dtype=torch.float32)
     names = list(grids(model))
     errors = {}
-    for which, each in (("plain", model), ("smoothed", smoothed)):
-        seen = hessians(each, names)
+    for which, item in (("plain", model), ("smoothed", smoothed)):
+        seen = hessians(item, names)
         for name in names:
-            W = each.get_submodule(name).weight.detach()
+            W = item.get_submodule(name).weight.detach()
             whole = torch.einsum("nk,kl,nl->", W.double(), seen[name].double(), W.double())
             error = output_error(W, rtn(W, IntGrid(4, 16)).dequantize(), seen[name])
             errors[which, name] = (error * float(whole), float(whole))
-    for fold in report_of(made.path)["folds"]:
+    for fold in report_of(result.path)["folds"]:
         if fold["kind"] in ("up", "v"):  # o and down are scaled by one fold only: absolute errors compare
             (name,) = fold["consumers"]
             assert errors["plain", name][0] / errors["plain", name][1] == pytest.approx(
@@ -218,11 +218,11 @@ def test_transforms_compose(tmp_path):
 
 def test_dtype_is_kept_or_cast(tmp_path):
     model = tiny.build("llama2").bfloat16()
-    _, made = run(model, tmp_path, "rotate", "kept", dtype=None)
-    assert {info.dtype for info in made.tensors.values()} == {"BF16"}
-    source, made = run(model, tmp_path, "rotate", "wide")
-    assert {info.dtype for info in made.tensors.values()} == {"F32"}
-    assert_same_function(load_model(source, dtype=torch.float32), made)
+    _, result = run(model, tmp_path, "rotate", "kept", dtype=None)
+    assert {info.dtype for info in result.tensors.values()} == {"BF16"}
+    source, result = run(model, tmp_path, "rotate", "wide")
+    assert {info.dtype for info in result.tensors.values()} == {"F32"}
+    assert_same_function(load_model(source, dtype=torch.float32), result)
 
 
 def test_same_seed_same_bytes_and_other_seed_other_bytes(tmp_path):
@@ -239,8 +239,8 @@ def test_a_finished_folder_is_reused(tmp_path, monkeypatch):
     run(model, tmp_path, "awq")
     monkeypatch.setattr(apply, "sweep", None)
     monkeypatch.setattr(apply, "stream", None)
-    _, made = run(model, tmp_path, "awq")
-    assert_same_function(model, made)
+    _, result = run(model, tmp_path, "awq")
+    assert_same_function(model, result)
 
 
 def test_resumes_after_the_sweep(tmp_path, monkeypatch):

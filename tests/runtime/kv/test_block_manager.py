@@ -10,9 +10,9 @@ from attar.runtime.step import FREED
 B = 4
 
 
-def grow(manager, sequence, tokens, places=None):
-    """Reserves and commits what is missing of ``tokens`` (or so many places)."""
-    count = (places or len(tokens)) - manager.table(sequence).length
+def grow(manager, sequence, tokens, slots=None):
+    """Reserves and commits what is missing of ``tokens`` (or ``slots`` slots)."""
+    count = (slots or len(tokens)) - manager.table(sequence).length
     assert manager.reserve(sequence, count)
     manager.commit(sequence, count, tokens)
 
@@ -121,7 +121,7 @@ def test_equal_work_of_two_sequences_is_kept_once():
 def test_drafts_are_not_published():
     manager, tokens = BlockManager(8, B), list(range(6))
     manager.admit(0, tokens)
-    grow(manager, 0, tokens, places=8)  # two drafts
+    grow(manager, 0, tokens, slots=8)  # two drafts
     assert manager.matched([0, 1, 2, 3, 4, 5, 6, 7, 8]) == 4
     manager.truncate(0, 6)
     grow(manager, 0, [0, 1, 2, 3, 4, 5, 8, 9])
@@ -145,7 +145,7 @@ def test_blocks_behind_the_window_are_given_back_but_sinks_stay():
 def test_the_window_counts_from_what_is_certain():
     manager, tokens = BlockManager(16, B, window=4), list(range(9))
     manager.admit(0, tokens)
-    grow(manager, 0, tokens, places=16)  # seven drafts, of which all may be rejected
+    grow(manager, 0, tokens, slots=16)  # seven drafts, of which all may be rejected
     assert manager.table(0).blocks.count(FREED) == 1
     manager.truncate(0, 9)
     manager.check()
@@ -161,7 +161,7 @@ def test_packing_leaves_published_blocks_alone_and_ends_publishing():
     assert not set(packing.new) & set(old[:3])  # those are in the prefix tree
     assert manager.matched([*tokens, 1]) == 12
     manager.check()
-    grow(manager, 0, [*tokens, *range(90, 99)], places=12)
+    grow(manager, 0, [*tokens, *range(90, 99)], slots=12)
     assert len(manager._tree) == 3
     again = manager.pack(0, 5)
     assert again.new == again.old[:2]  # its own blocks are packed in place
@@ -200,10 +200,10 @@ class World:
         return self.prefixes.setdefault((before, token), len(self.prefixes))
 
     def contents(self, tokens, salt):
-        found = [self.number(salt, None)]
+        results = [self.number(salt, None)]
         for token in tokens:
-            found.append(self.number(found[-1], token))
-        return found[1:]
+            results.append(self.number(results[-1], token))
+        return results[1:]
 
     def slot(self, sequence, place):
         block = self.manager.table(sequence).blocks[place // B]
@@ -217,52 +217,54 @@ class World:
         draw = self.draw
         tokens = [0] * draw.randrange(9) + [draw.randrange(2) for _ in range(draw.randrange(1, 13))]
         salt = draw.choice(["", "a"])
-        found = self.manager.admit(self.next, tokens, salt)
-        if found is not None:
-            assert found < len(tokens)
-            self.live[self.next] = (tokens, self.contents(tokens[:found], salt), salt)
+        actual = self.manager.admit(self.next, tokens, salt)
+        if actual is not None:
+            assert actual < len(tokens)
+            self.live[self.next] = (tokens, self.contents(tokens[:actual], salt), salt)
             self.next += 1
 
     def append(self, sequence):
         """Writes some of the tokens that are missing, or new ones."""
-        tokens, places, salt = self.live[sequence]
-        if len(places) == len(tokens):
+        tokens, positions, salt = self.live[sequence]
+        if len(positions) == len(tokens):
             tokens += [self.draw.randrange(2) for _ in range(self.draw.randrange(1, 4))]
-        count = self.draw.randrange(1, len(tokens) - len(places) + 1)
+        count = self.draw.randrange(1, len(tokens) - len(positions) + 1)
         if not self.manager.reserve(sequence, count):
             self.release(sequence)  # preempted
             return
         self.copy()
-        for place in range(len(places), len(places) + count):
-            places.append(self.number(places[-1] if places else self.number(salt, None), tokens[place]))
-            self.pool[self.slot(sequence, place)] = places[-1]
+        for index in range(len(positions), len(positions) + count):
+            positions.append(
+                self.number(positions[-1] if positions else self.number(salt, None), tokens[index])
+            )
+            self.pool[self.slot(sequence, index)] = positions[-1]
         self.manager.commit(sequence, count, tokens)
 
     def fork(self, sequence):
-        tokens, places, salt = self.live[sequence]
+        tokens, positions, salt = self.live[sequence]
         self.manager.fork(sequence, self.next)
-        self.live[self.next] = (list(tokens), list(places), salt)
+        self.live[self.next] = (list(tokens), list(positions), salt)
         self.next += 1
 
     def truncate(self, sequence):
-        tokens, places, _ = self.live[sequence]
-        back = self.draw.randrange(min(len(places), 4))
+        tokens, positions, _ = self.live[sequence]
+        back = self.draw.randrange(min(len(positions), 4))
         if self.manager.window is not None:
             back = 0  # what is certain stays; drafts have a test of their own
-        self.manager.truncate(sequence, len(places) - back)
-        del places[len(places) - back :]
-        del tokens[max(len(places), 1) :]
+        self.manager.truncate(sequence, len(positions) - back)
+        del positions[len(positions) - back :]
+        del tokens[max(len(positions), 1) :]
 
     def release(self, sequence):
         self.manager.release(sequence)
         del self.live[sequence]
 
     def verify(self, sequence):
-        _, places, _ = self.live[sequence]
-        for place, content in enumerate(places):
-            slot = self.slot(sequence, place)
+        _, positions, _ = self.live[sequence]
+        for index, content in enumerate(positions):
+            slot = self.slot(sequence, index)
             window = self.manager.window
-            assert slot is not None or (window and self.manager.sinks <= place < len(places) - window)
+            assert slot is not None or (window and self.manager.sinks <= index < len(positions) - window)
             assert slot is None or self.pool[slot] == content
 
     def turn(self):

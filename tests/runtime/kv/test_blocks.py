@@ -62,7 +62,7 @@ def test_check_names_a_lost_block():
 
 
 def test_blocks_for_rounds_up():
-    assert [blocks_for(places, 4) for places in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [blocks_for(positions, 4) for positions in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
 def test_missing_counts_what_is_reserved_already():

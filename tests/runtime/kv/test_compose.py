@@ -46,10 +46,10 @@ def asked(*features):
 
 
 def test_the_first_pair_is_named_by_its_settings():
-    with pytest.raises(SettingsError) as found:
+    with pytest.raises(SettingsError) as actual:
         check_together(asked("chunked_prefill", "kivi", "h2o", "speculation"))
-    told = f"set_h2o is 'H2O', but must be something else with set_kivi='KIVI': {reason('kivi', 'h2o')}"
-    assert str(found.value) == told
+    messages = f"set_h2o is 'H2O', but must be something else with set_kivi='KIVI': {reason('kivi', 'h2o')}"
+    assert str(actual.value) == messages
     scheduling = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation")
     check_together(asked("int8", "streaming", *scheduling))
 
@@ -57,7 +57,9 @@ def test_the_first_pair_is_named_by_its_settings():
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_the_model_is_made_of_is_not_asked_to_change(turned):
     features = {"sliding_window": None, **asked("streaming")}
-    with pytest.raises(SettingsError) as found:
+    with pytest.raises(SettingsError) as actual:
         check_together(dict(reversed(features.items())) if turned else features)
-    told = "set_streaming is 'STREAMING', but must be something else with the model's own sliding window: "
-    assert str(found.value).startswith(told)
+    messages = (
+        "set_streaming is 'STREAMING', but must be something else with the model's own sliding window: "
+    )
+    assert str(actual.value).startswith(messages)

@@ -1,6 +1,6 @@
 """Walks the table of ``kv/compose.py``: every pair runs through the scheduler, or is refused.
 
-A scenario is a store, an eviction, a model and a runner, and all that scheduling can do beside them at once:
+A scenario is a store, an eviction, a model and a runner, and all that scheduling can do with them at once:
 two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle, chains
 and trees of drafts. Texts are given, so that only logits are compared: with one request alone, in one chunk.
 """
@@ -48,24 +48,24 @@ def scenarios():
 
 
 def scheduling(parts):
-    """What scheduling does beside them: all that none of them refuses."""
+    """What scheduling does with them: all that none of them refuses."""
     return [one for one in SCHEDULING if not any(reason(one, part) for part in parts if part)]
 
 
 @functools.cache
 def model(kind):
     family = {"sliding_window": "mistral", "learned_positions": "gpt2", None: "llama3"}[kind]
-    made = tiny_models.build(family)
+    built = tiny_models.build(family)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    return made
+    return built
 
 
 def runner_of(store, method, kind, runner):
     if runner == "compiled":
-        made, exact = model(kind), {"kv_dtype": FORMATS[store], "bits": 16, "threads": 1}
-        return compiled(made.config, made.state_dict(), blocks=24, block_size=B, **exact)
+        result, exact = model(kind), {"kv_dtype": FORMATS[store], "bits": 16, "threads": 1}
+        return compiled(result.config, result.state_dict(), blocks=24, block_size=B, **exact)
     eviction = METHODS.get(method)
     return Modules(model(kind), blocks=24, block_size=B, kv_dtype=FORMATS[store], eviction=eviction)
 
@@ -143,14 +143,14 @@ class Drive:
 
 
 def alone(runner, name, index):
-    """The same text with nothing beside it."""
+    """The same sequence alone."""
     drive = Drive(runner, ())
     drive.add(name, 1)
     only = TEXTS[name][1]
     only[0], only[index] = only[index], only[0]
-    found = drive.finish()[name, 0]
+    actual = drive.finish()[name, 0]
     only[0], only[index] = only[index], only[0]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("parts", scenarios(), ids=lambda parts: "-".join(part for part in parts if part))
@@ -163,16 +163,16 @@ def test_what_the_table_allows_works(parts):
     for _ in range(4):
         drive.step()
     drive.add("b", 1)
-    found = drive.finish()
+    actual = drive.finish()
     assert drive.scheduler.preemptions == 1
     assert ("prefix_reuse" in on) == (drive.manager.stats.hit >= 64)
     bound = sum(bound for part, bound in BOUNDS.items() if part in parts)
-    for (name, index), rows in found.items():
+    for (name, index), rows in actual.items():
         want = alone(runner, name, index)
         assert rows.shape == want.shape == (GIVEN + 1, tiny_models.VOCABULARY)
         error = float((rows - want).norm() / want.norm())
         assert error < (bound or 1e-4), f"text {index} of {name} is off by {error:.2g}"
-    assert {name: len(rows) for name, rows in found.items()} == {("a", 0): 13, ("a", 1): 13, ("b", 0): 13}
+    assert {name: len(rows) for name, rows in actual.items()} == {("a", 0): 13, ("a", 1): 13, ("b", 0): 13}
 
 
 def test_every_pair_that_is_allowed_is_in_a_scenario():
@@ -195,7 +195,7 @@ def refused():
 @pytest.mark.parametrize(("one", "two"), refused())
 def test_what_the_table_refuses_is_refused_when_it_is_loaded(one, two):
     parts = (one if one in STORES else "dense", two, one if one in MODELS else None, "modules")
-    with pytest.raises((SettingsError, ModelError)) as found:
+    with pytest.raises((SettingsError, ModelError)) as actual:
         runner_of(*parts)
-    told = str(found.value)
-    assert reason(one, two) in told or "rotate" in told or "rotary" in told
+    messages = str(actual.value)
+    assert reason(one, two) in messages or "rotate" in messages or "rotary" in messages

@@ -81,24 +81,24 @@ def test_what_is_not_known_is_refused_by_name():
 
 
 def test_every_context_with_every_batch_in_every_format():
-    made = plan_kv(LAYERS, contexts=[1024, 8192], batches=[1, 4])
-    assert len(made.cells) == 2 * 2 * len(KV_FORMATS) and made.rooms == ()
-    sizes = {(cell.kv_dtype, cell.context, cell.batch): cell.bytes for cell in made.cells}
+    plan = plan_kv(LAYERS, contexts=[1024, 8192], batches=[1, 4])
+    assert len(plan.cells) == 2 * 2 * len(KV_FORMATS) and plan.rooms == ()
+    sizes = {(cell.kv_dtype, cell.context, cell.batch): cell.bytes for cell in plan.cells}
     assert sizes["bfloat16", 8192, 1] == 2**30 and sizes["bfloat16", 8192, 4] == 4 * 2**30
     assert sizes["int8", 1024, 4] == cache_bytes(LAYERS, "int8", 1024, 4, 32)
-    assert made.token_bytes["bfloat16"] == 131_072 and made.token_bytes["kivi4"] == 32 * 2 * 8 * (64 + 16)
-    assert {cell.fits for cell in made.cells} == {None}
+    assert plan.token_bytes["bfloat16"] == 131_072 and plan.token_bytes["kivi4"] == 32 * 2 * 8 * (64 + 16)
+    assert {cell.fits for cell in plan.cells} == {None}
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_longest_context_fits_and_a_block_more_does_not(name, batch):
     budget = 123_456_789
-    made = plan_kv(LAYERS, contexts=[512], batches=[batch], kv_dtypes=[name], budget=budget)
-    (room,) = made.rooms
+    plan = plan_kv(LAYERS, contexts=[512], batches=[batch], kv_dtypes=[name], budget=budget)
+    (room,) = plan.rooms
     assert cache_bytes(LAYERS, name, room.context, batch, 32) <= budget
     assert cache_bytes(LAYERS, name, room.context + 1, batch, 32) > budget
-    assert made.cells[0].fits == (room.context >= 512)
+    assert plan.cells[0].fits == (room.context >= 512)
 
 
 def test_windows_in_every_layer_make_any_length_fit():
@@ -135,8 +135,8 @@ def test_the_verb(tmp_path, capsys):
     assert lines[3].split() == wide.split()
     assert lines[-1] == "! more than the budget"
     assert call(["plan-kv", str(tmp_path), "--context", "4096", "--batch", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {cell["kv_dtype"]: cell["bytes"] for cell in found["cells"]}["float16"] == 2**30
+    record = json.loads(capsys.readouterr().out)
+    assert {cell["kv_dtype"]: cell["bytes"] for cell in record["cells"]}["float16"] == 2**30
     for wrong, words in ((["--dtype", "kivi5"], "did you mean"), (["--batch", "x"], "whole number")):
         assert call(["plan-kv", str(tmp_path), *wrong]) != 0
         assert words in capsys.readouterr().err

@@ -69,9 +69,9 @@ def test_kivi_packs_only_what_is_committed():
     run(30, 36, 6)  # five drafts: token 31 may be taken back
     assert torch.equal(pool.gather(0, (2, 0), 36)[0], k[:36])
     run(31, 33, 2)  # they were; token 31 is committed now
-    found = pool.gather(0, (2, 0), 33)[0]
-    assert not torch.equal(found[:32], k[:32]) and torch.equal(found[32:], k[32:33])
-    torch.testing.assert_close(found[:32], k[:32], atol=0.25, rtol=0)
+    actual = pool.gather(0, (2, 0), 33)[0]
+    assert not torch.equal(actual[:32], k[:32]) and torch.equal(actual[32:], k[32:33])
+    torch.testing.assert_close(actual[:32], k[:32], atol=0.25, rtol=0)
 
 
 def test_gather_returns_the_dtype_of_the_model():

@@ -13,11 +13,11 @@ B = 2
 def published(tree, blocks, tokens, salt=""):
     """Publishes tokens on fresh blocks and lets go of them: only the tree holds them."""
     own = [blocks.allocate() for _ in range(len(tokens) // B)]
-    found = tree.publish(tokens, own, 0, salt)
+    actual = tree.publish(tokens, own, 0, salt)
     for block in reversed(own):
         if blocks.release(block) == 1:
             tree.note_idle(block)
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def tree(blocks):
 
 
 def test_match_stops_at_the_first_block_that_differs(tree, blocks):
-    found = published(tree, blocks, [1, 2, 3, 4, 5, 6])
-    assert tree.match([1, 2, 3, 4, 9, 9]) == found[:2]
-    assert tree.match([1, 2, 3]) == found[:1]  # half a block is none
+    block_ids = published(tree, blocks, [1, 2, 3, 4, 5, 6])
+    assert tree.match([1, 2, 3, 4, 9, 9]) == block_ids[:2]
+    assert tree.match([1, 2, 3]) == block_ids[:1]  # half a block is none
     assert tree.match([2, 1]) == []
     assert tree.depth([1, 2, 3, 4, 5, 6, 7]) == 3
 
@@ -65,15 +65,15 @@ def test_the_oldest_leaf_goes_first_and_parents_after_children(tree, blocks):
 
 
 def test_what_a_sequence_holds_is_not_evicted(tree, blocks):
-    found = published(tree, blocks, [1, 2, 3, 4])
-    for block in found:
+    block_ids = published(tree, blocks, [1, 2, 3, 4])
+    for block in block_ids:
         blocks.hold(block)
     assert tree.evict(9) == 0
-    blocks.release(found[0])  # given back early: its child keeps it in the tree
-    tree.note_idle(found[0])
-    assert tree.evict(9) == 0 and tree.match([1, 2, 3, 4]) == found
-    blocks.release(found[1])
-    tree.note_idle(found[1])
+    blocks.release(block_ids[0])  # given back early: its child keeps it in the tree
+    tree.note_idle(block_ids[0])
+    assert tree.evict(9) == 0 and tree.match([1, 2, 3, 4]) == block_ids
+    blocks.release(block_ids[1])
+    tree.note_idle(block_ids[1])
     assert tree.evict(9) == 2 and blocks.free == 16
 
 
@@ -103,19 +103,19 @@ class Oracle:
 
     def path(self, tokens, salt):
         keys = [(salt, tuple(tokens[: stop + B])) for stop in range(0, len(tokens) - B + 1, B)]
-        found = []
+        results = []
         for key in keys:
             if key not in self.nodes:
                 break
-            found.append(key)
-        return found
+            results.append(key)
+        return results
 
     def match(self, tokens, salt):
         self.clock += 1
-        found = self.path(tokens, salt)
-        for key in found:
+        actual = self.path(tokens, salt)
+        for key in actual:
             self.nodes[key][1] = self.clock
-        return [self.nodes[key][0] for key in found]
+        return [self.nodes[key][0] for key in actual]
 
     def publish(self, tokens, own, salt):
         self.clock += 1
@@ -142,12 +142,12 @@ def test_random_operations_agree_with_brute_force(blocks, tree):
         salt = draw.choice(["", "a"])
         choice = draw.random()
         if choice < 0.35:
-            found = tree.match(tokens, salt)
-            assert found == oracle.match(tokens, salt)
-            for block in found:
+            actual = tree.match(tokens, salt)
+            assert actual == oracle.match(tokens, salt)
+            for block in actual:
                 blocks.hold(block)
                 held[block] += 1
-            users.append(found)
+            users.append(actual)
         elif choice < 0.6 and blocks.free >= len(tokens) // B > 0:
             own = [blocks.allocate() for _ in range(len(tokens) // B)]
             assert tree.publish(tokens, own, 0, salt) == oracle.publish(tokens, own, salt)

@@ -28,19 +28,19 @@ def weight(bits, width=128, *, zeros=False, order=None, seed=0, rows=ROWS, colum
 
 def seen(codes, columns=COLUMNS):
     """The weight that a product multiplies with, inputs in their order."""
-    found = unpack(codes.pack())
+    actual = unpack(codes.pack())
     if codes.order is None:
-        return found
-    return found[:, torch.argsort(codes.order)]
+        return actual
+    return actual[:, torch.argsort(codes.order)]
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_every_width_of_codes(bits, zeros):
-    made = weight(bits, zeros=zeros)
-    codes = codes_of(made)
+    weights = weight(bits, zeros=zeros)
+    codes = codes_of(weights)
     assert codes.kind == ("int4" if bits <= 4 else "int8") and (codes.zeros is not None) == zeros
-    assert torch.equal(seen(codes), values(made))
+    assert torch.equal(seen(codes), values(weights))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_groups(width, group):
 
 
 def test_rows_that_share_a_scale():
-    made = weight(4)
-    shared = UniformWeight(made.codes, 4, made.scale[:2], None, 128)  # tiles of 20 rows
-    wanted = values(UniformWeight(made.codes, 4, made.scale[:2].repeat_interleave(20, 0), None, 128))
+    weights = weight(4)
+    shared = UniformWeight(weights.codes, 4, weights.scale[:2], None, 128)  # tiles of 20 rows
+    wanted = values(UniformWeight(weights.codes, 4, weights.scale[:2].repeat_interleave(20, 0), None, 128))
     assert torch.equal(seen(codes_of(shared)), wanted)
 
 
@@ -69,14 +69,14 @@ def test_groups_that_no_kernel_has():
 def test_inputs_in_any_order():
     """GPTQ's act-order: the product of sorted inputs and sorted columns is that of the weight."""
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(3)) // 128
-    made = weight(4, zeros=True, order=order)
-    codes = codes_of(made)
-    assert torch.equal(seen(codes), values(made))
+    weights = weight(4, zeros=True, order=order)
+    codes = codes_of(weights)
+    assert torch.equal(seen(codes), values(weights))
     x = torch.randint(-127, 128, (3, COLUMNS), generator=torch.Generator().manual_seed(4)).float()
     x[:, codes.order[::32]] = 127.0  # so that rounding a group to int8 changes nothing
     with ThreadPool(1) as team:
         y = PackedLinear(codes, torch.ones(ROWS), team)(x)
-    torch.testing.assert_close(y, x @ values(made).T + 1, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(y, x @ values(weights).T + 1, rtol=1e-4, atol=1e-2)
 
 
 def test_fused_rows_keep_their_numbers():
@@ -95,10 +95,10 @@ def test_rows_whose_inputs_are_sorted_differently_are_not_fused():
 
 
 def test_inputs_are_not_changed():
-    made = weight(4, 64, zeros=True)
-    before = [each.clone() for each in (made.codes, made.scale, made.zero)]
-    fused([codes_of(made), codes_of(weight(8, 32))]).pack()
-    assert all(map(torch.equal, before, (made.codes, made.scale, made.zero)))
+    weights = weight(4, 64, zeros=True)
+    before = [code.clone() for code in (weights.codes, weights.scale, weights.zero)]
+    fused([codes_of(weights), codes_of(weight(8, 32))]).pack()
+    assert all(map(torch.equal, before, (weights.codes, weights.scale, weights.zero)))
 
 
 def test_biases_of_fused_rows():

@@ -27,17 +27,17 @@ CLOSE = {"rtol": 0, "atol": 2e-4}
 @pytest.fixture(scope="module")
 def models():
     """Models by family, weights rounded to bfloat16 (but norms and embeddings' use stay float32)."""
-    made = {}
+    result = {}
 
     def get(family, **changes):
         key = (family, *sorted(changes.items()))
-        if key not in made:
+        if key not in result:
             model = tiny_models.build(family, **changes)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(parameter.bfloat16().float())
-            made[key] = model
-        return made[key]
+            result[key] = model
+        return result[key]
 
     return get
 
@@ -68,34 +68,34 @@ def step(*parts, copies=(), parents=None):
 
 
 def run(found, *parts, **more):
-    made = step(*parts, **more)
-    made.check(found.block_size, found.capacity)
-    return found.run(made)
+    result = step(*parts, **more)
+    result.check(found.block_size, found.capacity)
+    return found.run(result)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(family, models):
     model, ids = models(family), tokens()
-    found = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
-    torch.testing.assert_close(found, logits_of(model, ids), **CLOSE)
+    result = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    torch.testing.assert_close(result, logits_of(model, ids), **CLOSE)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_chunks_and_single_tokens(threads, models):
     for family in ("llama3", "mistral", "gemma2"):
         model, ids = models(family), tokens()
-        found, blocks = runner(model, threads=threads), [7, 1, 4]
+        actual, blocks = runner(model, threads=threads), [7, 1, 4]
         cuts = [0, 3, 19, 20, 21, 22, 35, LENGTH]
-        rows = [run(found, (0, ids, a, b, blocks, b - a)) for a, b in itertools.pairwise(cuts)]
+        rows = [run(actual, (0, ids, a, b, blocks, b - a)) for a, b in itertools.pairwise(cuts)]
         torch.testing.assert_close(torch.cat(rows), logits_of(model, ids), **CLOSE)
 
 
 def test_sequences_in_one_step(models):
     model, first, second, third = models("llama3"), tokens(seed=1), tokens(seed=2), tokens(seed=3)
-    found = runner(model)
-    run(found, (1, first, 0, 20, [0, 1], 0), (2, second, 0, 7, [2], 1))
+    model_runner = runner(model)
+    run(model_runner, (1, first, 0, 20, [0, 1], 0), (2, second, 0, 7, [2], 1))
     rows = run(
-        found,
+        model_runner,
         (2, second, 7, 8, [2], 1),
         (3, third, 0, 30, [10, 3], 2),
         (1, first, 20, 21, [0, 1], 1),
@@ -113,7 +113,7 @@ def test_sequences_in_one_step(models):
         {"kv_dtype": "bfloat16", "bits": 8},
     ],
 )
-def test_a_token_does_not_depend_on_its_company(settings, models):
+def test_a_token_does_not_depend_on_its_batch(settings, models):
     """Bit by bit: alone or with others, in one chunk or in several, with any number of threads."""
     ids, other = tokens(600), tokens(90, seed=7)
     model = models("llama3", max_position_embeddings=700)
@@ -136,19 +136,19 @@ def test_a_step_that_wants_nothing(models):
 
 def test_blocks_are_copied_first(models):
     model, ids = models("qwen3"), tokens()
-    found = runner(model)
-    run(found, (0, ids, 0, 20, [0, 1], 0))
+    model_runner = runner(model)
+    run(model_runner, (0, ids, 0, 20, [0, 1], 0))
     other = ids[:20] + tokens(seed=9)[20:]
-    rows = run(found, (0, ids, 20, 24, [0, 1], 1), (1, other, 20, 24, [0, 2], 1), copies=((1, 2),))
+    rows = run(model_runner, (0, ids, 20, 24, [0, 1], 1), (1, other, 20, 24, [0, 2], 1), copies=((1, 2),))
     torch.testing.assert_close(rows[0], logits_of(model, ids)[23], **CLOSE)
     torch.testing.assert_close(rows[1], logits_of(model, other)[23], **CLOSE)
 
 
 def test_a_hole_behind_the_window(models):
     model, ids = models("mistral"), tokens()
-    found = runner(model)
-    run(found, (0, ids, 0, 30, [4, 5], 0))
-    rows = run(found, (0, ids, 30, 31, [-1, 5], 1))
+    model_runner = runner(model)
+    run(model_runner, (0, ids, 0, 30, [4, 5], 0))
+    rows = run(model_runner, (0, ids, 30, 31, [-1, 5], 1))
     torch.testing.assert_close(rows[0], logits_of(model, ids)[30], **CLOSE)
 
 
@@ -156,11 +156,11 @@ def test_a_tree(models):
     """Two continuations of a prefix in one pass."""
     model, ids = models("llama3"), tokens()
     left, right = tokens(seed=4)[:2], tokens(seed=5)[:2]
-    found = runner(model)
-    run(found, (0, ids, 0, 18, [0, 1], 0))
+    model_runner = runner(model)
+    run(model_runner, (0, ids, 0, 18, [0, 1], 0))
     row = [*ids[:19], *left, *right]
     parents = ((-1, 0, 1, 0, 3),)
-    rows = run(found, (0, row, 18, 23, [0, 1], 5), parents=parents)
+    rows = run(model_runner, (0, row, 18, 23, [0, 1], 5), parents=parents)
     for ends, path in ((2, left), (4, right)):
         expected = logits_of(model, ids[:19] + path)
         torch.testing.assert_close(rows[ends], expected[-1], **CLOSE)
@@ -173,13 +173,13 @@ def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
     """Bit for bit what a chain leaves in the same slots."""
     model, ids = models("llama3"), tokens()
     left, right, after = tokens(seed=4)[:2], tokens(seed=5)[:2], [7]
-    found = runner(model, kv_dtype=kv_dtype)
-    run(found, (0, ids, 0, 18, [0, 1], 0))
+    model_runner = runner(model, kv_dtype=kv_dtype)
+    run(model_runner, (0, ids, 0, 18, [0, 1], 0))
     row = [*ids[:19], *left, *right]
-    run(found, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 1, 0, 3),))
-    found.move([(21, 19), (22, 20)])
+    run(model_runner, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 1, 0, 3),))
+    model_runner.move([(21, 19), (22, 20)])
     chain = ids[:19] + right + after
-    rows = run(found, (0, chain, 21, 22, [0, 1], 1))
+    rows = run(model_runner, (0, chain, 21, 22, [0, 1], 1))
     torch.testing.assert_close(rows[0], logits_of(model, chain)[-1], rtol=0, atol=near)
     again = runner(model, kv_dtype=kv_dtype)
     for start, stop in ((0, 18), (18, 21)):
@@ -190,10 +190,10 @@ def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
 def test_a_tree_under_a_window(models):
     """Siblings share a position: the window counts positions, not places."""
     model, ids = models("mistral", sliding_window=3), tokens()
-    found = runner(model)
-    run(found, (0, ids, 0, 18, [0, 1], 0))
+    model_runner = runner(model)
+    run(model_runner, (0, ids, 0, 18, [0, 1], 0))
     row = [*ids[:19], 40, 50, 60, 70]
-    rows = run(found, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 0, 2, 3),))
+    rows = run(model_runner, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 0, 2, 3),))
     expected = logits_of(model, [*ids[:19], 50, 60, 70])
     torch.testing.assert_close(rows[[2, 3, 4]], expected[-3:], **CLOSE)
 
@@ -208,10 +208,10 @@ def test_ancestors():
 def test_greedy_tokens(family, models):
     model, ids = models(family), tokens(12)
     expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-    found, blocks = runner(model), [3, 0, 2]
+    actual, blocks = runner(model), [3, 0, 2]
     row, start = list(ids), 0
     while len(row) < 36:
-        rows = run(found, (0, row, start, len(row), blocks, 1))
+        rows = run(actual, (0, row, start, len(row), blocks, 1))
         start = len(row)
         row.append(int(rows[0].argmax()))
     assert row == expected[0].tolist()
@@ -220,32 +220,32 @@ def test_greedy_tokens(family, models):
 @pytest.mark.parametrize("changes", [{"head_dim": 48}, {"head_dim": 128}, {"num_key_value_heads": 1}])
 def test_shapes_of_heads(changes, models):
     model, ids = models("qwen3", **changes), tokens()
-    found = run(runner(model, block_size=32), (0, ids, 0, LENGTH, [5, 2], LENGTH))
-    torch.testing.assert_close(found, logits_of(model, ids), **CLOSE)
+    result = run(runner(model, block_size=32), (0, ids, 0, LENGTH, [5, 2], LENGTH))
+    torch.testing.assert_close(result, logits_of(model, ids), **CLOSE)
 
 
 def test_long_sequences_are_cut_into_parts(models):
     model = models("llama3", max_position_embeddings=700)
     ids = tokens(700)
-    found, blocks = runner(model, blocks=50), list(range(49, 5, -1))
-    run(found, (0, ids, 0, 690, blocks, 0))
-    rows = torch.cat([run(found, (0, ids, at, at + 1, blocks, 1)) for at in range(690, 700)])
+    actual, blocks = runner(model, blocks=50), list(range(49, 5, -1))
+    run(actual, (0, ids, 0, 690, blocks, 0))
+    rows = torch.cat([run(actual, (0, ids, at, at + 1, blocks, 1)) for at in range(690, 700)])
     torch.testing.assert_close(rows, logits_of(model, ids)[690:], **CLOSE)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_bfloat16_keys_and_values(bits, models):
     model, ids = models("llama3"), tokens()
-    found = run(runner(model, kv_dtype="bfloat16", bits=bits), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    result = run(runner(model, kv_dtype="bfloat16", bits=bits), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
     expected = logits_of(model, ids)
-    assert divergence(expected, found) < 1e-3
+    assert divergence(expected, result) < 1e-3
 
 
 @pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 0.3)])
 def test_low_bits_are_near(weights, bound, models):
     model, ids = models("llama3"), tokens()
-    found = run(runner(model, weights=weights), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
-    assert divergence(logits_of(model, ids), found) < bound
+    result = run(runner(model, weights=weights), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    assert divergence(logits_of(model, ids), result) < bound
 
 
 def divergence(expected, found):
@@ -272,26 +272,26 @@ def test_int8_keys_and_values(changes, models):
     """A scale for each token and head; chunk by chunk the same."""
     model, ids = models("qwen3", **changes), tokens()
     expected, blocks = logits_of(model, ids), [5, 2, 9]
-    found = run(runner(model, kv_dtype="int8"), (0, ids, 0, LENGTH, blocks, LENGTH))
-    assert 0 < divergence(expected, found) < 1e-3
+    result = run(runner(model, kv_dtype="int8"), (0, ids, 0, LENGTH, blocks, LENGTH))
+    assert 0 < divergence(expected, result) < 1e-3
     again = runner(model, kv_dtype="int8", threads=1)
     cuts = [0, 3, 19, 20, 33, LENGTH]
     rows = [run(again, (0, ids, a, b, blocks, b - a)) for a, b in itertools.pairwise(cuts)]
-    assert torch.equal(torch.cat(rows), found)
+    assert torch.equal(torch.cat(rows), result)
 
 
 def test_layers_of_different_kinds(models):
-    """int8 beside bf16 is as near as its parts; a layer of another shape is refused."""
+    """int8 mixed with bf16 is as near as its parts; a layer of another shape is refused."""
     model, ids = models("llama3"), tokens()
     tensors = model.state_dict()
-    made = {
+    result = {
         kind: model_weights(model.config, tensors, tensors.__getitem__, weights=kind, group=16)
         for kind in ("bf16", "int8")
     }
-    layers = (made["int8"].layers[0], *made["bf16"].layers[1:])
-    mixed = dataclasses.replace(made["bf16"], layers=layers)
-    found = run(Compiled(mixed, blocks=3, **EXACT), (0, ids, 0, LENGTH, [0, 2, 1], LENGTH))
-    assert 0 < divergence(logits_of(model, ids), found) < 2e-3
+    layers = (result["int8"].layers[0], *result["bf16"].layers[1:])
+    mixed = dataclasses.replace(result["bf16"], layers=layers)
+    outcome = run(Compiled(mixed, blocks=3, **EXACT), (0, ids, 0, LENGTH, [0, 2, 1], LENGTH))
+    assert 0 < divergence(logits_of(model, ids), outcome) < 2e-3
     wrong = dataclasses.replace(layers[0], out=layers[0].down)
     with pytest.raises(ModelError, match="a layer's out is"):
         Compiled(dataclasses.replace(mixed, layers=(wrong, *layers[1:])), blocks=3)
@@ -301,9 +301,9 @@ def test_layers_of_different_kinds(models):
 def test_what_lies_in_free_places_is_not_seen(kv_dtype, models):
     model, ids = models("llama3"), tokens()
     rows = []
-    for found in (runner(model, kv_dtype=kv_dtype), runner(model, kv_dtype=kv_dtype)):
-        found._program.pool.fill_(255 if rows else 0)  # NaN, in floats
-        parts = [run(found, (0, ids, a, b, [5, 2], b - a)) for a, b in ((0, 7), (7, 8), (8, 21))]
+    for actual in (runner(model, kv_dtype=kv_dtype), runner(model, kv_dtype=kv_dtype)):
+        actual._program.pool.fill_(255 if rows else 0)  # NaN, in floats
+        parts = [run(actual, (0, ids, a, b, [5, 2], b - a)) for a, b in ((0, 7), (7, 8), (8, 21))]
         rows.append(torch.cat(parts))
     assert torch.equal(*rows)
 
@@ -311,9 +311,9 @@ def test_what_lies_in_free_places_is_not_seen(kv_dtype, models):
 def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models, monkeypatch):
     """2^50 tokens: what lies between layers cannot be held."""
     model = models("llama3")
-    found, ids = runner(model), tokens()
+    actual, ids = runner(model), tokens()
     part = (0, ids, 0, LENGTH, [0, 1, 2], 1)
-    wanted = run(found, part)
+    wanted = run(actual, part)
 
     def too_many(tokens, logits):
         batch, kept = batch_struct(tokens, logits)
@@ -324,5 +324,5 @@ def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models, monkeyp
         patch.setattr(decode, "batch_struct", too_many)
         for _ in range(3):
             with pytest.raises(MemoryError, match="a step: there is not enough memory"):
-                run(found, part)
-    assert torch.equal(run(found, part), wanted)
+                run(actual, part)
+    assert torch.equal(run(actual, part), wanted)

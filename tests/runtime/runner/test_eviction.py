@@ -99,15 +99,15 @@ class Managed:
         span = TokenSpan(self.sequence, self.computed, stop, tuple(table.blocks), wants, kept)
         step = StepInput(self.tokens[self.computed : stop], (span,), self.manager.copies())
         step.check(self.runner.block_size, self.runner.capacity)
-        found = self.runner.run(step)
+        result = self.runner.run(step)
         self.manager.commit(self.sequence, count, self.tokens[:stop])
         self.computed = stop
-        return found
+        return result
 
     def pack(self, prompt_done):
-        places = self.manager.table(self.sequence).length
+        positions = self.manager.table(self.sequence).length
         method = self.runner.eviction
-        kept = method.due(places, prompt_done) if method else None
+        kept = method.due(positions, prompt_done) if method else None
         if kept is not None:
             packing = self.manager.pack(self.sequence, kept)
             self.runner.pack(packing)
@@ -149,14 +149,14 @@ def test_a_wrong_frequency_is_noticed():
 
 
 @pytest.mark.parametrize("family", ROTARY)
-def test_streaming_is_attention_by_place_in_the_cache(family):
+def test_streaming_is_attention_by_slot_in_the_cache(family):
     """The paper's rule: unrotated keys, rotated by their place in the cache, at each step, done by hand."""
     tokens, sinks, window = prompt(), 3, 7
     runner = make(family, Streaming(sinks=sinks, window=window))
     managed = Managed(runner, 20, tokens)
-    found = torch.cat([managed.run(count, count) for count in (1, 9, 2, 11, 1, 6)])
+    actual = torch.cat([managed.run(count, count) for count in (1, 9, 2, 11, 1, 6)])
     want = streamed_by_hand(family, tokens, sinks, window)
-    torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, want, atol=3e-5, rtol=1e-4)
     held = [block for block in managed.manager.table(0).blocks if block >= 0]
     assert len(held) == streaming_blocks(runner.eviction, LENGTH, 4) < len(managed.manager.table(0).blocks)
 
@@ -165,12 +165,12 @@ def streamed_by_hand(family, tokens, sinks, window):
     model = tiny_models.build(family)
     other = Modules(copy.deepcopy(model), blocks=1)
     turned = Rotary(other.model, 3).turned
-    cache, place = {}, 0
+    cache, index = {}, 0
 
     def attend(module, query, key, value, mask, *, scaling=None, **options):
         layer = module.layer_idx
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # rotated by ``place``
-        k = turned(k, torch.tensor([-place]), layer)  # as the paper keeps them
+        k = turned(k, torch.tensor([-index]), layer)  # as the paper keeps them
         old_k, old_v = cache.get(layer, (k[:0], v[:0]))
         k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
         if len(k) > sinks + window:
@@ -182,11 +182,11 @@ def streamed_by_hand(family, tokens, sinks, window):
     model.set_attn_implementation("by_hand")
     rows = []
     for position, token in enumerate(tokens):
-        place = min(position, sinks + window - 1)
+        index = min(position, sinks + window - 1)
         with torch.no_grad():
             rows.append(
                 model(
-                    input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[place]]), use_cache=False
+                    input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[index]]), use_cache=False
                 ).logits[0, 0]
             )
     return torch.stack(rows)
@@ -195,8 +195,8 @@ def streamed_by_hand(family, tokens, sinks, window):
 def test_streaming_with_everything_in_the_window_is_plain():
     tokens = prompt()
     plain = tiny_models.logits(tiny_models.build("llama3"), torch.tensor([tokens]))[0]
-    found = Managed(make("llama3", Streaming(sinks=2, window=LENGTH)), 20, tokens).run(LENGTH, LENGTH)
-    torch.testing.assert_close(found, plain, atol=2e-5, rtol=1e-4)
+    result = Managed(make("llama3", Streaming(sinks=2, window=LENGTH)), 20, tokens).run(LENGTH, LENGTH)
+    torch.testing.assert_close(result, plain, atol=2e-5, rtol=1e-4)
 
 
 def test_streaming_reads_shared_prefixes():
@@ -218,11 +218,11 @@ def test_streaming_and_trees():
     runner = make("llama3", Streaming(sinks=3, window=2))
     Managed(runner, 20, tokens).run(20)
     blocks = (*range(5), 10, 11)  # a fresh manager hands out blocks in order
-    found = runner.run(StepInput(drafts, (TokenSpan(0, 20, 25, blocks, 5),), parents=(parents,)))
+    logits = runner.run(StepInput(drafts, (TokenSpan(0, 20, 25, blocks, 5),), parents=(parents,)))
     for chain in ([0, 3], [1, 2, 4]):
         alone = Managed(runner, 20, tokens + [drafts[index] for index in chain])
         want = alone.run(20 + len(chain), len(chain))
-        torch.testing.assert_close(found[chain], want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[chain], want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "slack"), [("llama3", 0), ("qwen3", 3), ("gpt2", 0)])
@@ -293,8 +293,8 @@ def test_queries_of_rejected_drafts_have_no_vote():
     whole.records = {0: {0: (q[[5, 6, 17]], how, 8)}}
     watch.records = {0: {0: (q[[5, 6, 17, 18]], how, 9)}}
     packing = Packing(0, (0,), (0,), 8, 8)
-    found = [each.choose(packing, 0, lambda n: k[:n]) for each in (watch, whole)]
-    assert np.array_equal(*found)
+    results = [item.choose(packing, 0, lambda n: k[:n]) for item in (watch, whole)]
+    assert np.array_equal(*results)
 
 
 def test_a_fork_is_packed_like_its_parent():
@@ -307,8 +307,8 @@ def test_a_fork_is_packed_like_its_parent():
     parent.manager.fork(0, 1)
     parent.runner.fork(0, 1)
     assert parent.pack(True) == child.pack(True) == 14
-    found = [one.run(3, 3) for one in (parent, child)]
-    assert torch.equal(*found)
+    results = [one.run(3, 3) for one in (parent, child)]
+    assert torch.equal(*results)
     assert not {*parent.manager.table(0).blocks} & {*parent.manager.table(1).blocks}
 
 
@@ -333,9 +333,9 @@ def test_reread_against_the_oracle(family, stride, chunks, monkeypatch):
         assert managed.pack(False) is None
         managed.run(count)
     assert managed.pack(True) == 13 == managed.manager.table(0).length
-    found = [managed.run(1), managed.run(3, 3), managed.run(2, 2)]
+    results = [managed.run(1), managed.run(3, 3), managed.run(2, 2)]
     want = torch.stack([oracle.token(tokens[position], position) for position in range(LENGTH, 36)])
-    torch.testing.assert_close(torch.cat(found), want, atol=3e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.cat(results), want, atol=3e-3, rtol=1e-3)
     assert not managed.runner._observer.records[0]  # nothing more is kept of a packed sequence
     managed.runner.forget(0)
     assert not managed.runner._shares and not managed.runner._observer.records
@@ -345,9 +345,9 @@ def reread(queries, k, stride, period, turned, layer):
     """Scores of a layer with loops: float32 (kv_heads, n)."""
     n, group = len(k), queries[0][0].shape[1] // k.shape[1]
     largest = torch.zeros(k.shape[1], n)
-    for place in range(0, n, stride):
-        q, scaling = queries[place]
-        q = turned(q.bfloat16().float(), torch.tensor([n + place % period - place]), layer)[0]
+    for index in range(0, n, stride):
+        q, scaling = queries[index]
+        q = turned(q.bfloat16().float(), torch.tensor([n + index % period - index]), layer)[0]
         for head, one in enumerate(q):
             mine = largest[head // group]
             mine[:] = torch.maximum(mine, ((k[:, head // group] @ one) * scaling).softmax(0))
@@ -364,8 +364,8 @@ def test_a_fork_shares_the_cells_of_a_packed_sequence():
     child.sequence = 1
     parent.manager.fork(0, 1)
     parent.runner.fork(0, 1)
-    found = [one.run(4, 4) for one in (parent, child)]
-    assert torch.equal(*found)
+    results = [one.run(4, 4) for one in (parent, child)]
+    assert torch.equal(*results)
 
 
 def test_rejected_queries_are_not_asked_again():
@@ -388,9 +388,9 @@ def snapped(method, queries, k):
     kept = []
     for head in range(k.shape[1]):
         votes = torch.zeros(n - w)
-        for place, (q, scaling) in enumerate(queries, n - w):
+        for index, (q, scaling) in enumerate(queries, n - w):
             for one in q[0, head * group : (head + 1) * group]:
-                votes += ((k[: place + 1, head] @ one) * scaling).softmax(0)[: n - w] / group
+                votes += ((k[: index + 1, head] @ one) * scaling).softmax(0)[: n - w] / group
         smooth = [float(sum(votes[max(0, j - 1) : j + 2])) / 3 for j in range(n - w)]
         best = sorted(range(n - w), key=lambda j: -smooth[j])[: method.capacity - w]
         kept.append(sorted(best) + list(range(n - w, n)))
@@ -413,14 +413,14 @@ def test_formats_and_eviction(kv_dtype, name):
         with pytest.raises(SettingsError, match="KIVI's constants"):
             make("llama3", methods[name], kv_dtype=kv_dtype, **options)
         return
-    tokens, found = prompt(110), []
+    tokens, actual = prompt(110), []
     for kept in ("float32", kv_dtype):
         managed = Managed(make("llama3", methods[name], kv_dtype=kept, **options), 6, tokens)
         managed.run(40, 0)
         managed.run(60, 1)
         managed.pack(True)
-        found.append(torch.cat([managed.run(5, 1), managed.run(5, 1)]))
-    error = (found[0] - found[1]).norm() / found[0].norm()
+        actual.append(torch.cat([managed.run(5, 1), managed.run(5, 1)]))
+    error = (actual[0] - actual[1]).norm() / actual[0].norm()
     bound = {"int8": 0.03, "bfloat16": 0.03, "fp8": 0.12, "kivi4": 0.25, "kivi2": 0.9}[kv_dtype]
     ties = {"h2o": 0.1, "snapkv": 0.1, "reread": 0.2}  # a near tie may keep another token
     assert 0 < error < bound + ties.get(name, 0)

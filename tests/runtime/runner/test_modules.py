@@ -36,7 +36,7 @@ def test_alone(family):
 
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_mixed_with_chunks_and_latecomers(family):
-    """Prompts in chunks of 3 beside sequences that decode, and one that joins in the middle."""
+    """Prompts in chunks of 3 in a batch with decoding sequences, and one that joins later."""
     _, runner, prompts, wanted = case(family)
     driver = Driver(runner, seed=1)
     *first, last = [driver.add(prompt) for prompt in prompts]
@@ -61,10 +61,10 @@ def test_shared_blocks_and_forks(family):
     child.tokens[-1] = (child.tokens[-1] + 1) % tiny_models.VOCABULARY  # another branch
     branch = child.tokens[:]
     assert copies
-    found = driver.extend(owner, guest, child, count=4, copies=copies)
-    assert found[0] == wanted[0][1:5]
-    assert found[1] == greedy(plain, other, 4)
-    assert found[2] == greedy(plain, branch, 4)
+    actual = driver.extend(owner, guest, child, count=4, copies=copies)
+    assert actual[0] == wanted[0][1:5]
+    assert actual[1] == greedy(plain, other, 4)
+    assert actual[2] == greedy(plain, branch, 4)
 
 
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
@@ -78,11 +78,11 @@ def test_a_tree_sees_its_ancestors_only(family):
     blocks = (*one.blocks, driver.free.pop(), driver.free.pop())
     step = StepInput(drafts, (TokenSpan(0, 13, 18, blocks, 5),), parents=(parents,))
     step.check(4, 64)
-    found = runner.run(step)
+    logits = runner.run(step)
     for chain in ([0, 1, 3], [0, 2, 4]):
         rows = torch.tensor([prompt + [drafts[index] for index in chain]])
         want = tiny_models.logits(plain, rows)[0, -3:]
-        torch.testing.assert_close(found[chain], want, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[chain], want, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8", "kivi4"])
@@ -122,9 +122,9 @@ def test_a_tree_under_a_window():
     one = driver.add(prompt)
     driver.run((one, None))
     span = driver.span(one, 9, 4)
-    found = runner.run(StepInput(drafts, (span,), parents=(parents,)))
+    logits = runner.run(StepInput(drafts, (span,), parents=(parents,)))
     want = tiny_models.logits(plain, torch.tensor([prompt + drafts[1:]]))[0, -3:]
-    torch.testing.assert_close(found[1:], want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[1:], want, atol=2e-5, rtol=1e-4)
 
 
 def test_blocks_behind_the_window_are_not_touched():
@@ -144,29 +144,29 @@ def test_wants():
         TokenSpan(1, 0, 5, (10, 11), 0),
         TokenSpan(2, 0, 13, (20, 21, 22, 23), 13),
     )
-    found = runner.run(StepInput(prompts[0] + prompts[1] + prompts[2], spans))
+    logits = runner.run(StepInput(prompts[0] + prompts[1] + prompts[2], spans))
     want = [tiny_models.logits(plain, torch.tensor([prompt]))[0] for prompt in prompts]
-    assert found.shape == (16, runner.vocabulary) and found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.cat([want[0][-3:], want[2]]), atol=2e-5, rtol=1e-4)
+    assert logits.shape == (16, runner.vocabulary) and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.cat([want[0][-3:], want[2]]), atol=2e-5, rtol=1e-4)
     assert runner.run(StepInput(prompts[1], (TokenSpan(0, 0, 5, (0, 1), 0),))).shape == (0, runner.vocabulary)
 
 
 def test_a_row_does_not_see_the_batch():
-    """Attention is done span by span: what stands beside a sequence moves its logits by rounding only."""
+    """Attention is done span by span: other sequences of the batch change its logits by rounding only."""
     _, runner, prompts, _ = case("gemma2")
     driver = Driver(runner)
     alone = driver.run((driver.add(prompts[0]), None))[0]
-    beside = driver.run((driver.add(prompts[1]), None), (driver.add(prompts[0]), None))[1]
-    torch.testing.assert_close(alone, beside, atol=1e-5, rtol=1e-5)
+    neighbour = driver.run((driver.add(prompts[1]), None), (driver.add(prompts[0]), None))[1]
+    torch.testing.assert_close(alone, neighbour, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16():
     plain = tiny_models.build("llama3").bfloat16()
     runner = Modules(copy.deepcopy(plain), blocks=8, block_size=4)
     rows = tiny_models.tokens(plain, batch=1, length=9)
-    found = runner.run(StepInput(rows[0].tolist(), (TokenSpan(0, 0, 9, (0, 1, 2), 9),)))
-    assert runner.pool.kv_dtype == "bfloat16" and found.dtype == torch.float32
-    torch.testing.assert_close(found, tiny_models.logits(plain, rows)[0].float(), atol=0.1, rtol=0.05)
+    logits = runner.run(StepInput(rows[0].tolist(), (TokenSpan(0, 0, 9, (0, 1, 2), 9),)))
+    assert runner.pool.kv_dtype == "bfloat16" and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, tiny_models.logits(plain, rows)[0].float(), atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_bfloat16():
 def test_models_that_cannot_run_are_refused_by_name(config, model, changes, words):
     import transformers
 
-    made = getattr(transformers, config)(vocab_size=32, **changes)
+    result = getattr(transformers, config)(vocab_size=32, **changes)
     with pytest.raises(ModelError, match=words):
-        Modules(getattr(transformers, model)(made).eval(), blocks=2)
+        Modules(getattr(transformers, model)(result).eval(), blocks=2)
 
 
 def test_the_context_of_ropes_that_change_with_length_is_that_of_their_training():

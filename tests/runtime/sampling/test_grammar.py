@@ -198,24 +198,26 @@ def test_parameters_take_one_grammar_and_schemas_as_mappings() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_old_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Grammars(TOKENIZER, V)
+    result = Grammars(TOKENIZER, V)
     compiled: list[str] = []
-    compile_one = made._compile
-    monkeypatch.setattr(made, "_compile", lambda name, text: compiled.append(text) or compile_one(name, text))
+    compile_one = result._compile
+    monkeypatch.setattr(
+        result, "_compile", lambda name, text: compiled.append(text) or compile_one(name, text)
+    )
     for number in [*range(KEPT + 1), KEPT, 0]:
-        start(made, regex=f"a{number}")
-    assert len(compiled) == KEPT + 2 and compiled[-1] == "a0" and len(made._compiled) == KEPT
+        start(result, regex=f"a{number}")
+    assert len(compiled) == KEPT + 2 and compiled[-1] == "a0" and len(result._compiled) == KEPT
 
 
 def test_the_vocabulary_is_read_once_and_before_the_first_grammar_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, read = Grammars(TOKENIZER, V), grammar._make_trie
+    result, read = Grammars(TOKENIZER, V), grammar._make_trie
     reads: list[int] = []
     monkeypatch.setattr(grammar, "_make_trie", lambda *given: reads.append(1) or read(*given))
-    made.prepare()
+    result.prepare()
     for pattern in ("a", "b"):
-        start(made, regex=pattern)
+        start(result, regex=pattern)
     assert reads == [1]
     Grammars(object(), V).prepare()  # a tokenizer that no grammar can be had for
     monkeypatch.setitem(sys.modules, "llguidance", None)

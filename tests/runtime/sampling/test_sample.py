@@ -27,8 +27,15 @@ def test_a_token_s_noise_does_not_depend_on_which_others_are_asked_for() -> None
 
 
 def test_keys_differ_in_every_argument() -> None:
-    places = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, ACCEPT), (2**64 - 1, 0, 0, 0)]
-    keys = [noise_key(*place) for place in places]
+    positions = [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 0, 1, 0),
+        (0, 0, 0, ACCEPT),
+        (2**64 - 1, 0, 0, 0),
+    ]
+    keys = [noise_key(*index) for index in positions]
     assert len(set(keys)) == len(keys)
     assert noise_key(0, 0, 0) == noise_key(0, 0, 0, TOKEN)
 
@@ -50,9 +57,9 @@ def test_the_law_is_p_over_positions_seeds_and_samples() -> None:
     p = torch.tensor([0.4, 0.0, 0.3, 0.15, 0.1, 0.05])
     draws = 6000
     for keys in (
-        [noise_key(1, 0, place) for place in range(draws)],
-        [noise_key(place, 0, 9) for place in range(draws)],
-        [noise_key(1, place, 9) for place in range(draws)],
+        [noise_key(1, 0, index) for index in range(draws)],
+        [noise_key(index, 0, 9) for index in range(draws)],
+        [noise_key(1, index, 9) for index in range(draws)],
     ):
         counts = torch.bincount(torch.tensor(draw(p.expand(draws, 6), keys)), minlength=6)
         assert counts[1] == 0
@@ -80,7 +87,7 @@ def test_near_distributions_mostly_draw_the_same_token() -> None:
 def test_a_row_s_token_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=5)] * 2
-    rows = [SamplingRow(each) for each in params]
+    rows = [SamplingRow(param) for param in params]
     keys = [noise_key(number, 0, 30) for number in range(6)]
     together = sample(logits, rows, keys)
     alone = [sample(logits[n : n + 1], rows[n : n + 1], keys[n : n + 1])[0] for n in range(6)]
@@ -100,4 +107,4 @@ def test_only_those_that_can_win_are_looked_at_and_it_changes_nothing() -> None:
         every = np.arange(500)
         with np.errstate(divide="ignore"):
             race = [np.log(uniforms(key, every)) / row for key, row in zip(keys, p.numpy(), strict=True)]
-        assert draw(p, keys) == [int(each.argmax()) for each in race]
+        assert draw(p, keys) == [int(item.argmax()) for item in race]

@@ -150,13 +150,13 @@ def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) ->
             for T in (0.0, *TINY)
         ]
         greedy, *p = (warp(logits, [row] * 2) for row in rows)
-        for T, found in zip(TINY, p, strict=True):
-            assert torch.equal(found, greedy), T
+        for T, actual in zip(TINY, p, strict=True):
+            assert torch.equal(actual, greedy), T
         for row in rows:
             assert sample(logits, [row] * 2, [5, 6]) == greedy.argmax(-1).tolist()
 
 
-def test_beside_a_tiny_temperature_the_others_are_what_they_are_alone() -> None:
+def test_a_tiny_temperature_in_the_batch_changes_no_other_row() -> None:
     logits = random_logits(3)
     rows = [SamplingRow(SamplingParams(temperature=T)) for T in (1e-300, 0.7, 1e6)]
     for number, row in enumerate(rows):

@@ -67,15 +67,15 @@ class FakeBackend:
     async def _events(self, prompt, params, id):
         letters = self.answer[: params.max_tokens]
         for sample in range(params.n):
-            for place, letter in enumerate(letters):
-                await (self.release.wait() if prompt[0] == SLOW and place else asyncio.sleep(0))
-                yield self._event(prompt, params, id, sample, place, letter, letters)
-                if prompt[0] == FAIL and place == 2:
+            for index, letter in enumerate(letters):
+                await (self.release.wait() if prompt[0] == SLOW and index else asyncio.sleep(0))
+                yield self._event(prompt, params, id, sample, index, letter, letters)
+                if prompt[0] == FAIL and index == 2:
                     yield Event(id, sample, finish_reason="error", error="RuntimeError: secret")
                     return
 
-    def _event(self, prompt, params, id, sample, place, letter, letters):
-        last = place == len(letters) - 1
+    def _event(self, prompt, params, id, sample, position, letter, letters):
+        last = position == len(letters) - 1
         reason = ("length" if len(letters) == params.max_tokens else "stop") if last else None
         scored = ()
         if params.logprobs is not None:
@@ -85,7 +85,7 @@ class FakeBackend:
         if last and sample == params.n - 1:
             usage = Usage(len(prompt), len(letters) * params.n, 3, 0.01, 0.02, 0.03)
         before = None
-        if params.prompt_logprobs is not None and sample == 0 and place == 0:
+        if params.prompt_logprobs is not None and sample == 0 and position == 0:
             before = (None, *(TokenLogprob(token, -1.0) for token in prompt[1:]))
         return Event(id, sample, letter, (letter.encode()[0],), scored, reason, None, None, before, usage)
 
@@ -93,9 +93,9 @@ class FakeBackend:
         self.cancelled.append(id)
 
     def stats(self):
-        made = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
+        result = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
         blocks = {"free": 2, "cached": 1, "used": 1}
-        return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, made)
+        return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, result)
 
     async def close(self):
         self.closed = True

@@ -70,8 +70,8 @@ class ServerFaults:
     def attach(self, server: Any) -> None:
         """Wrap the parts of a running server."""
         parts = server.config.app.state.service
-        for method, place in (("encode", "encode"), ("decode", "decode"), ("piece", "piece")):
-            self._wrap(parts.tokenizer, method, place)
+        for method, index in (("encode", "encode"), ("decode", "decode"), ("piece", "piece")):
+            self._wrap(parts.tokenizer, method, index)
         self._wrap(parts.tokenizer, "_rendered", "template")
         self._wrap(parts.tokenizer._escaper, "encode", "special")
         self._wrap(parts, "params", "params")
@@ -88,7 +88,7 @@ class ServerFaults:
         if fault is None or fault.place != place:
             return
         fault.after -= 1
-        if fault.after == -1:  # once: what is told of it must go out
+        if fault.after == -1:  # once: its error must be sent
             self.raised[next(number for number, one in enumerate(self._faults) if one is fault)] = place
             raise fault.error(place)
 
@@ -178,8 +178,8 @@ class ServerFaults:
 @contextmanager
 def faulty(monkeypatch: pytest.MonkeyPatch, serving: Callable[..., Any], **options: Any) -> Any:
     """A server of ``real.serving`` with its faults: its address, them, the server."""
-    made: list[ServerFaults] = []
-    with serving(before=lambda engine: made.append(ServerFaults(monkeypatch, engine)), **options) as found:
-        url, _, server = found
-        made[0].attach(server)
-        yield url, made[0], server
+    result: list[ServerFaults] = []
+    with serving(before=lambda engine: result.append(ServerFaults(monkeypatch, engine)), **options) as actual:
+        url, _, server = actual
+        result[0].attach(server)
+        yield url, result[0], server

@@ -43,24 +43,24 @@ def serving(limits=None, before=None, model=None, speculator=None, **settings):
     llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16), speculator=speculator)
     if before is not None:
         before(llm.engine)
-    made = ServerSettings(port=0, **settings)
+    result = ServerSettings(port=0, **settings)
     tokenizer = deepcopy(llm.tokenizer)
     tokenizer.chat_template = TEMPLATE
     words = ServerTokenizer(tokenizer)
-    app = create_app(EngineBackend(llm.streams()), made, tokenizer=words, model="tiny")
-    with running_app(app, made) as (url, server):
+    app = create_app(EngineBackend(llm.streams()), result, tokenizer=words, model="tiny")
+    with running_app(app, result) as (url, server):
         yield url, llm.engine, server
 
 
 def scraped(url):
     """Name with labels, but without the model's, to value."""
-    found = {}
+    actual = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
             name = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
-            found[name.removeprefix("attar:")] = float(value)
-    return found
+            actual[name.removeprefix("attar:")] = float(value)
+    return actual
 
 
 def settled(url, seconds=10.0):

@@ -52,7 +52,7 @@ def test_keys_of_a_file(keys):
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("keys: []", "has no list called keys"),
         ("- a", "has no list called keys"),
@@ -66,9 +66,9 @@ def test_keys_of_a_file(keys):
         ("keys: [{name: a, key: 'secret-one'", "is not YAML"),
     ],
 )
-def test_wrong_files(tmp_path, written, said):
+def test_wrong_files(tmp_path, written, message):
     (tmp_path / "k.yaml").write_text(written)
-    with pytest.raises(AttarError, match=said) as caught:
+    with pytest.raises(AttarError, match=message) as caught:
         make_api_keys((), str(tmp_path / "k.yaml"))
     assert str(tmp_path) in str(caught.value) and "secret" not in str(caught.value)
     with pytest.raises(AttarError, match="cannot be read"):
@@ -87,7 +87,7 @@ def test_a_priority_is_the_operators_to_give(keys):
     assert backend.asked[-1][2]["priority"] == -5
 
 
-def test_a_key_has_its_texts_and_no_more(keys):
+def test_a_key_has_its_completions_and_no_more(keys):
     client, _ = serve(keys=keys)
     error(complete(as_key(client, "key-of-the-web"), n=5), 400, "too_many_texts", "n")
     admission = client.app.state.service.admission

@@ -26,8 +26,8 @@ def complete(client, **body):
 
 
 def chat(client, **body):
-    said = [{"role": "user", "content": "hi"}]
-    return client.post("/v1/chat/completions", json={"model": "tiny", "messages": said, **body})
+    lines = [{"role": "user", "content": "hi"}]
+    return client.post("/v1/chat/completions", json={"model": "tiny", "messages": lines, **body})
 
 
 def chunks(response):
@@ -65,7 +65,7 @@ def test_completion():
     assert backend.asked[0][0] == (256, *b"hi")
 
 
-def test_completion_has_16_tokens_unless_told_otherwise():
+def test_a_completion_has_16_tokens_by_default():
     client, _ = serve(FakeBackend(answer="x" * 90))
     body = complete(client).json()
     assert len(body["choices"][0]["text"]) == 16 and body["choices"][0]["finish_reason"] == "length"
@@ -109,12 +109,12 @@ def test_parameters_reach_the_engine():
 def test_completion_stream():
     client, _ = serve()
     response = complete(client, stream=True, n=2, max_tokens=50, echo=True)
-    made = chunks(response)
+    result = chunks(response)
     for index in (0, 1):
-        mine = [each["choices"][0] for each in made if each["choices"][0]["index"] == index]
+        mine = [item["choices"][0] for item in result if item["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in mine) == "hi" + ANSWER
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
-    assert len({each["id"] for each in made}) == 1 and all("usage" not in each for each in made)
+    assert len({item["id"] for item in result}) == 1 and all("usage" not in item for item in result)
 
 
 def test_usage_is_in_the_last_chunk_only_where_asked_for():
@@ -123,17 +123,17 @@ def test_usage_is_in_the_last_chunk_only_where_asked_for():
         complete(client, stream=True, stream_options={"include_usage": True}, max_tokens=4),
         chat(client, stream=True, stream_options={"include_usage": True}, max_tokens=4),
     ):
-        *made, last = chunks(response)
+        *result, last = chunks(response)
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
-        assert all(each["usage"] is None and each["choices"] for each in made)
+        assert all(item["usage"] is None and item["choices"] for item in result)
 
 
 def test_chat_stream():
     client, _ = serve()
-    made = [each["choices"][0] for each in chunks(chat(client, stream=True))]
-    assert made[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
-    assert "".join(choice["delta"].get("content", "") for choice in made) == ANSWER
-    assert made[-1]["delta"] == {} and made[-1]["finish_reason"] == "stop"
+    items = [chunk["choices"][0] for chunk in chunks(chat(client, stream=True))]
+    assert items[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert "".join(choice["delta"].get("content", "") for choice in items) == ANSWER
+    assert items[-1]["delta"] == {} and items[-1]["finish_reason"] == "stop"
 
 
 def test_chat_logprobs():
@@ -152,8 +152,8 @@ def test_chat_logprobs():
         }
     ]
     streamed = chunks(chat(client, logprobs=True, stream=True, max_tokens=2))
-    scored = [each["choices"][0]["logprobs"] for each in streamed]
-    assert sum(len(each["content"]) for each in scored if each) == 2
+    scored = [item["choices"][0]["logprobs"] for item in streamed]
+    assert sum(len(item["content"]) for item in scored if item) == 2
 
 
 def test_completion_logprobs_and_echo():
@@ -167,7 +167,7 @@ def test_completion_logprobs_and_echo():
     assert body["logprobs"]["top_logprobs"][0] is None
     assert body["logprobs"]["text_offset"] == [0, 0, 1, 2]
     streamed = chunks(complete(client, logprobs=0, stream=True, max_tokens=3))
-    assert [o for each in streamed for o in each["choices"][0]["logprobs"]["text_offset"]] == [0, 1, 2]
+    assert [o for item in streamed for o in item["choices"][0]["logprobs"]["text_offset"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_completion_logprobs_and_echo():
 def test_wrong_values_are_400_and_name_the_field(body, param):
     client, backend = serve()
     for ask in (complete, chat):
-        said = error(ask(client, **body), 400)
-        assert param is None or said["param"].startswith(param), said
+        message = error(ask(client, **body), 400)
+        assert param is None or message["param"].startswith(param), message
     assert backend.asked == []
 
 
@@ -338,8 +338,8 @@ def test_a_full_queue_is_429_with_retry_after():
 def test_a_model_that_fails():
     client, backend = serve()
     assert "secret" not in error(complete(client, prompt=[FAIL], max_tokens=20), 500)["message"]
-    *made, last = chunks(complete(client, prompt=[FAIL], max_tokens=20, stream=True))
-    assert "".join(each["choices"][0]["text"] for each in made) == "Hel"
+    *result, last = chunks(complete(client, prompt=[FAIL], max_tokens=20, stream=True))
+    assert "".join(item["choices"][0]["text"] for item in result) == "Hel"
     assert last["error"]["type"] == "server_error"
     assert not backend.open
     assert complete(client).status_code == 200
@@ -359,8 +359,8 @@ def test_tokenize_and_back():
     assert body == {"count": 3, "max_model_len": 100, "tokens": [256, 104, 105]}
     plain = client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False}).json()
     assert client.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": "hi"}
-    said = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
-    assert bytes(said["tokens"][1:]) == b"user: x\n"
+    message = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert bytes(message["tokens"][1:]) == b"user: x\n"
     error(client.post("/tokenize", json={}), 400)
     error(client.post("/detokenize", json={"tokens": [999]}), 400)
 

@@ -1,4 +1,4 @@
-"""What a client sends holds up nobody: the event loop answers /health while it is read, refused or run.
+"""No request delays another: the event loop answers /health while one is read, refused or run.
 
 No test looks at a clock, for the machine may be busy; ``benchmarks/serve_attacks.py`` prints the times.
 """
@@ -59,7 +59,7 @@ def server():
         yield url
 
 
-def said(content, **more):
+def message_content(content, **more):
     return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}], **more}).encode()
 
 
@@ -68,7 +68,10 @@ def completion(**more):
 
 
 ATTACKS = {
-    "parts": (lambda: said([{"type": "text", "text": "a"}] * 100_000, model="x"), "too_many_values"),
+    "parts": (
+        lambda: message_content([{"type": "text", "text": "a"}] * 100_000, model="x"),
+        "too_many_values",
+    ),
     "messages": (lambda: b'{"model":"x","messages":[' + b'{"role":"user"},' * 130_000 + b"1]}", None),
     "ids": (lambda: completion(prompt=[5] * 900_000), "context_length_exceeded"),
     "rows of ids": (lambda: completion(prompt=[[5] * 2000] * 600), "too_many_prompts"),
@@ -76,18 +79,18 @@ ATTACKS = {
     "biases": (lambda: completion(logit_bias={str(t): 1 for t in range(150_000)}), "too_many_values"),
     "unknown fields": (lambda: completion(**{f"f{i}": 1 for i in range(100_000)}), "too_many_values"),
     "fields of a message": (
-        lambda: said("a", metadata={str(number): {} for number in range(100_000)}),
+        lambda: message_content("a", metadata={str(number): {} for number in range(100_000)}),
         "too_many_values",
     ),
     "a long prompt": (lambda: completion(prompt="x = 1\n" * 400_000), "context_length_exceeded"),
-    "a long message": (lambda: said("x = 1\n" * 400_000), None),
+    "a long message": (lambda: message_content("x = 1\n" * 400_000), None),
     "levels": (lambda: b"[" * 3_000_000, None),
     "surrogates": (lambda: b'{"prompt": "' + b"\\ud800" * 600_000 + b'"}', None),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_large_bodies_hold_up_nobody(server, attack):
+def test_large_bodies_delay_no_other_request(server, attack):
     build, code = ATTACKS[attack]
     content = build()
     path = "/v1/chat/completions" if b"messages" in content[:200] else COMPLETIONS
@@ -119,8 +122,10 @@ def test_large_bodies_are_read_and_long_texts_cut_in_threads(monkeypatch):
 def test_tokenize_is_bounded(server):
     with health(server):
         for text, code in (("x = 1\n" * 500_000, "context_length_exceeded"), ("x = 1\n" * 5000, None)):
-            said = refused(httpx.post(f"{server}/tokenize", json={"prompt": text}, timeout=30), 400, code)
-            assert "2,048" in said["message"]
+            message_content = refused(
+                httpx.post(f"{server}/tokenize", json={"prompt": text}, timeout=30), 400, code
+            )
+            assert "2,048" in message_content["message"]
         huge = {"tokens": [5] * 500_000}
         refused(httpx.post(f"{server}/detokenize", json=huge, timeout=30), 400, "context_length_exceeded")
 
@@ -178,7 +183,7 @@ def test_a_deep_schema_is_called_deep(server):
     for _ in range(900):
         schema = {"type": "array", "items": schema}
     deep = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
-    content = said("a", response_format=deep)
+    content = message_content("a", response_format=deep)
     answer = httpx.post(f"{server}/v1/chat/completions", content=content, headers=JSON)
     detail = refused(answer, 400, "invalid_value", "response_format")
     assert "levels" in detail["message"] and "surrogate" not in detail["message"]
@@ -215,7 +220,7 @@ def test_a_wrong_value_is_named_in_plain_words(changes, param, words):
 )
 def test_a_wrong_message_is_named_by_its_place(content, param, words):
     with pytest.raises(ApiError) as caught:
-        parse(said(content), ChatRequest)
+        parse(message_content(content), ChatRequest)
     assert caught.value.param == param and words in caught.value.message, caught.value.message
 
 
@@ -240,13 +245,13 @@ def test_bodies_that_are_none(raw, words):
 
 
 def test_brackets_in_a_text_are_text():
-    made = parse(said('{["\\\n' * 20_000), ChatRequest)
-    assert made.messages[0].content == '{["\\\n' * 20_000
+    parsed = parse(message_content('{["\\\n' * 20_000), ChatRequest)
+    assert parsed.messages[0].content == '{["\\\n' * 20_000
 
 
 def test_pairs_of_surrogates_are_text():
-    made = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
-    assert made.prompt == "\U0001f44d"
+    parsed = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
+    assert parsed.prompt == "\U0001f44d"
 
 
 def test_long_answers_are_written_as_ever():
@@ -266,8 +271,8 @@ def test_top_p_0_takes_the_likeliest(server):
 
 def test_a_text_is_scored_without_a_token_more(server):
     asked = body("def f(x):", max_tokens=0, echo=True, logprobs=1)
-    made = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
-    choice, usage = made["choices"][0], made["usage"]
+    result = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
+    choice, usage = result["choices"][0], result["usage"]
     count = httpx.post(f"{server}/tokenize", json={"prompt": "def f(x):"}).json()["count"]
     assert choice["text"] == "def f(x):" and choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == count

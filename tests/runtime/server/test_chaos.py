@@ -1,7 +1,7 @@
 """Random errors in every internal call of a server under mixed traffic: no foreign request suffers.
 
-The same requests are answered one by one by a server that nobody disturbs; each answer of the disturbed one
-is held against that, unless its own request was broken, which is told so in OpenAI's shape.
+The same requests are answered one by one by an undisturbed server; each answer of the disturbed one
+is compared with that, unless its own request was broken: then it gets an error in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SPECIAL = "<|endoftext|>"
 
 
 def talk(content: Any = "def f(x):", **more: Any) -> dict[str, Any]:
-    said = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0}
-    return said | {"max_tokens": 6} | more
+    config = {"model": "tiny", "messages": [{"role": "user", "content": content}], "temperature": 0}
+    return config | {"max_tokens": 6} | more
 
 
 def text(**more: Any) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def traffic(count: int, seed: int) -> list[Sent]:
     for _ in range(count):
         fault = None
         if draws.random() < RATE:
-            place = draws.choice(SERVER_PLACES if draws.random() < 0.6 else ENGINE_PLACES)
-            fault = Fault(place, after=draws.choice([0, 0, 0, 1, 2, 4]))
+            index = draws.choice(SERVER_PLACES if draws.random() < 0.6 else ENGINE_PLACES)
+            fault = Fault(index, after=draws.choice([0, 0, 0, 1, 2, 4]))
         key = draws.choices(["key-of-the-rich", "key-of-others", "key-of-the-poor"], [6, 3, 1])[0]
         sent.append(Sent(draws.randrange(len(REQUESTS)), key, fault, draws.random() < 0.08))
     return sent
@@ -114,10 +114,10 @@ def each_place() -> list[Sent]:
     refusal."""
     kinds = [number + more for number in (1, 9) for more in (0, len(ASKED))]
     sent = [
-        Sent(kind, fault=Fault(place, after)) for place in SERVER_PLACES for kind in kinds for after in (0, 1)
+        Sent(kind, fault=Fault(index, after)) for index in SERVER_PLACES for kind in kinds for after in (0, 1)
     ]
     sent += [Sent(0, fault=Fault("encode")), Sent(5, fault=Fault("compile"))]
-    return [*sent, *(Sent(12, fault=Fault(place)) for place in UNSEEN)]
+    return [*sent, *(Sent(12, fault=Fault(index)) for index in UNSEEN)]
 
 
 async def ask(http: httpx.AsyncClient, one: Sent, headers: dict[str, str]) -> tuple[int, str]:
@@ -219,13 +219,13 @@ def judge(sent: list[Sent], got: list[Any], want: list[Any], faults: ServerFault
         if one.leaves:
             continue
         answer, expected = shown(raw), want[one.kind]
-        place = faults.raised.get(one.number)
+        index = faults.raised.get(one.number)
         spent = one.key == "key-of-the-poor" and answer[0] == 429
-        if one.fault is None or (place in UNSEEN) or (place is None and one.fault.place in SERVER_PLACES):
+        if one.fault is None or (index in UNSEEN) or (index is None and one.fault.place in SERVER_PLACES):
             assert spent or answer == expected, (one, REQUESTS[one.kind], answer, expected)
         else:
-            assert is_error(answer) or (place is None and answer == expected), (one, answer)
-            assert is_error(answer) or place is None, (one, answer)
+            assert is_error(answer) or (index is None and answer == expected), (one, answer)
+            assert is_error(answer) or index is None, (one, answer)
         assert "tests." not in raw[1] and "Traceback" not in raw[1]
 
 
@@ -245,11 +245,11 @@ def held(sent: list[Sent], url: str, server: Any, faults: ServerFaults, want: li
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     manager = faults.engine.engine.scheduler.manager
     assert manager.free + manager.cached == manager.capacity
-    return {*faults.raised.values(), *(place for place, _ in faults.engine.raised)}
+    return {*faults.raised.values(), *(index for index, _ in faults.engine.raised)}
 
 
 def ran(rounds: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> set[str]:
-    """One life of a server, with so many requests in each round."""
+    """One run of a server, with the given number of requests in each round."""
     threads = set(threading.enumerate())
     (tmp_path / "keys.yaml").write_text(KEYS)
     settings = {"keys": str(tmp_path / "keys.yaml"), "max_queue": 1000, "client_share": 1.0}

@@ -41,27 +41,27 @@ def connections(url, count, sent=b""):
             opened[-1].sendall(sent)
         yield opened
     finally:
-        for each in opened:
-            each.close()
+        for item in opened:
+            item.close()
 
 
 def ended(client):
     """All that a connection says until the server closes it."""
-    said = b""
+    message = b""
     try:
         while piece := client.recv(65536):
-            said += piece
+            message += piece
     except ConnectionResetError:
         pass
-    return said
+    return message
 
 
 def until_body(client):
     """An answer of one line of JSON."""
-    said = b""
-    while not said.endswith(b"}"):
-        said += client.recv(4096)
-    return said
+    message = b""
+    while not message.endswith(b"}"):
+        message += client.recv(4096)
+    return message
 
 
 def trickle(client, piece=b"x"):
@@ -112,7 +112,7 @@ def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
             assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 
-def test_half_open_connections_make_room():
+def test_half_open_connections_are_closed_for_new_ones():
     with running(max_connections=10) as (url, _, server), connections(url, 40, HALF) as clients:
         for _ in range(5):
             assert httpx.get(f"{url}/health", timeout=2).status_code == 200
@@ -120,7 +120,7 @@ def test_half_open_connections_make_room():
         assert ended(clients[0]) == b"", "the oldest had to go"
 
 
-def test_requests_that_run_make_no_room():
+def test_connections_with_requests_are_not_closed_for_new_ones():
     asked = ("POST", "/v1/completions")
     with (
         running(max_connections=2) as (url, backend, _),
@@ -190,26 +190,26 @@ def test_the_limit_of_files_is_raised_as_far_as_it_may():
 
 
 def test_a_dead_engine_ends_the_process(monkeypatch):
-    """Those inside are told, then ``run`` raises, so that the process ends with a code that is not 0."""
+    """Running requests get an error, then ``run`` raises: the exit code is not 0."""
     monkeypatch.setattr(running_module, "_STOPPED_S", 60.0)
-    backend, told, raised = FakeBackend(), [], []
+    backend, messages, raised = FakeBackend(), [], []
     settings = ServerSettings(port=0)
     app = create_app(backend, settings, tokenizer=FakeTokenizer(), model="tiny")
 
     def serve():
         with pytest.raises(AttarError, match="the engine has stopped: ValueError") as caught:
-            run(app, settings, told.append)
+            run(app, settings, messages.append)
         raised.append(caught.value.exit_code)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    until(lambda: told)
-    with httpx.stream("POST", f"{told[-1]}/v1/completions", json=body([SLOW], stream=True)) as response:
+    until(lambda: messages)
+    with httpx.stream("POST", f"{messages[-1]}/v1/completions", json=body([SLOW], stream=True)) as response:
         lines = response.iter_lines()
         next(lines)
         backend.failure, backend.alive = ValueError("what nobody should read"), False
-        assert httpx.get(f"{told[-1]}/health").status_code == 503
-        refused = httpx.post(f"{told[-1]}/v1/completions", json=body())
+        assert httpx.get(f"{messages[-1]}/health").status_code == 503
+        refused = httpx.post(f"{messages[-1]}/v1/completions", json=body())
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_stopped"
         backend.loop.call_soon_threadsafe(backend.release.set)
         assert list(lines)

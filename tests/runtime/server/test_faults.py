@@ -84,12 +84,12 @@ def test_wrong_requests(server, what):
     settled(server)
 
 
-def test_a_prompt_that_is_too_long_is_told_both_lengths(server):
-    said = refused(httpx.post(server + COMPLETIONS, json=body([5] * 3000)), 400)["message"]
-    assert "3,000" in said and "2,048" in said
+def test_the_error_for_a_long_prompt_has_both_lengths(server):
+    fields = refused(httpx.post(server + COMPLETIONS, json=body([5] * 3000)), 400)["message"]
+    assert "3,000" in fields and "2,048" in fields
     talk = {"model": "tiny", "messages": [{"role": "user", "content": "x = 1\n" * 3000}]}
-    said = refused(httpx.post(server + CHAT, json=talk), 400)["message"]
-    assert "context" in said and "2,048" in said
+    fields = refused(httpx.post(server + CHAT, json=talk), 400)["message"]
+    assert "context" in fields and "2,048" in fields
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"null", b'{"model": "tiny", "prompt": NaN}'])
@@ -184,7 +184,7 @@ def test_a_step_that_fails_ends_its_requests_alone():
         async def crowd():
             async with httpx.AsyncClient(timeout=30) as http:
                 asked = (body(max_tokens=12, stream=number == 1) for number in range(6))
-                return await asyncio.gather(*(http.post(url + COMPLETIONS, json=each) for each in asked))
+                return await asyncio.gather(*(http.post(url + COMPLETIONS, json=item) for item in asked))
 
         answers = asyncio.run(crowd())
         failed = [answer for answer in answers if answer.status_code == 500 or '"error"' in answer.text]
@@ -209,7 +209,7 @@ class _Wrapped:
         return getattr(self._runner, name)
 
 
-def test_a_client_that_does_not_read_stops_nobody(server):
+def test_a_client_that_does_not_read_delays_no_other(server):
     """Its answer waits in a queue; meanwhile others are served, and in the end it gets all of it."""
     asked = json.dumps(body(max_tokens=600, stream=True, logprobs=20)).encode()
     host, port = server.removeprefix("http://").split(":")
@@ -297,4 +297,4 @@ def test_sigterm_under_load_lets_those_inside_finish():
         inside, late = asyncio.run(crowd())
         refused(late, 503, "shutting_down")
         assert int(late.headers["retry-after"]) >= 1
-        assert all("[DONE]" in each.text and '"length"' in each.text for each in inside)
+        assert all("[DONE]" in item.text and '"length"' in item.text for item in inside)

@@ -25,7 +25,7 @@ from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.schemas import SCHEMAS, follows
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SAID = [{"role": "user", "content": "a person"}]
+MESSAGES = [{"role": "user", "content": "a person"}]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def schema_of(name):
 
 def chat(client, **options):
     return client.chat.completions.create(
-        model="tiny", messages=SAID, **{"max_tokens": 120, "seed": 3} | options
+        model="tiny", messages=MESSAGES, **{"max_tokens": 120, "seed": 3} | options
     )
 
 
@@ -89,13 +89,13 @@ def test_a_pattern_of_a_completion(client):
         ("regex", "(red|green) [0-9]{2}"),
         ("grammar", 'start: ("red" | "green") / [0-9]{2}/'),
     ):
-        made = client.completions.create(model="tiny", prompt="x = ", n=2, extra_body={name: guide})
-        assert all(re.fullmatch("(red|green) [0-9]{2}", choice.text) for choice in made.choices)
-        assert {choice.finish_reason for choice in made.choices} == {"stop"}
+        result = client.completions.create(model="tiny", prompt="x = ", n=2, extra_body={name: guide})
+        assert all(re.fullmatch("(red|green) [0-9]{2}", choice.text) for choice in result.choices)
+        assert {choice.finish_reason for choice in result.choices} == {"stop"}
 
 
 @pytest.mark.parametrize(
-    ("options", "param", "said"),
+    ("options", "param", "sentence"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 3}}}},
          "response_format", "type must be a string"),
@@ -105,8 +105,8 @@ def test_a_pattern_of_a_completion(client):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_format_is_a_bad_request(client, options, param, said, stream):
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+def test_a_wrong_format_is_a_bad_request(client, options, param, sentence, stream):
+    with pytest.raises(openai.BadRequestError, match=sentence) as caught:
         list(chat(client, stream=stream, **options))
     assert caught.value.param == param and "\n" not in caught.value.body["message"]
 
@@ -120,6 +120,6 @@ def test_stop_seed_logprobs_and_usage(client):
     one, two = (chat(client, seed=9, max_tokens=12, logprobs=True, top_logprobs=2) for _ in range(2))
     assert one.choices[0].message.content == two.choices[0].message.content
     scored = one.choices[0].logprobs.content
-    assert len(scored) == one.usage.completion_tokens and all(len(each.top_logprobs) == 2 for each in scored)
-    assert all(each.logprob <= 0 for each in scored)
+    assert len(scored) == one.usage.completion_tokens and all(len(item.top_logprobs) == 2 for item in scored)
+    assert all(item.logprob <= 0 for item in scored)
     assert one.usage.total_tokens == one.usage.prompt_tokens + one.usage.completion_tokens

@@ -41,9 +41,9 @@ def running_app(app, settings):
 def running(backend=None, **settings):
     """With an engine that is none: the address, the backend, the server."""
     backend = backend or FakeBackend()
-    made = ServerSettings(port=0, **settings)
-    app = create_app(backend, made, tokenizer=FakeTokenizer(), model="tiny")
-    with running_app(app, made) as (url, server):
+    result = ServerSettings(port=0, **settings)
+    app = create_app(backend, result, tokenizer=FakeTokenizer(), model="tiny")
+    with running_app(app, result) as (url, server):
         yield url, backend, server
 
 
@@ -63,15 +63,15 @@ def test_the_official_client():
     openai = pytest.importorskip("openai")
     with running(api_key=("secret-one",)) as (url, _, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret-one", max_retries=0)
-        said = [{"role": "user", "content": "hi"}]
+        lines = [{"role": "user", "content": "hi"}]
         assert client.models.list().data[0].id == "tiny"
-        answer = client.chat.completions.create(model="tiny", messages=said, seed=1, stop=["\n"], n=2)
+        answer = client.chat.completions.create(model="tiny", messages=lines, seed=1, stop=["\n"], n=2)
         assert [choice.message.content for choice in answer.choices] == [ANSWER] * 2
         assert answer.usage.total_tokens == 10 + 26
-        scored = client.chat.completions.create(model="tiny", messages=said, logprobs=True, top_logprobs=1)
+        scored = client.chat.completions.create(model="tiny", messages=lines, logprobs=True, top_logprobs=1)
         assert scored.choices[0].logprobs.content[0].top_logprobs[0].token == "H"
         stream = client.chat.completions.create(
-            model="tiny", messages=said, stream=True, stream_options={"include_usage": True}
+            model="tiny", messages=lines, stream=True, stream_options={"include_usage": True}
         )
         parts = list(stream)
         assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == ANSWER
@@ -132,7 +132,7 @@ def test_a_stream_that_waits_says_that_it_lives():
         assert next(line for line in lines if line) == ": alive"
 
 
-def test_sigterm_lets_those_inside_finish():
+def test_sigterm_lets_running_requests_finish():
     with running(drain_s=10) as (url, backend, server):
         with httpx.stream("POST", f"{url}/v1/completions", json=body([SLOW], stream=True)) as response:
             lines = response.iter_lines()
@@ -157,8 +157,8 @@ def test_a_second_sigterm_ends_at_once():
             server.handle_exit(signal.SIGTERM, None)
             assert httpx.get(f"{url}/ready").status_code == 503
             server.handle_exit(signal.SIGTERM, None)
-            said, done = [line for line in lines if line.startswith("data: ")][-2:]
-            assert '"shutting_down"' in said and done == "data: [DONE]"
+            message, done = [line for line in lines if line.startswith("data: ")][-2:]
+            assert '"shutting_down"' in message and done == "data: [DONE]"
         until(lambda: backend.closed)
         assert backend.open == {}
 
@@ -169,8 +169,8 @@ def test_sigterm_cancels_those_that_take_too_long():
             lines = response.iter_lines()
             next(lines)
             server.handle_exit(signal.SIGTERM, None)
-            said, done = [line for line in lines if line.startswith("data: ")][-2:]
-            assert '"shutting_down"' in said and done == "data: [DONE]"
+            message, done = [line for line in lines if line.startswith("data: ")][-2:]
+            assert '"shutting_down"' in message and done == "data: [DONE]"
         until(lambda: backend.closed)
         assert backend.open == {} and len(backend.cancelled) == 1
 

@@ -65,8 +65,8 @@ class Known:
     def propose(self, wishes):
         return [self.draft(len(wish.tokens)) if wish.most >= 2 else None for wish in wishes]
 
-    def draft(self, place):
-        return Draft.chain([self.text[place], (self.text[place + 1] + 1) % 300])
+    def draft(self, index):
+        return Draft.chain([self.text[index], (self.text[index + 1] + 1) % 300])
 
     def observe(self, news):
         pass
@@ -83,14 +83,14 @@ def test_drafts_are_counted_under_the_names_that_are_scraped():
     with serving() as (url, _, _):
         quiet = httpx.post(url + COMPLETIONS, json=asked).raise_for_status().json()
         assert not [name for name in settled(url) if "spec_decode" in name], "nothing is drafted"
-    made = speculator(Known(text), most=2)
-    with serving(model=load_tiny(), speculator=made) as (url, _, _):
-        told = httpx.post(url + COMPLETIONS, json=asked).raise_for_status().json()
+    subject = speculator(Known(text), most=2)
+    with serving(model=load_tiny(), speculator=subject) as (url, _, _):
+        messages = httpx.post(url + COMPLETIONS, json=asked).raise_for_status().json()
         seen, page = settled(url), httpx.get(url + "/metrics").text
-    assert told["choices"] == quiet["choices"] and made.failure is None
-    assert told["usage"]["completion_tokens"] == 20
-    found = {name: value for name, value in seen.items() if "spec_decode" in name and "_created" not in name}
-    assert found == {
+    assert messages["choices"] == quiet["choices"] and subject.failure is None
+    assert messages["usage"]["completion_tokens"] == 20
+    actual = {name: value for name, value in seen.items() if "spec_decode" in name and "_created" not in name}
+    assert actual == {
         "spec_decode_num_drafts_total": 9,
         "spec_decode_num_draft_tokens_total": 18,
         "spec_decode_num_accepted_tokens_total": 9,

@@ -61,9 +61,9 @@ def served(tmp_path_factory):
 
 
 def tiny_chat():
-    made = tiny_models.tokenizer()
-    made.chat_template = TEMPLATE
-    return made
+    result = tiny_models.tokenizer()
+    result.chat_template = TEMPLATE
+    return result
 
 
 CASES = [(name, "positive") for name in OPERATIONS]
@@ -74,13 +74,14 @@ CASES += [
 
 def operations(document):
     return {
-        f"{each.ok().method.upper()} {each.ok().path}": each.ok() for each in document.get_all_operations()
+        f"{get_all_operation.ok().method.upper()} {get_all_operation.ok().path}": get_all_operation.ok()
+        for get_all_operation in document.get_all_operations()
     }
 
 
 def test_all_operations_are_known(served):
-    found = {name.replace(":path", "") for name in operations(served[0])}
-    assert found == set(OPERATIONS)
+    actual = {name.replace(":path", "") for name in operations(served[0])}
+    assert actual == set(OPERATIONS)
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

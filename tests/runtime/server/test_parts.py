@@ -27,8 +27,8 @@ def serve(**settings):
 
 
 def test_settings():
-    made = ServerSettings()
-    assert made.host == "127.0.0.1" and made.loopback and not made.log_prompts
+    settings = ServerSettings()
+    assert settings.host == "127.0.0.1" and settings.loopback and not settings.log_prompts
     assert ServerSettings(host="::1").loopback and not ServerSettings(host="0.0.0.0").loopback
     for wrong in (
         {"port": 70_000},
@@ -110,7 +110,7 @@ def test_metrics():
     assert float(lines[at]) == 4
 
 
-def test_what_runs_the_model_is_told():
+def test_the_runner_of_the_model_is_reported():
     facts = {"model": "m", "runner": "modules", "why": 'no "compiler"', "threads": 2, "context": None}
     app = create_app(FakeBackend(), tokenizer=FakeTokenizer(), model="tiny", facts=facts)
     client = TestClient(app, base_url="http://localhost")

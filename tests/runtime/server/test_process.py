@@ -31,8 +31,8 @@ def process(folder, *options):
     log = (folder / "log").open("w")
     child = subprocess.Popen([*command, *options], stderr=log, env=environment)
     try:
-        until(lambda: child.poll() is not None or "http://" in said(folder))
-        url = re.search(r"^http://\S+", said(folder), re.MULTILINE)[0]
+        until(lambda: child.poll() is not None or "http://" in first_lines(folder))
+        url = re.search(r"^http://\S+", first_lines(folder), re.MULTILINE)[0]
         until(lambda: ready(url))
         yield url, child
     finally:
@@ -40,7 +40,7 @@ def process(folder, *options):
         child.wait()
 
 
-def said(folder):
+def first_lines(folder):
     return (folder / "log").read_text()
 
 
@@ -72,13 +72,13 @@ async def load(url, clients, then, **more):
         tasks = [asyncio.create_task(one()) for _ in range(clients)]
         while scraped(url).get("time_to_first_token_seconds_count", 0) < 3:
             await asyncio.sleep(0.02)
-        said = await then(http)
-        return await asyncio.gather(*tasks), said
+        first_lines = await then(http)
+        return await asyncio.gather(*tasks), first_lines
 
 
 def test_the_first_lines_say_what_runs(tmp_path):
     with process(tmp_path) as (url, _):
-        lines = said(tmp_path).splitlines()
+        lines = first_lines(tmp_path).splitlines()
         before = lines[: lines.index(url)]
         for name in ("model", "runner", "threads", "kv cache", "context", "speculation"):
             assert sum(line.startswith(name) for line in before) == 1, lines
@@ -95,13 +95,15 @@ def test_sigterm_under_load(tmp_path):
 
         answers, late = asyncio.run(load(url, 30, end, max_tokens=100))
         refused(late, 503, "shutting_down")
-        assert all(isinstance(each, httpx.Response) and "[DONE]" in each.text for each in answers), answers
-        assert child.wait(10) == 0 and "Traceback" not in said(tmp_path)
+        assert all(isinstance(answer, httpx.Response) and "[DONE]" in answer.text for answer in answers), (
+            answers
+        )
+        assert child.wait(10) == 0 and "Traceback" not in first_lines(tmp_path)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_end_before_all_are_out(signals, tmp_path):
-    """The time is over, or the second signal comes: all are told, the process ends at once."""
+    """The time is over, or the second signal comes: all requests get an error, the process ends at once."""
     with process(tmp_path, "--drain-s", "1" if signals == 1 else "60") as (url, child):
 
         async def end(http):
@@ -112,5 +114,5 @@ def test_an_end_before_all_are_out(signals, tmp_path):
         began = time.monotonic()
         answers, _ = asyncio.run(load(url, 40, end, max_tokens=1900))
         assert child.wait(10) == 0 and time.monotonic() - began < 20
-        assert sum("shutting_down" in each.text for each in answers) > 10
-        assert "Traceback" not in said(tmp_path)
+        assert sum("shutting_down" in answer.text for answer in answers) > 10
+        assert "Traceback" not in first_lines(tmp_path)

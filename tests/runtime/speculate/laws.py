@@ -50,29 +50,29 @@ class Chances:
     def token(self, depth: int, p: np.ndarray) -> int:
         return self._pick((p / p.sum()).tolist())
 
-    rest = token
+    resample = token
 
     def _pick(self, odds: list[float]) -> int:
         number = len(self.taken)
         if number < len(self.tape):
-            made = self.tape[number]
+            result = self.tape[number]
         else:
-            made, *others = [index for index, odd in enumerate(odds) if odd > 0]
+            result, *others = [index for index, odd in enumerate(odds) if odd > 0]
             self.others += [(*self.taken, other) for other in others]
-        self.taken.append(made)
-        self.probability *= odds[made]
-        return made
+        self.taken.append(result)
+        self.probability *= odds[result]
+        return result
 
 
 def outcomes(run: Callable[[Chances], T]) -> dict[T, float]:
     """What comes out, with its probability."""
-    found: dict[T, float] = defaultdict(float)
+    actual: dict[T, float] = defaultdict(float)
     tapes: list[tuple[int, ...]] = [()]
     while tapes:
         chances = Chances(tapes.pop())
-        found[run(chances)] += chances.probability
+        actual[run(chances)] += chances.probability
         tapes += chances.others
-    return found
+    return actual
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Shape:
         return row
 
     def prefix(self, tokens: Sequence[int], node: int) -> tuple[int, ...]:
-        found: tuple[int, ...] = ()
+        actual: tuple[int, ...] = ()
         while node:
-            found = (tokens[node - 1], *found)
+            actual = (tokens[node - 1], *actual)
             node = self.parents[node - 1]
-        return found
+        return actual
 
 
 def rows(model: Model, draft: Draft) -> Callable[[int], np.ndarray]:
     """p behind a node."""
-    return lambda node: model(draft.text(draft.path(node)))
+    return lambda node: model(draft.path_tokens(draft.path(node)))
 
 
 def text_law(drafts: Iterable[tuple[Draft, float]], p: Model, judge: Judge, length: int) -> np.ndarray:
@@ -153,8 +153,8 @@ def mean_accepted(drafts: Iterable[tuple[Draft, float]], p: Model, judge: Judge)
     """Drafts accepted in the mean."""
     total = 0.0
     for draft, weight in drafts:
-        found = outcomes(lambda c, d=draft: len(judge(d, rows(p, d), c).path))
-        total += weight * sum(count * odd for count, odd in found.items())
+        actual = outcomes(lambda c, d=draft: len(judge(d, rows(p, d), c).path))
+        total += weight * sum(count * odd for count, odd in actual.items())
     return total
 
 

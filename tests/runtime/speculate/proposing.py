@@ -24,7 +24,7 @@ class Eager(DraftPolicy):
 
     open = True  # type: ignore[assignment]
 
-    def rest(self, batch, asking):
+    def passes_to_skip(self, batch, proposing):
         return 0
 
     def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):

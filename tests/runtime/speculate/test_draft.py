@@ -1,4 +1,4 @@
-"""Drafts as trees: children, paths, merging, cutting, and where their keys and values go."""
+"""Drafts as trees: children, paths, cutting, and where their keys and values go."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ def random_tree(seed: int) -> Draft:
     return draft
 
 
+def leaf_paths(draft: Draft) -> tuple[tuple[int, ...], ...]:
+    """The path of every node without children, in their order."""
+    return tuple(draft.path(node) for node in range(1, len(draft) + 1) if not draft.children(node))
+
+
 def test_a_chain() -> None:
     draft = Draft.chain([5, 6, 5])
     draft.check()
     assert (draft.parents, draft.depths, draft.counts) == ((0, 1, 2), (0, 1, 2, 3), (1, 1, 1))
-    assert draft.is_chain and draft.rule == "fixed" and draft.paths() == ((1, 2, 3),)
+    assert draft.is_chain and draft.rule == "fixed" and leaf_paths(draft) == ((1, 2, 3),)
     drawn = Draft.chain([0, 1, 2], Q)
     drawn.check()
     assert drawn.rule == "iid" and drawn.q is Q
@@ -36,8 +41,8 @@ def test_a_chain() -> None:
 def test_children_paths_and_counts_of_a_tree() -> None:
     draft = Draft((7, 8, 9, 7), (0, 0, 1, 3))
     assert [draft.children(node) for node in range(5)] == [(1, 2), (3,), (), (4,), ()]
-    assert draft.path(4) == (1, 3, 4) and draft.text(draft.path(4)) == (7, 9, 7)
-    assert draft.path(0) == () and draft.paths() == ((2,), (1, 3, 4))
+    assert draft.path(4) == (1, 3, 4) and draft.path_tokens(draft.path(4)) == (7, 9, 7)
+    assert draft.path(0) == () and leaf_paths(draft) == ((2,), (1, 3, 4))
     assert draft.counts == (2, 1, 1) and not draft.is_chain
 
 
@@ -52,35 +57,11 @@ def test_depths_are_those_the_runner_gives(seed: int) -> None:
         assert len(draft.path(node)) == draft.depths[node]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_merging_keeps_the_continuations_and_has_no_equal_siblings(seed: int) -> None:
-    draft = random_tree(seed)
-    merged = draft.merged()
-    merged.check()
-
-    def texts(tree: Draft) -> set[tuple[int, ...]]:
-        return {tree.text(tree.path(node)) for node in range(1, len(tree) + 1)}
-
-    assert texts(merged) == texts(draft) and len(merged) == len(texts(draft))
-
-
-def test_a_trie_of_guesses() -> None:
-    draft = Draft.trie([(1, 2, 3), (1, 2, 4), (), (1,), (5, 2)])
-    draft.check()
-    assert (draft.tokens, draft.parents) == ((1, 2, 3, 4, 5, 2), (0, 1, 2, 2, 0, 5))
-
-
 def test_kinds_follow_their_drafts() -> None:
     draft = Draft((1, 1, 2, 3), (0, 0, 2, 1), kinds=(5, 6, 7, 8))
     draft.check()
-    assert draft.merged().kinds == (5, 7, 8) and draft.merged().tokens == (1, 2, 3)
     two = draft.cut(2)
     assert two is not None and two.kinds == (5, 6)
-
-
-def test_drawn_siblings_are_not_merged() -> None:
-    with pytest.raises(AssertionError, match="both count"):
-        Draft((1, 1), (0, 0), Q[:2], "iid").merged()
 
 
 def test_cutting_keeps_the_front() -> None:
@@ -129,13 +110,13 @@ def moves(path: tuple[int, ...], position: int, drafted: int) -> tuple[tuple[int
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_bring_the_path_behind_the_last_token(seed: int) -> None:
     """Keys and values moved one after the other, as the runner does; what they stand for is compared."""
-    draft, place = random_tree(seed), 11
-    for path in draft.paths():
-        cache = [None] * place + [(), *(draft.path(node) for node in range(1, len(draft) + 1))]
-        for source, target in moves(path, place, len(draft)):
+    draft, index = random_tree(seed), 11
+    for path in leaf_paths(draft):
+        cache = [None] * index + [(), *(draft.path(node) for node in range(1, len(draft) + 1))]
+        for source, target in moves(path, index, len(draft)):
             assert target < source
             cache[target] = cache[source]
-        assert cache[place : place + len(path) + 1] == [
+        assert cache[index : index + len(path) + 1] == [
             (),
             *(path[:depth] for depth in range(1, len(path) + 1)),
         ]

@@ -36,13 +36,13 @@ def exact(tokens: list[int], params: SamplingParams = SAMPLED, seed: int = 5) ->
     return DraftRules(text(tokens, params, seed), Noise(seed, 0, len(tokens)))
 
 
-def said(tokens: list[int], count: int, rules: SamplingRules) -> list[int]:
+def spoken(tokens: list[int], count: int, rules: SamplingRules) -> list[int]:
     """Plain decoding of the draft model, with the noise that the rules give."""
-    found: list[int] = []
+    actual: list[int] = []
     for ahead in range(count):
-        logits = logits_after([*tokens, *found])[None]
-        found += sample(logits, [rules.row(found)], [rules.key(ahead)])
-    return found
+        logits = logits_after([*tokens, *actual])[None]
+        actual += sample(logits, [rules.row(actual)], [rules.key(ahead)])
+    return actual
 
 
 def proposed(model: DraftModel, *wishes: DraftRequest) -> list[list[int]]:
@@ -65,10 +65,10 @@ def test_a_batch_with_different_counts(kind: str, step_tokens: int) -> None:
     params = GREEDY if kind == "greedy" else SAMPLED
     rules = [exact(prompt) if kind == "exact" else text(prompt, params) for prompt in PROMPTS]
     wishes = [
-        DraftRequest(i, prompt, most, rules=each)
-        for i, (prompt, most, each) in enumerate(zip(PROMPTS, (3, 0, 1, 6), rules, strict=True))
+        DraftRequest(i, prompt, most, rules=item)
+        for i, (prompt, most, item) in enumerate(zip(PROMPTS, (3, 0, 1, 6), rules, strict=True))
     ]
-    wanted = [said(list(wish.tokens), wish.most, rules[wish.sequence]) for wish in wishes]
+    wanted = [spoken(list(wish.tokens), wish.most, rules[wish.sequence]) for wish in wishes]
     assert proposed(model, *wishes) == wanted
 
 
@@ -88,7 +88,7 @@ def test_rejected_drafts_are_taken_back_and_nothing_is_run_twice(accepted: int) 
     draft = proposed(model, DraftRequest(0, tokens, 4))[0]
     tokens += [*draft[:accepted], 49]
     runner.ran = 0
-    assert proposed(model, DraftRequest(0, tokens, 4))[0] == said(tokens, 4, text(tokens, GREEDY))
+    assert proposed(model, DraftRequest(0, tokens, 4))[0] == spoken(tokens, 4, text(tokens, GREEDY))
     news = 2 if accepted == 4 else 1  # x_K was never run
     assert runner.ran == news + 3
 
@@ -98,7 +98,7 @@ def test_a_token_that_was_drafted_rejected_and_drawn_again() -> None:
     model = DraftModel(FakeRunner())
     tokens = PROMPTS[0].copy()
     tokens += proposed(model, DraftRequest(0, tokens, 4))[0][:2]
-    assert proposed(model, DraftRequest(0, tokens, 2))[0] == said(tokens, 2, text(tokens, GREEDY))
+    assert proposed(model, DraftRequest(0, tokens, 2))[0] == spoken(tokens, 2, text(tokens, GREEDY))
 
 
 def test_q_is_the_warped_draft_and_goes_with_what_was_drawn_from_it() -> None:
@@ -136,7 +136,7 @@ def test_the_target_as_its_own_draft_is_accepted_wholly(
         verdict = verify(draft, target(tokens, draft, rules), noise, mode)
         assert verdict.path == (1, 2, 3, 4)
         if mode == "coupled" or params.greedy:
-            assert list(verdict.tokens(draft)) == said(tokens, 5, rules)
+            assert list(verdict.tokens(draft)) == spoken(tokens, 5, rules)
 
 
 def target(tokens: list[int], draft: Draft, rules: SamplingRules) -> TargetLogits:
@@ -152,13 +152,13 @@ def test_texts_are_plain_decoding_s_behind_another_model(params: SamplingParams)
         return logits_after(tokens) + 0.4 * logits_after([*tokens, 1])
 
     def plain(count: int) -> list[int]:
-        found: list[int] = []
+        actual: list[int] = []
         for _ in range(count):
-            rules = text([*PROMPTS[0], *found], params)
-            found += sample(logits([*PROMPTS[0], *found])[None], [rules.row()], [rules.key()])
-        return found
+            rules = text([*PROMPTS[0], *actual], params)
+            actual += sample(logits([*PROMPTS[0], *actual])[None], [rules.row()], [rules.key()])
+        return actual
 
-    model, tokens, taken = DraftModel(FakeRunner()), PROMPTS[0].copy(), 0
+    model, tokens, kept = DraftModel(FakeRunner()), PROMPTS[0].copy(), 0
     while len(tokens) < 65:
         rules = text(tokens, params)
         (draft,) = model.propose([DraftRequest(0, tokens, 3, rules=rules)])
@@ -166,13 +166,13 @@ def test_texts_are_plain_decoding_s_behind_another_model(params: SamplingParams)
         rows = torch.stack([logits([*tokens, *draft.tokens[:depth]]) for depth in range(4)])
         verdict = verify(draft, TargetLogits(rows, rules, draft), Noise(5, 0, len(tokens)), "coupled")
         tokens += verdict.tokens(draft)
-        taken += len(verdict.path)
-    assert tokens[5:65] == plain(60) and 10 < taken < 60
+        kept += len(verdict.path)
+    assert tokens[5:65] == plain(60) and 10 < kept < 60
 
 
 def test_drafts_end_at_end_tokens_and_at_the_context() -> None:
     tokens = PROMPTS[0]
-    wanted = said(tokens, 6, text(tokens, GREEDY))
+    wanted = spoken(tokens, 6, text(tokens, GREEDY))
     ended = DraftModel(FakeRunner(), ends=[wanted[2]])
     assert proposed(ended, DraftRequest(0, tokens, 6)) == [wanted[:3]]
     short = DraftModel(FakeRunner(context=7))
@@ -212,7 +212,7 @@ def test_padded_logits() -> None:
 
 def test_nan_ends_a_draft() -> None:
     runner = FakeRunner()
-    wanted = said(PROMPTS[0], 3, text(PROMPTS[0], GREEDY))
+    wanted = spoken(PROMPTS[0], 3, text(PROMPTS[0], GREEDY))
     runner.poison = {wanted[1]}
     assert proposed(DraftModel(runner), DraftRequest(0, PROMPTS[0], 5)) == [wanted[:2]]
 
@@ -227,21 +227,23 @@ def test_a_runner_that_breaks_leaves_nothing_half_done() -> None:
     runner.fails = None
     model.check()
     assert model.tables.manager.sequences == [1]
-    assert proposed(model, DraftRequest(0, PROMPTS[0], 2))[0] == said(PROMPTS[0], 2, text(PROMPTS[0], GREEDY))
+    assert proposed(model, DraftRequest(0, PROMPTS[0], 2))[0] == spoken(
+        PROMPTS[0], 2, text(PROMPTS[0], GREEDY)
+    )
 
 
 def test_a_pool_too_small_serves_the_first_ones_every_time() -> None:
     runner = FakeRunner(blocks=8, block_size=4)
     model = DraftModel(runner)
-    texts = [[each] * 10 for each in range(1, 4)]  # 3 blocks each, and one more soon
+    texts = [[item] * 10 for item in range(1, 4)]  # 3 blocks each, and one more soon
     served = []
     for _ in range(6):
         drafts = proposed(model, *(DraftRequest(i, tokens, 2) for i, tokens in enumerate(texts)))
         for tokens, draft in zip(texts, drafts, strict=True):
-            assert draft in ([], said(tokens, 2, text(tokens, GREEDY)))
+            assert draft in ([], spoken(tokens, 2, text(tokens, GREEDY)))
             tokens.append(40)
         served.append([bool(draft) for draft in drafts])
-    assert all(each[:2] == [True, True] and not each[2] for each in served), served
+    assert all(item[:2] == [True, True] and not item[2] for item in served), served
     runner.ran = 0
     assert proposed(model, DraftRequest(2, texts[2], 2))[0], "alone it has room: the others' tables go"
     assert runner.ran >= len(texts[2])
@@ -283,13 +285,13 @@ def test_random_rounds(seed: int, blocks: int) -> None:
             ]
             for wish, draft in zip(wishes, proposed(model, *wishes), strict=True):
                 tokens = texts[wish.sequence]
-                assert draft == said(tokens, len(draft), wish.rules)  # type: ignore[arg-type]
+                assert draft == spoken(tokens, len(draft), wish.rules)  # type: ignore[arg-type]
                 if blocks == 64 and len(texts) < 4:
                     assert len(draft) == max(min(wish.most, 61 - len(tokens)), 0)
                 drafted += len(draft)
                 tokens += [*draft[: dice.randrange(len(draft) + 1)], dice.randrange(VOCABULARY)]
         model.check()
-        for sequence in [each for each, tokens in texts.items() if len(tokens) > 70]:
+        for sequence in [item for item, tokens in texts.items() if len(tokens) > 70]:
             model.forget(sequence)
             del texts[sequence]
     for sequence in texts:
@@ -313,10 +315,10 @@ def test_a_table_is_begun_only_where_those_before_it_can_grow() -> None:
 
 
 def test_where_text_and_table_part() -> None:
-    for place in (0, 5, 80, 99):
+    for index in (0, 5, 80, 99):
         other = [7] * 100
-        other[place] = 8
-        assert common_prefix([7] * 100, other) == common_prefix(other, [7] * 120) == place
+        other[index] = 8
+        assert common_prefix([7] * 100, other) == common_prefix(other, [7] * 120) == index
     assert common_prefix([7] * 9, [7] * 4) == 4 and common_prefix([], [7]) == 0
 
 

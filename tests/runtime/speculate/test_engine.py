@@ -41,12 +41,12 @@ class Looping(FakeRunner):
 
 def asked(count: int, seed: int, most: int = 30) -> list[tuple[list[int], SamplingParams]]:
     draws = random.Random(seed)
-    made = []
+    items = []
     for number in range(count):
         prompt = [draws.randrange(40) for _ in range(draws.choice([1, 3, 9, 17]))]
         params = random_params(draws)
-        made.append((prompt, replace(params, max_tokens=min(params.max_tokens or most, most), seed=number)))
-    return made
+        items.append((prompt, replace(params, max_tokens=min(params.max_tokens or most, most), seed=number)))
+    return items
 
 
 def truths(requests) -> list[list[int]]:
@@ -69,60 +69,60 @@ def same(running: Engine, requests) -> None:
 def test_random_batches_with_trees_of_right_and_wrong_tokens(seed: int, chains: bool) -> None:
     """Mixed sampled and greedy, n texts, penalties, chunked prompts, a small step: coupled all the same."""
     requests = asked(12, seed)
-    made = speculator(Oracle(truths(requests), seed=seed, chains=chains), verification="coupled")
+    subject = speculator(Oracle(truths(requests), seed=seed, chains=chains), verification="coupled")
     limits = Limits(step_tokens=[24, 64][seed % 2], sequences=12, chunk=[None, 5][seed // 2])
-    same(engine(FakeRunner(blocks=200), limits=limits, speculator=made), requests)
-    assert made.counts.accepted > 20
-    assert made.counts.drafted > made.counts.accepted
-    assert sum(made.counts.accepted_at) == made.counts.accepted
+    same(engine(FakeRunner(blocks=200), limits=limits, speculator=subject), requests)
+    assert subject.counts.accepted > 20
+    assert subject.counts.drafted > subject.counts.accepted
+    assert sum(subject.counts.accepted_at) == subject.counts.accepted
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_few_blocks(seed: int) -> None:
-    """Texts are preempted, and come again; drafts preempt nobody."""
+    """Sequences are preempted and resumed; drafts preempt no sequence."""
     requests = [(prompt, replace(params, n=1)) for prompt, params in asked(8, 50 + seed)]
-    made = speculator(Oracle(truths(requests), seed=seed), verification="coupled")
-    running = engine(FakeRunner(blocks=10), speculator=made)
+    subject = speculator(Oracle(truths(requests), seed=seed), verification="coupled")
+    running = engine(FakeRunner(blocks=10), speculator=subject)
     same(running, requests)
-    assert running.scheduler.preemptions and made.counts.accepted
+    assert running.scheduler.preemptions and subject.counts.accepted
 
 
-def test_drafts_preempt_nobody() -> None:
+def test_drafts_preempt_no_sequence() -> None:
     """Two texts fill the pool exactly; a draft has room only while there are free blocks."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=17)), ([4, 5, 6], replace(GREEDY, max_tokens=17))]
-    made = speculator(Oracle(truths(requests), size=12, right=0.2))
-    running = engine(FakeRunner(blocks=10), speculator=made)
+    subject = speculator(Oracle(truths(requests), size=12, right=0.2))
+    running = engine(FakeRunner(blocks=10), speculator=subject)
     same(running, requests)
-    assert not running.scheduler.preemptions and made.counts.drafts
+    assert not running.scheduler.preemptions and subject.counts.drafts
 
 
 def test_alone_in_a_full_pool() -> None:
     """The last block is filled by a text alone, with no finish for want of blocks that drafts would need."""
     request = ([1, 2, 3], replace(GREEDY, max_tokens=30))
-    made = speculator(Oracle(truths([request]), size=8, right=0.5))
-    same(engine(FakeRunner(blocks=8), speculator=made), [request])
+    subject = speculator(Oracle(truths([request]), size=8, right=0.5))
+    same(engine(FakeRunner(blocks=8), speculator=subject), [request])
 
 
 def test_the_right_path_is_taken_whole_and_costs_few_steps() -> None:
     request = ([1, 2, 3], GREEDY)
-    made = speculator(Oracle(truths([request]), right=1.0, size=4, chains=True), most=4)
-    made.proposer.random.randint = lambda low, high: high  # type: ignore[attr-defined]
+    subject = speculator(Oracle(truths([request]), right=1.0, size=4, chains=True), most=4)
+    subject.proposer.random.randint = lambda low, high: high  # type: ignore[attr-defined]
     runner = FakeRunner()
-    same(engine(runner, speculator=made), [request])
+    same(engine(runner, speculator=subject), [request])
     assert len(runner.steps) == 1 + 8  # the prompt's, and 39 tokens in fives
-    assert made.counts.accepted_at == [8, 8, 8, 7]
+    assert subject.counts.accepted_at == [8, 8, 8, 7]
 
 
 def test_prefix_hits() -> None:
     """A second run finds what the first one published behind accepted paths."""
     prompt = list(range(20))
     requests = [(prompt, GREEDY), ([*prompt[:11], 40], GREEDY)]
-    made = speculator(Oracle(truths(requests), right=0.8))
-    running = engine(FakeRunner(), speculator=made)
+    subject = speculator(Oracle(truths(requests), right=0.8))
+    running = engine(FakeRunner(), speculator=subject)
     same(running, requests)
     whole = truths(requests)[0]
     longer = [(whole[:45], replace(GREEDY, max_tokens=10)), *requests]
-    made.proposer.texts = truths(longer)  # type: ignore[attr-defined]
+    subject.proposer.texts = truths(longer)  # type: ignore[attr-defined]
     same(running, longer)
     assert running.scheduler.manager.stats.hit >= 40  # generated blocks, too
 
@@ -131,17 +131,19 @@ def test_prompts_are_not_starved() -> None:
     """A pass that prompts fill has no drafts, and one has no more tokens than the step."""
     requests = [([7, 8], GREEDY), ([3] * 60, GREEDY)]
     runner = FakeRunner()
-    made = speculator(Oracle(truths(requests), size=8), most=8)
-    running = engine(runner, limits=Limits(step_tokens=16, sequences=4), speculator=made)
+    subject = speculator(Oracle(truths(requests), size=8), most=8)
+    running = engine(runner, limits=Limits(step_tokens=16, sequences=4), speculator=subject)
     first = running.add(*requests[0])
     events = running.step()
     second = running.add(*requests[1])
     got = results(events + finish(running), {first: requests[0], second: requests[1]})
-    assert [list(got[name].token_ids) for name in (first, second)] == [alone(*each) for each in requests]
+    assert [list(got[name].token_ids) for name in (first, second)] == [
+        alone(*request) for request in requests
+    ]
     assert all(step.count <= 16 for step in runner.steps)
     prompts = [step for step in runner.steps if any(span.count > span.wants for span in step.spans)]
     full = [step for step in prompts if step.count == 16]
-    assert len(prompts) <= 6  # 60 tokens beside one that decodes, 15 at a time; and the first's own
+    assert len(prompts) <= 6  # 60 tokens in a batch with one that decodes, 15 at a time; and the first's own
     assert len(full) >= 3 and all(min(span.count for span in step.spans) == 1 for step in full)
 
 
@@ -161,11 +163,13 @@ def test_stop_strings_and_end_tokens_inside_accepted_drafts() -> None:
         name = without.add(plain, params)
         want = results(finish(without), {name: (plain, params)})[name]
         for seed in range(5):
-            made = speculator(Oracle([plain + list(want.token_ids) + [5] * 9, *texts], right=0.9, seed=seed))
-            running = engine(speculator=made)
+            subject = speculator(
+                Oracle([plain + list(want.token_ids) + [5] * 9, *texts], right=0.9, seed=seed)
+            )
+            running = engine(speculator=subject)
             name = running.add(plain, params)
             got = results(finish(running), {name: (plain, params)})[name]
-            assert got.samples == want.samples and made.failure is None
+            assert got.samples == want.samples and subject.failure is None
             assert 0 < got.usage.accepted_tokens <= got.usage.drafted_tokens
 
 
@@ -175,24 +179,24 @@ def test_log_probabilities_are_the_targets(right: float) -> None:
     params = replace(GREEDY, temperature=0.9, seed=3, logprobs=3, prompt_logprobs=2, max_tokens=25)
     name = (plain := engine()).add(prompt, params)
     want = results(finish(plain), {name: (prompt, params)})[name]
-    made = speculator(Oracle([prompt + list(want.token_ids)], right=right))
-    running = engine(speculator=made)
+    subject = speculator(Oracle([prompt + list(want.token_ids)], right=right))
+    running = engine(speculator=subject)
     name = running.add(prompt, params)
     got = results(finish(running), {name: (prompt, params)})[name]
     assert got.logprobs == want.logprobs and got.prompt_logprobs == want.prompt_logprobs
-    assert (made.counts.accepted > 5) == (right > 0)
+    assert (subject.counts.accepted > 5) == (right > 0)
 
 
 def test_cancelled_and_forgotten() -> None:
     requests = [([1, 2], replace(GREEDY, n=2)), ([3, 4], GREEDY)]
     oracle = Oracle(truths(requests))
     running = engine(speculator=speculator(oracle))
-    first, second = [running.add(*each) for each in requests]
+    first, second = [running.add(*event) for event in requests]
     for _ in range(4):
         running.step()
     assert len(running.cancel(first)) == 2
     events = finish(running)
-    assert [each.finish_reason for each in events if each.finished] == ["length"]
+    assert [event.finish_reason for event in events if event.finished] == ["length"]
     assert sorted(oracle.forgotten) == [0, 1, 2]
     assert running.cancel(second) == []
     running.check()
@@ -204,16 +208,16 @@ def test_a_bad_row_ends_its_text_alone() -> None:
     bad = next(token for token in texts[0][8:] if token not in texts[1] and token not in texts[0][:8])
     runner = FakeRunner()
     runner.poison = {bad}
-    made = speculator(Oracle(texts, right=0.9))
-    running = engine(runner, speculator=made)
-    names = [running.add(*each) for each in requests]
+    subject = speculator(Oracle(texts, right=0.9))
+    running = engine(runner, speculator=subject)
+    names = [running.add(*request) for request in requests]
     last = {event.request: event for event in finish(running) if event.finished}
     assert last[names[0]].finish_reason == "error" and "NaN" in (last[names[0]].error or "")
     assert last[names[1]].finish_reason == "length"
 
 
 @pytest.mark.parametrize("where", ["propose", "observe"])
-def test_a_proposer_that_breaks_costs_no_text(where: str, broken_proposers: list[str]) -> None:
+def test_a_proposer_that_fails_ends_no_request(where: str, broken_proposers: list[str]) -> None:
     """At once, or in the middle of a text; it is said once, and it is never asked again."""
     for right in (0, 3):
         oracle = Oracle(truths([([1, 2], GREEDY)]), chains=True)
@@ -226,14 +230,14 @@ def test_a_proposer_that_breaks_costs_no_text(where: str, broken_proposers: list
             return method(given)
 
         setattr(oracle, where, broken)
-        made = speculator(oracle)
-        running = engine(speculator=made)
+        subject = speculator(oracle)
+        running = engine(speculator=subject)
         name = running.add([1, 2], GREEDY)
         got = results(finish(running), {name: ([1, 2], GREEDY)})[name]
         assert list(got.token_ids) == alone([1, 2], GREEDY)
-        assert isinstance(made.failure, MemoryError) and len(calls) == right + 1
-        (told,) = broken_proposers
-        assert told.startswith("speculation is off: oracle failed: no room for the draft\nTraceback")
+        assert isinstance(subject.failure, MemoryError) and len(calls) == right + 1
+        (messages,) = broken_proposers
+        assert messages.startswith("speculation is off: oracle failed: no room for the draft\nTraceback")
         broken_proposers.clear()
 
 
@@ -241,8 +245,8 @@ def test_a_step_that_fails_leaves_no_drafts_behind() -> None:
     runner = FakeRunner()
     requests = [([1, 2], GREEDY), ([3, 4], GREEDY)]
     running = engine(runner, speculator=speculator(Oracle(truths(requests))))
-    for each in requests:
-        running.add(*each)
+    for request in requests:
+        running.add(*request)
     for _ in range(3):
         running.step()
     runner.fails = RuntimeError("the device is gone")
@@ -259,11 +263,11 @@ def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> Non
     for number, T in enumerate((5e-324, 1e-300, 7e-46, 1e-30, 1e-6)):
         params = replace(GREEDY, temperature=T, seed=number, top_p=0.9, logit_bias={3: 1.0}, max_tokens=12)
         want = alone([1, 2], replace(params, temperature=0.0))
-        made = speculator(kind([[1, 2, *want]], right=0.8), verification=verification)
-        running = engine(speculator=made)
+        subject = speculator(kind([[1, 2, *want]], right=0.8), verification=verification)
+        running = engine(speculator=subject)
         name = running.add([1, 2], params)
         got = results(finish(running), {name: ([1, 2], params)})[name]
-        assert list(got.token_ids) == want and made.failure is None and made.counts.drafts
+        assert list(got.token_ids) == want and subject.failure is None and subject.counts.drafts
 
 
 @pytest.mark.parametrize("make", [NgramProposer, LookaheadProposer])
@@ -273,16 +277,16 @@ def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
     requests = [([n, n + 1, n], replace(GREEDY, max_tokens=60)) for n in range(batch)]
     requests += [(p, replace(g, temperature=0.5, seed=n)) for n, (p, g) in enumerate(requests)]
     plain = engine(Looping(blocks=400))
-    names = [plain.add(*each) for each in requests]
+    names = [plain.add(*request) for request in requests]
     want = results(finish(plain), dict(zip(names, requests, strict=True)))
     real = DraftPolicy(Latency({1: 1.0, 8: 1.1, 64: 2.0}), most=40)
-    for made in (speculator(make(), most=40), Speculator(make(), real, most=40, clock=lambda: 0.0)):
-        running = engine(Looping(blocks=400), speculator=made)
-        again = [running.add(*each) for each in requests]
+    for result in (speculator(make(), most=40), Speculator(make(), real, most=40, clock=lambda: 0.0)):
+        running = engine(Looping(blocks=400), speculator=result)
+        again = [running.add(*request) for request in requests]
         got = results(finish(running), dict(zip(again, requests, strict=True)))
         assert [got[name].token_ids for name in again] == [want[name].token_ids for name in names]
-        assert made.failure is None
-        assert made.counts.accepted > 5 * batch
+        assert result.failure is None
+        assert result.counts.accepted > 5 * batch
 
 
 def test_fifty_seeds() -> None:
@@ -290,7 +294,7 @@ def test_fifty_seeds() -> None:
     params = [
         SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(50)
     ]
-    requests = [([1, 2, 3], each) for each in params]
+    requests = [([1, 2, 3], param) for param in params]
     for proposer in (Oracle(truths(requests)), Drawer([])):
         same(
             engine(FakeRunner(blocks=800), limits=Limits(sequences=50), speculator=speculator(proposer)),
@@ -320,22 +324,22 @@ def test_exact_mode_keeps_the_law() -> None:
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         grown = {}
-        for said, mass in law.items():
-            row = SamplingRow(params, TokenHistory(prompt, list(said)), ())
-            p = warp(logits_after(prompt + list(said))[None], [row])[0].numpy()
-            grown |= {(*said, int(token)): mass * float(p[token]) for token in np.flatnonzero(p)}
+        for message, mass in law.items():
+            row = SamplingRow(params, TokenHistory(prompt, list(message)), ())
+            p = warp(logits_after(prompt + list(message))[None], [row])[0].numpy()
+            grown |= {(*message, int(token)): mass * float(p[token]) for token in np.flatnonzero(p)}
         law = grown
     drawer = Drawer([], vocabulary=VOCABULARY, size=2)
-    made = speculator(drawer, verification="exact")
-    order = {said: (place,) for place, said in enumerate(law)}
+    subject = speculator(drawer, verification="exact")
+    order = {message: (index,) for index, message in enumerate(law)}
     texts = []
     for turn in range(30):
-        running = engine(FakeRunner(blocks=400), limits=Limits(sequences=50), speculator=made)
+        running = engine(FakeRunner(blocks=400), limits=Limits(sequences=50), speculator=subject)
         names = [running.add(prompt, replace(params, seed=50 * turn + n)) for n in range(50)]
-        said: dict[str, list[int]] = {name: [] for name in names}
+        message: dict[str, list[int]] = {name: [] for name in names}
         for event in finish(running):
-            said[event.request] += event.token_ids
-        for tokens in said.values():
+            message[event.request] += event.token_ids
+        for tokens in message.values():
             texts.append(order[tuple(tokens)])
-    assert made.failure is None and made.counts.accepted > 20
+    assert subject.failure is None and subject.counts.accepted > 20
     assert fits(texts, np.array(list(law.values())))

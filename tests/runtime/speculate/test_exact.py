@@ -54,7 +54,7 @@ def fixed(parents: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[Draft
         (4, Shape((0, 1, 2), "iid"), drawn),
     ],
 )
-def test_the_text_has_the_target_s_law(V: int, shape: Shape, judge: Judge, seed: int) -> None:
+def test_a_completion_has_the_target_s_distribution(V: int, shape: Shape, judge: Judge, seed: int) -> None:
     p, q = random_model(V, seed), random_model(V, seed + 100)
     length = shape.depth + 1
     law = text_law(shape.drafts(q), p, judge, length)
@@ -84,7 +84,7 @@ def rule_a(draft: Draft, p, noise) -> Verdict:  # type: ignore[no-untyped-def]
                 break
             left = without(left, [draft.tokens[child - 1]])
         if node == parent:
-            return Verdict(tuple(path), noise.rest(len(path), left))
+            return Verdict(tuple(path), noise.resample(len(path), left))
 
 
 def test_a_draw_that_is_looked_up_is_rule_a() -> None:
@@ -102,9 +102,9 @@ def test_a_fixed_chain_is_a_one_hot_q() -> None:
     onehot = Draft.chain(tokens, np.eye(5)[list(tokens)])
     as_drawn = outcomes(lambda c: drawn(Draft.chain(tokens), rows(p, onehot), c))
     for judge in (walk, block):
-        found = outcomes(lambda c, j=judge: j(onehot, rows(p, onehot), c))
-        for verdict in found.keys() | as_drawn.keys():
-            assert found.get(verdict, 0.0) == pytest.approx(as_drawn.get(verdict, 0.0), abs=1e-12)
+        actual = outcomes(lambda c, j=judge: j(onehot, rows(p, onehot), c))
+        for verdict in actual.keys() | as_drawn.keys():
+            assert actual.get(verdict, 0.0) == pytest.approx(as_drawn.get(verdict, 0.0), abs=1e-12)
 
 
 def stopped(drafts: Iterator[tuple[Draft, float]]) -> Iterator[tuple[Draft, float]]:
@@ -160,8 +160,8 @@ def test_the_mean_of_constant_acceptance_is_the_theory_s() -> None:
     """1 + accepted = (1 - a^(K+1)) / (1 - a), a = sum min(p, q)."""
     p, q = (lambda _: np.array([0.5, 0.3, 0.2])), (lambda _: np.array([0.2, 0.2, 0.6]))
     a = 0.2 + 0.2 + 0.2
-    found = 1 + mean_accepted(Shape((0, 1, 2), "iid").drafts(q), p, walk)
-    assert found == pytest.approx((1 - a**4) / (1 - a))
+    actual = 1 + mean_accepted(Shape((0, 1, 2), "iid").drafts(q), p, walk)
+    assert actual == pytest.approx((1 - a**4) / (1 - a))
 
 
 def test_more_children_are_accepted_more_often_and_best_without_putting_back() -> None:

@@ -35,11 +35,11 @@ def exact(params: SamplingParams = SAMPLED, seed: int = 5) -> DraftRules:
 
 def drafted(rules: SamplingRules | None, *, most: int = 4, wide: bool = True, **settings: object) -> Draft:
     model = DraftModel(FakeRunner(), **settings)  # type: ignore[arg-type]
-    (found,) = model.propose([DraftRequest(0, PROMPT, most, rules=rules, wide=wide)])
+    (actual,) = model.propose([DraftRequest(0, PROMPT, most, rules=rules, siblings=wide)])
     model.check()
-    assert found is not None
-    found.check()
-    return found
+    assert actual is not None
+    actual.check()
+    return actual
 
 
 def best(rules: SamplingRules | None, before: tuple[int, ...], count: int) -> list[int]:
@@ -48,15 +48,15 @@ def best(rules: SamplingRules | None, before: tuple[int, ...], count: int) -> li
     row = SamplingRow(GREEDY) if rules is None else rules.row(before)
     weights = adjust(logits, [row]).softmax(-1) if row.params.greedy else warp(logits, [row])
     weights = weights.clone()
-    found: list[int] = []
-    while len(found) < count and weights.any():
+    actual: list[int] = []
+    while len(actual) < count and weights.any():
         if row.params.greedy:
-            found.append(int(weights.argmax()))
+            actual.append(int(weights.argmax()))
         else:
             assert rules is not None
-            found += draw(weights, [rules.key(len(before))])
-        weights[0, found[-1]] = 0.0
-    return found
+            actual += draw(weights, [rules.key(len(before))])
+        weights[0, actual[-1]] = 0.0
+    return actual
 
 
 ALL: dict[str, SamplingRules | None] = {
@@ -70,14 +70,14 @@ ALL: dict[str, SamplingRules | None] = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("branches", [2, 4])
-def test_a_chain_with_the_next_best_beside_it(name: str, branches: int) -> None:
+def test_a_chain_with_its_next_best_siblings(name: str, branches: int) -> None:
     rules, K = ALL[name], 4
     chain, tree = drafted(rules, wide=False), drafted(rules, branches=branches)
     assert tree.tokens[:K] == chain.tokens and chain.is_chain and chain.kinds is None
     assert tree.counts == (branches,) * K and all(parent < K for parent in tree.parents)
     for depth in range(K):
         row = tree.children(depth)
-        assert list(tree.text(row)) == best(rules, chain.tokens[:depth], branches)
+        assert list(tree.path_tokens(row)) == best(rules, chain.tokens[:depth], branches)
         assert tree.kinds is not None
         assert [tree.kinds[node - 1] for node in row] == [kind_of(r, depth + 1) for r in range(branches)]
     assert tree.rule == ("distinct" if name == "exact" else "fixed")
@@ -91,7 +91,7 @@ def test_siblings_cost_no_pass() -> None:
     runs = []
     for wide in (False, True):
         runner = FakeRunner()
-        DraftModel(runner).propose([DraftRequest(0, PROMPT, 4, wide=wide)])
+        DraftModel(runner).propose([DraftRequest(0, PROMPT, 4, siblings=wide)])
         runs.append((runner.ran, len(runner.steps)))
     assert runs[0] == runs[1] == (len(PROMPT) + 3, 4)
 
@@ -111,8 +111,8 @@ def test_only_what_may_follow_is_a_sibling() -> None:
     assert growing.tokens == [4] and growing.siblings == [[2]]
     growing.extend(torch.full((1, 6), torch.nan))
     assert not growing.open and growing.tokens == [4]
-    found = growing.draft()
-    assert found is not None and found.tokens == (4, 2)
+    actual = growing.draft()
+    assert actual is not None and actual.tokens == (4, 2)
 
 
 def test_doubt_and_ends_stop_the_chain_as_before() -> None:

@@ -25,8 +25,8 @@ def test_the_shortest_run_counts_but_no_warm_up_and_no_size_is_longer_than_a_lar
         return run(step)
 
     runner.run = slow  # type: ignore[assignment, method-assign]
-    found = measure(runner, {1: (1, 2, 4, 8, 16)}, clock=clock)
-    assert found == {1: pytest.approx({1: 0.03, 2: 0.04, 4: 0.04, 8: 0.06, 16: 0.06})}
+    actual = measure(runner, {1: (1, 2, 4, 8, 16)}, clock=clock)
+    assert actual == {1: pytest.approx({1: 0.03, 2: 0.04, 4: 0.04, 8: 0.06, 16: 0.06})}
     assert [runs.count(count) for count in took] == [1 + ROUNDS] * 3 + [1, 1 + ROUNDS], "a long one runs once"
 
 

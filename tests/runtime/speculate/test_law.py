@@ -58,14 +58,14 @@ def runner(seed: int) -> Modules:
 @cache
 def law(name: str) -> np.ndarray:
     """Of the first LENGTH tokens, by plain forward passes of transformers: (V,) * LENGTH."""
-    target, found = model(0), np.ones(())
+    target, actual = model(0), np.ones(())
     for count in range(LENGTH):
         texts = list(product(range(V), repeat=count))
         logits = tiny_models.logits(target, torch.tensor([[*PROMPT, *text] for text in texts]))[:, -1]
         rows = [SamplingRow(PARAMS[name], TokenHistory(PROMPT, list(text))) for text in texts]
         p = np.concatenate([warp(one[None], [row]).numpy() for one, row in zip(logits, rows, strict=True)])
-        found = found[..., None] * p.reshape(*(V,) * count, V)
-    return found
+        actual = actual[..., None] * p.reshape(*(V,) * count, V)
+    return actual
 
 
 class Every(Eager):
@@ -90,35 +90,35 @@ def drafting(way: str) -> LLM:
         if way != "self"
         else load_self_draft("", target, way="layers", kv_tokens=blocks)
     )
-    made = speculator(proposer, most=6 if way == "siblings" else 2)
+    subject = speculator(proposer, most=6 if way == "siblings" else 2)
     if way == "siblings":
-        made.policy = Every()
-    return LLM.of(target, limits=Limits(step_tokens=2048, sequences=TOGETHER), speculator=made)
+        subject.policy = Every()
+    return LLM.of(target, limits=Limits(step_tokens=2048, sequences=TOGETHER), speculator=subject)
 
 
 def texts(llm: LLM, params: SamplingParams, count: int) -> list[tuple[int, ...]]:
-    """The first LENGTH tokens of so many texts, drawn without a seed; requests of one, two and three."""
-    engine, said = llm.engine, {}
+    """The first LENGTH tokens of ``count`` samples, drawn without a seed; requests of one, two and three."""
+    engine, samples = llm.engine, {}
     assert params.seed is None
-    while len(said) < count:
+    while len(samples) < count:
         for n in (1, 2, 3):
             name = engine.add(PROMPT, replace(params, n=n))
-            said |= {(name, sample): [] for sample in range(n)}
+            samples |= {(name, sample): [] for sample in range(n)}
     while not engine.idle:
         for event in engine.step():
-            said[event.request, event.sample] += event.token_ids
+            samples[event.request, event.sample] += event.token_ids
     engine.check()
     assert engine.speculator is not None and engine.speculator.failure is None
-    return [tuple(each[:LENGTH]) for each in said.values()]
+    return [tuple(item[:LENGTH]) for item in samples.values()]
 
 
 def keeps_the_law(way: str, name: str, count: int) -> bool:
     llm = drafting(way)
-    found = texts(llm, PARAMS[name], count)
+    actual = texts(llm, PARAMS[name], count)
     counts = llm.engine.speculator.counts  # type: ignore[union-attr]
     assert 0.1 * counts.drafted < counts.accepted < 0.9 * counts.drafted, "some are taken, some are not"
     assert len(counts.accepted_at) == 2, "chains of two"
-    return fits(found, law(name))
+    return fits(actual, law(name))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -154,7 +154,9 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     propose = proposer.propose
 
     def spoiled(wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [draft and spoil(draft) for draft in propose([replace(each, wide=False) for each in wishes])]
+        return [
+            draft and spoil(draft) for draft in propose([replace(wish, siblings=False) for wish in wishes])
+        ]
 
     proposer.propose = spoiled  # type: ignore[method-assign]
     assert not fits(texts(llm, WARPED, FEW), law("warped"))

@@ -31,7 +31,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
         if skip(passes):
             draft = None
         nodes = range(len(draft) + 1) if draft else [0]
-        choices = [model([*text, *(draft.text(draft.path(node)) if draft else ())]) for node in nodes]
+        choices = [model([*text, *(draft.path_tokens(draft.path(node)) if draft else ())]) for node in nodes]
         path, node = [], 0
         while draft:
             match = [child for child in draft.children(node) if draft.tokens[child - 1] == choices[node]]
@@ -39,7 +39,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
                 break
             assert len(match) == 1, "equal siblings are one node"
             path += (node := match[0],)
-        new = [*(draft.text(path) if draft else ()), choices[node]]
+        new = [*(draft.path_tokens(path) if draft else ()), choices[node]]
         proposer.observe([DraftFeedback(sequence, draft, tuple(path), new, choices)])
         text += new
     return text, passes
@@ -74,16 +74,16 @@ def test_the_window_is_a_jacobi_iteration():
     rng = random.Random(0)
     window = LookaheadWindow(4, 4, NgramPool(4), seed=1)
     text = [3, 1, 4]
-    window.follow(text)
+    window.extend(text)
     for turn in range(12):
         trie = DraftBuilder()
-        window.plant(trie)
+        window.add_to(trie)
         draft = trie.draft()
         rows = [list(row) for row in window.rows]
         newest = []
         for column in range(4):
             newest.append(hashed([*text, *rows[0][: column + 1], *(row[column] for row in rows[1:])]))
-        choices = [hashed([*text, *draft.text(draft.path(node))]) for node in range(len(draft) + 1)]
+        choices = [hashed([*text, *draft.path_tokens(draft.path(node))]) for node in range(len(draft) + 1)]
         assert [choices[node] for node in window.cells] == newest
         warm, accepted = len(rows) == 3, rng.randrange(3)
         window.advance(accepted, choices)
@@ -96,20 +96,20 @@ def test_the_window_is_a_jacobi_iteration():
         for row, before in zip(window.rows, [*left, newest], strict=True):
             assert len(row) == 4 and row[: 4 - gone] == before[gone:], turn
         text += [rng.randrange(7) for _ in range(accepted + 1)]
-        window.follow(text)
+        window.extend(text)
 
 
 def test_cells_of_equal_context_share_a_node():
     window = LookaheadWindow(3, 3, NgramPool(2))
-    window.text, window.rows = [1], [[5, 6, 7], [6, 8, 7]]
+    window.tokens, window.rows = [1], [[5, 6, 7], [6, 8, 7]]
     trie = DraftBuilder()
-    window.plant(trie)
+    window.add_to(trie)
     draft = trie.draft()
     assert draft.tokens == (5, 6, 7, 8, 7) and draft.parents == (0, 1, 2, 2, 3)
     assert window.cells == [2, 4, 5], "cell (1, 0) is (0, 1)"
 
 
-def test_without_room_for_the_window_only_guesses_are_proposed():
+def test_only_guesses_are_proposed_where_the_window_does_not_fit():
     proposer = LookaheadProposer(4, 3, 2)
     text = [1, 2, 3, 1, 2, 3, 1]
     (draft,) = proposer.propose([DraftRequest(0, text, 2)])

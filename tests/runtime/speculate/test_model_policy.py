@@ -4,7 +4,7 @@ import pytest
 
 from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.model_policy import BEHIND, DraftPrefill
+from attar.runtime.speculate.model_policy import CATCH_UP, DraftPrefill
 from attar.runtime.speculate.policy import BUDGET, DraftPolicy
 
 
@@ -19,7 +19,7 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
 
 
 @pytest.mark.parametrize(
-    ("a", "tokens", "to_come", "worth"),
+    ("a", "tokens", "remaining", "worth"),
     [
         (1.0, 600, 100, True),  # 60 passes to read, some 70 of 100 saved
         (1.0, 900, 100, False),
@@ -31,20 +31,20 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
         (1.0, 900, 0, False),
     ],
 )
-def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, to_come, worth):
-    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, to_come) is worth
+def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, remaining, worth):
+    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, remaining) is worth
 
 
 def test_what_was_read_is_not_read_again():
     reading, policy = DraftPrefill(), drafting(a=0.0)
     assert not reading.pays(policy, 0, 4, 600, 1000)
     assert reading.begin([0, 1], [4, 0], [600, 600]), "the second was not asked"
-    assert reading.pays(policy, 0, 4, 600 + BEHIND, 1000) and not reading.pays(policy, 1, 4, 600, 1000)
-    assert not reading.begin([0], [4], [600 + BEHIND])
-    assert reading.begin([0], [4], [601 + 2 * BEHIND]), "it grew while nobody asked"
+    assert reading.pays(policy, 0, 4, 600 + CATCH_UP, 1000) and not reading.pays(policy, 1, 4, 600, 1000)
+    assert not reading.begin([0], [4], [600 + CATCH_UP])
+    assert reading.begin([0], [4], [601 + 2 * CATCH_UP]), "it grew while nobody asked"
     reading.forget(0)
     reading.forget(7)
-    assert not reading.pays(policy, 0, 4, 601 + 2 * BEHIND, 1000)
+    assert not reading.pays(policy, 0, 4, 601 + 2 * CATCH_UP, 1000)
 
 
 def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():

@@ -42,7 +42,7 @@ def plain_model(family: str):
     return tiny_models.build(family)
 
 
-def made(family: str, proposer=None, *, limits=None, blocks=96, block_size=4, **options) -> LLM:
+def llm_of(family: str, proposer=None, *, limits=None, blocks=96, block_size=4, **options) -> LLM:
     runner = Modules(copy.deepcopy(plain_model(family)), blocks=blocks, block_size=block_size, **options)
     drafter = None if proposer is None else speculator(proposer, most=10)
     most = runner.most
@@ -56,11 +56,11 @@ def prompts(family: str, lengths=(13, 5, 21)) -> list[list[int]]:
 
 
 def answers(llm: LLM, asked, params=GREEDY) -> list[tuple[int, ...]]:
-    found = [text.token_ids for result in llm.generate(asked, params) for text in result.samples]
+    results = [text.token_ids for result in llm.generate(asked, params) for text in result.samples]
     llm.engine.check()
     drafter = llm.engine.speculator
     assert drafter is None or drafter.failure is None
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def answers(llm: LLM, asked, params=GREEDY) -> list[tuple[int, ...]]:
 def test_families(family: str) -> None:
     """Trees of which some tokens are right, in chunks and batches, and what the texts repeat."""
     asked = prompts(family)
-    want = answers(made(family), asked)
+    want = answers(llm_of(family), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model(family).config.vocab_size
     for proposer in (Oracle(texts, vocabulary=vocabulary), NgramProposer(), LookaheadProposer(2, 3, 2)):
-        llm = made(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
+        llm = llm_of(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
         assert answers(llm, asked) == want
         assert llm.engine.speculator.counts.drafts > 5
         assert [answers(llm, one)[0] for one in asked] == want  # alone, on what the first run published
@@ -93,19 +93,19 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize("chains", [True, False])
 def test_stores_and_eviction(options, chains: bool) -> None:
     asked = prompts("llama3", (13, 30))
-    want = answers(made("llama3", **options), asked)
+    want = answers(llm_of("llama3", **options), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model("llama3").config.vocab_size
-    llm = made("llama3", Oracle(texts, vocabulary=vocabulary, chains=chains), **options)
+    llm = llm_of("llama3", Oracle(texts, vocabulary=vocabulary, chains=chains), **options)
     assert answers(llm, asked) == want
     assert llm.engine.speculator.counts.accepted > 5
 
 
 def test_measuring_leaves_nothing_behind() -> None:
     runner = FakeRunner()
-    found = measure(runner)
-    assert list(found[1]) == [1, 2, 4, 8, 16, 32] and list(found[8]) == [8, 16, 32, 64]
-    assert all(seconds > 0 for points in found.values() for seconds in points.values())
+    actual = measure(runner)
+    assert list(actual[1]) == [1, 2, 4, 8, 16, 32] and list(actual[8]) == [8, 16, 32, 64]
+    assert all(seconds > 0 for points in actual.values() for seconds in points.values())
     assert list(measure(runner, budget=0.0)) == [1]
     assert list(measure(FakeRunner(blocks=1))[1]) == [1, 2, 4]
 
@@ -150,7 +150,7 @@ NAMES = ["ngram", "lookahead", "self", "draft"]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
-def test_seeded_texts_of_attar_tiny(tiny: LLM, options) -> None:
+def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
     """Sampled texts with warps and penalties are those of plain decoding; the compiled step rounds alike."""
     params = [
         SamplingParams(temperature=0.7, top_p=0.9, seed=seed, max_tokens=24, n=1 + seed % 2)
@@ -159,7 +159,7 @@ def test_seeded_texts_of_attar_tiny(tiny: LLM, options) -> None:
     params += [replace(params[0], repetition_penalty=1.2, presence_penalty=0.3, stop=("\n",))]
     llm = drafting(**options)
     want, got = tiny.generate(CODE, params), llm.generate(CODE, params)
-    assert [each.samples for each in got] == [each.samples for each in want]
+    assert [item.samples for item in got] == [item.samples for item in want]
     assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.drafts
     llm.engine.check()
 
@@ -172,7 +172,7 @@ def test_grammars(tiny: LLM, options) -> None:
     llm = drafting(**options)
     before = llm.engine.speculator.counts.accepted
     want, got = tiny.generate(CODE[:2], params), llm.generate(CODE[:2], params)
-    assert [each.samples for each in got] == [each.samples for each in want]
+    assert [item.samples for item in got] == [item.samples for item in want]
     assert llm.engine.speculator.counts.accepted > before
 
 
@@ -210,11 +210,11 @@ def test_five_hundred_tokens_in_float32(options, batch: int) -> None:
     asked = [f"{CODE[n % 4]}{n}" for n in range(batch)]
     params = replace(GREEDY, max_tokens=500)
     shared = {"kv_tokens": 16384, "dtype": "float32", "runner": "modules"}
-    want = [each.token_ids for each in LLM("attar:tiny", **shared).generate(asked, params)]
+    want = [param.token_ids for param in LLM("attar:tiny", **shared).generate(asked, params)]
     llm = LLM("attar:tiny", **shared, **options)
-    assert [each.token_ids for each in llm.generate(asked, params)] == want
+    assert [param.token_ids for param in llm.generate(asked, params)] == want
     llm.engine.speculator.policy = Eager()
-    assert [each.token_ids for each in llm.generate(asked, params)] == want
+    assert [param.token_ids for param in llm.generate(asked, params)] == want
     assert llm.engine.speculator.failure is None
     llm.engine.check()
 
@@ -229,7 +229,7 @@ def test_fifty_seeds_of_attar_tiny(options) -> None:
     llm = LLM("attar:tiny", **shared, **options)
     llm.engine.speculator.policy = Eager()
     got = llm.generate([CODE[0]] * 50, params)
-    assert [each.samples for each in got] == [each.samples for each in want]
+    assert [item.samples for item in got] == [item.samples for item in want]
     assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.accepted
 
 
@@ -240,7 +240,7 @@ def test_the_server_sees_the_counts() -> None:
     llm = drafting(speculate="ngram")
     llm.generate(CODE[0], GREEDY)
     counts = llm.engine.speculator.counts
-    said = EngineBackend(type("Quiet", (), {"engine": llm.engine})()).stats().speculation
-    assert said is not None and said.drafts == counts.drafts > 0
-    assert (said.drafted, said.accepted) == (counts.drafted, counts.accepted)
-    assert said.accepted_at == counts.accepted_at
+    message = EngineBackend(type("Quiet", (), {"engine": llm.engine})()).stats().speculation
+    assert message is not None and message.drafts == counts.drafts > 0
+    assert (message.drafted, message.accepted) == (counts.drafted, counts.accepted)
+    assert message.accepted_at == counts.accepted_at

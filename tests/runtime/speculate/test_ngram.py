@@ -28,14 +28,14 @@ def ask(proposer, tokens, most=8, sequence=0, salt=""):
 
 def searched(text, longest):
     """By looking at every place: (length, place) of the longest match, the latest of equals."""
-    found = []
-    for place in range(1, len(text)):
+    results = []
+    for index in range(1, len(text)):
         count = 0
-        while count < min(longest, place) and text[place - 1 - count] == text[-1 - count]:
+        while count < min(longest, index) and text[index - 1 - count] == text[-1 - count]:
             count += 1
         if count:
-            found.append((count, place))
-    return max(found, default=None)
+            results.append((count, index))
+    return max(results, default=None)
 
 
 @pytest.mark.parametrize("letters", [2, 4, 12])
@@ -45,13 +45,13 @@ def test_the_longest_and_latest_match_is_found(letters):
     index = NgramIndex()
     for _ in range(300):
         index.extend([rng.randrange(letters)])
-        best, found = searched(index.tokens, 6), index.matches(6)
-        assert bool(best) == bool(found)
+        best, actual = searched(index.tokens, 6), index.matches(6)
+        assert bool(best) == bool(actual)
         if best:
             total += 1
-            right += found[0] == best
-            assert all(searched_at(index.tokens, place, 6) == count for count, place in found)
-            assert found == sorted(found, reverse=True)
+            right += actual[0] == best
+            assert all(searched_at(index.tokens, position, 6) == count for count, position in actual)
+            assert actual == sorted(actual, reverse=True)
     assert right / total > (0.99 if letters > 2 else 0.75), "all but those further back than WALK links"
 
 
@@ -119,7 +119,7 @@ def test_several_texts_that_differ_are_branches_the_latest_first():
     assert shared.after("", [1, 2]) == (6, 7, 5)
     assert NEXT == 3
     draft = ask(NgramProposer(shared=shared), [1, 2])
-    assert draft.text(draft.children(0)) == (6, 7, 5) and draft.tokens[:2] == (6, 16)
+    assert draft.path_tokens(draft.children(0)) == (6, 7, 5) and draft.tokens[:2] == (6, 16)
 
 
 def test_the_shared_table_is_bounded_and_keeps_what_is_used():

@@ -33,7 +33,12 @@ class World:
     """Passes take 1 + slope (tokens - 1), a step of the draft ``step``; a draft is accepted with a(place)."""
 
     def __init__(self, a, slope, step=0.0, batch=1, known=True, seed=0):
-        self.a, self.slope, self.step, self.batch = a if callable(a) else lambda place: a, slope, step, batch
+        self.a, self.slope, self.step, self.batch = (
+            a if callable(a) else lambda position: a,
+            slope,
+            step,
+            batch,
+        )
         sizes = [batch << power for power in range(7)]
         table = {size: self.time(size) for size in sizes} if known else None
         self.policy = DraftPolicy(Latency(table, {1: step, batch: step} if known and step else None), MOST)
@@ -44,27 +49,27 @@ class World:
         return 1 + self.slope * (tokens - 1)
 
     def run(self, tokens):
-        """Tokens a plain pass's time, until every sequence has so many more."""
+        """Tokens a plain pass's time, until every sequence has that many more."""
         begun, spent = list(self.places), self.spent
         while min(self.places) < begun[0] + tokens:
             self.turn()
-        made = sum(self.places) - sum(begun)
-        return made / self.batch / ((self.spent - spent) / self.time(self.batch))
+        result = sum(self.places) - sum(begun)
+        return result / self.batch / ((self.spent - spent) / self.time(self.batch))
 
     def turn(self):
         counts = drafted(self.policy, range(self.batch))
-        news, made = [], 0
-        for place, count in enumerate(counts):
+        news, result = [], 0
+        for index, count in enumerate(counts):
             accepted = 0
-            while accepted < count and self.random.random() < self.a(self.places[place]):
+            while accepted < count and self.random.random() < self.a(self.places[index]):
                 accepted += 1
-            self.places[place] += accepted + 1
-            made += accepted + 1
+            self.places[index] += accepted + 1
+            result += accepted + 1
             draft = Draft.chain([7] * count) if count else None
-            news.append(DraftFeedback(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
+            news.append(DraftFeedback(index, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
         target, draft = self.time(self.batch + sum(counts)), max(counts) * self.step
         self.spent += target + draft
-        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
+        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - result / self.batch)
         self.drafted.append(counts)
         self.policy.note(news, target, draft)
 
@@ -94,7 +99,7 @@ def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
     assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
 
 
-@pytest.mark.parametrize("a", [0.0, 0.4, lambda place: 0.95 if place % 300 < 150 else 0.0])
+@pytest.mark.parametrize("a", [0.0, 0.4, lambda position: 0.95 if position % 300 < 150 else 0.0])
 def test_over_any_stretch_the_loss_is_bounded_by_the_budget(a):
     world = World(a, 0.3, 0.3)
     world.run(2000)
@@ -119,11 +124,11 @@ def test_trials_alone_lose_little():
 
 
 def test_it_follows_a_change_of_regime():
-    world = World(lambda place: 0.0 if place < 500 else 0.9, 0.1, 0.05)
+    world = World(lambda position: 0.0 if position < 500 else 0.9, 0.1, 0.05)
     assert world.run(500) > 0.97
     world.run(250)
     assert world.run(500) > 0.9 * world.best(0.9)
-    world.a = lambda place: 0.0
+    world.a = lambda position: 0.0
     assert world.run(500) > 0.97
 
 
@@ -137,11 +142,11 @@ def test_more_drafts_go_where_more_are_accepted():
     assert drafted(policy, [0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
 
 
-def test_prompts_beside_make_drafts_dear():
+def test_prefill_in_the_batch_makes_drafts_expensive():
     latency = Latency({1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0})
     policy = DraftPolicy(latency, MOST)
-    (alone,), (beside,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
-    assert alone > 2 * beside > 0
+    (alone,), (neighbour,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
+    assert alone > 2 * neighbour > 0
 
 
 def test_an_empty_budget_stops_everything_until_it_is_filled():
@@ -221,8 +226,8 @@ def test_acceptance_is_learnt_by_level_and_passed_on():
     for _ in range(2000):
         for level, a in enumerate((0.9, 0.5, 0.2), 1):
             acceptance.note(1, kind_of(0, level), rng.random() < a)
-    believed = acceptance.rates(9, 0, 3)
-    assert believed == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request believes the pool"
+    rates = acceptance.rates(9, 0, 3)
+    assert rates == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request starts with the pool's rates"
     for _ in range(50):
         acceptance.note(2, 1, False)
     first, second, _ = acceptance.rates(2, 0, 3)
@@ -251,21 +256,21 @@ def test_what_was_true_long_ago_is_forgotten():
 def test_a_closed_budget_says_how_long_it_stays_so() -> None:
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     budget = policy.budget
-    assert (budget.rest, policy.rest(1, 0.0), policy.rest(0, 0.0)) == (0, 0, 0)
+    assert (budget.closed_passes, policy.passes_to_skip(1, 0.0), policy.passes_to_skip(0, 0.0)) == (0, 0, 0)
     budget.note(BUDGET + 1.0, 0.0)
     budget.note(100, 100)
     assert 0 < budget.left < REOPENS * BUDGET and not budget.open, "closed, though something is in it"
     passes = math.ceil((REOPENS * BUDGET - budget.left) / LOSS)
-    assert budget.rest == policy.rest(1, 0.0) == policy.rest(0, 9.0) == passes
+    assert budget.closed_passes == policy.passes_to_skip(1, 0.0) == policy.passes_to_skip(0, 9.0) == passes
     budget.note(passes - 1, passes - 1)
     assert not budget.open
     budget.note(1, 1)
-    assert budget.open and policy.rest(1, 0.0) == 0
+    assert budget.open and policy.passes_to_skip(1, 0.0) == 0
 
 
 def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
     policy = DraftPolicy(Latency(), MOST)
-    kinds = tuple(kind_of(*each) for each in ((1, 3), (1, 1), (2, 2), (1, 2)))
+    kinds = tuple(kind_of(*item) for item in ((1, 3), (1, 1), (2, 2), (1, 2)))
     table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
     policy.acceptance.rates = lambda sequence, group, levels: table[group][:levels]
     candidates = policy._nodes(4, 0, Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds))

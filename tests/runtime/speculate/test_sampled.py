@@ -54,12 +54,12 @@ Drafter = Callable[[tuple[int, ...], Noise], Draft]
 Judge = Callable[[tuple[int, ...], Draft, Noise], Verdict]
 
 
-def chained(said: tuple[int, ...], noise: Noise) -> Draft:
+def chained(context: tuple[int, ...], noise: Noise) -> Draft:
     """Three tokens, each drawn from SMALL with the round's noise."""
     tokens: tuple[int, ...] = ()
     rows = []
     for depth in range(3):
-        rows.append(SMALL((*said, *tokens)))
+        rows.append(SMALL((*context, *tokens)))
         tokens += (drawn(rows[-1], noise.drafting(depth))[0],)
     return Draft.chain(tokens, rows)
 
@@ -67,12 +67,12 @@ def chained(said: tuple[int, ...], noise: Noise) -> Draft:
 def forked(rule: str) -> Drafter:
     """Two children, the first of which has two more."""
 
-    def drafter(said: tuple[int, ...], noise: Noise) -> Draft:
-        q = SMALL(said)
+    def drafter(context: tuple[int, ...], noise: Noise) -> Draft:
+        q = SMALL(context)
         one, two = drawn(q, noise.drafting(0))[:2]
         if rule == "iid":
             two = drawn(q, noise.drafting(7))[0]
-        deeper = SMALL((*said, one))
+        deeper = SMALL((*context, one))
         three, four = drawn(deeper, noise.drafting(1))[:2]
         if rule == "iid":
             four = drawn(deeper, noise.drafting(8))[0]
@@ -88,35 +88,35 @@ def drawn(q: np.ndarray, key: int) -> list[int]:
     return np.argsort(race).tolist()
 
 
-def guessed(said: tuple[int, ...], noise: Noise) -> Draft:
+def guessed(context: tuple[int, ...], noise: Noise) -> Draft:
     """The likeliest tokens of SMALL: fixed."""
-    first, second = np.argsort(-SMALL(said))[:2].tolist()
-    third = int(SMALL((*said, first)).argmax())
+    first, second = np.argsort(-SMALL(context))[:2].tolist()
+    third = int(SMALL((*context, first)).argmax())
     return Draft((first, second, third), (0, 0, 1))
 
 
 def exactly(rule: Callable[[Draft, Callable[[int], Floats], Noise], Verdict]) -> Judge:
     """Verification by a rule that takes p."""
-    return lambda said, draft, noise: rule(
-        draft, lambda n: TARGET((*said, *draft.text(draft.path(n)))), noise
+    return lambda context, draft, noise: rule(
+        draft, lambda n: TARGET((*context, *draft.path_tokens(draft.path(n)))), noise
     )
 
 
-def coupled(said: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
+def coupled(context: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
     def token(node: int) -> int:
-        return noise.token(draft.depths[node], TARGET((*said, *draft.text(draft.path(node)))))
+        return noise.token(draft.depths[node], TARGET((*context, *draft.path_tokens(draft.path(node)))))
 
     return follow(draft, token)
 
 
 def speak(seed: int, drafter: Drafter, judge: Judge, sample: int = 0) -> tuple[int, ...]:
     """A text in rounds."""
-    said: tuple[int, ...] = ()
-    while len(said) < LENGTH:
-        noise = Noise(seed, sample, len(PROMPT) + len(said))
-        draft = drafter(said, noise)
-        said += judge(said, draft, noise).tokens(draft)
-    return said[:LENGTH]
+    context: tuple[int, ...] = ()
+    while len(context) < LENGTH:
+        noise = Noise(seed, sample, len(PROMPT) + len(context))
+        draft = drafter(context, noise)
+        context += judge(context, draft, noise).tokens(draft)
+    return context[:LENGTH]
 
 
 RULES: dict[str, tuple[Drafter, Judge]] = {
@@ -129,13 +129,13 @@ RULES: dict[str, tuple[Drafter, Judge]] = {
 }
 
 
-def softmax_for_argmax(said: tuple[int, ...], noise: Noise) -> Draft:
-    draft = guessed(said, noise)
-    return Draft.chain(draft.tokens[::2], [SMALL(said), SMALL((*said, draft.tokens[0]))])
+def softmax_for_argmax(context: tuple[int, ...], noise: Noise) -> Draft:
+    draft = guessed(context, noise)
+    return Draft.chain(draft.tokens[::2], [SMALL(context), SMALL((*context, draft.tokens[0]))])
 
 
-def likeliest_as_drawn(said: tuple[int, ...], noise: Noise) -> Draft:
-    return Draft(guessed(said, noise).tokens[:2], (0, 0), [SMALL(said)] * 2, "iid")
+def likeliest_as_drawn(context: tuple[int, ...], noise: Noise) -> Draft:
+    return Draft(guessed(context, noise).tokens[:2], (0, 0), [SMALL(context)] * 2, "iid")
 
 
 WRONG: dict[str, tuple[Drafter, Judge]] = {
@@ -152,7 +152,7 @@ def test_the_warps_have_something_to_do() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_texts_have_the_target_s_law(rule: str) -> None:
+def test_completions_have_the_target_s_distribution(rule: str) -> None:
     assert fits([speak(seed, *RULES[rule]) for seed in range(1500)], law())
 
 
@@ -180,9 +180,11 @@ def test_two_texts_of_a_request_are_independent() -> None:
 def test_a_verdict_depends_on_its_own_sequence_alone(rule: str) -> None:
     """In any order, among others, and again after a preemption: the same."""
     drafter, judge = RULES[rule]
-    rounds = [(said, Noise(seed, 0, 2 + len(said))) for seed in range(6) for said in ((), (2,), (3, 2))]
-    drafts = [drafter(*each) for each in rounds]
-    forward = [judge(said, draft, noise) for (said, noise), draft in zip(rounds, drafts, strict=True)]
+    rounds = [
+        (context, Noise(seed, 0, 2 + len(context))) for seed in range(6) for context in ((), (2,), (3, 2))
+    ]
+    drafts = [drafter(*item) for item in rounds]
+    forward = [judge(context, draft, noise) for (context, noise), draft in zip(rounds, drafts, strict=True)]
     backward = [judge(*rounds[i][:1], drafts[i], rounds[i][1]) for i in reversed(range(len(rounds)))]
     assert forward == backward[::-1]
 
@@ -193,13 +195,13 @@ def test_blocks_of_drafts_with_the_target_s_noise_are_refused() -> None:
     p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
 
     def text(seed: int, key: Callable[[Noise, int], int]) -> tuple[int, ...]:
-        said: tuple[int, ...] = ()
-        while len(said) < 4:
-            noise = Noise(seed, 0, len(said))
+        context: tuple[int, ...] = ()
+        while len(context) < 4:
+            noise = Noise(seed, 0, len(context))
             race = [-np.log(uniforms(key(noise, depth), np.arange(2))) / q for depth in range(3)]
-            draft = Draft.chain([int(each.argmin()) for each in race], [q] * 3)
-            said += block(draft, lambda _: p, noise).tokens(draft)
-        return said[:4]
+            draft = Draft.chain([int(item.argmin()) for item in race], [q] * 3)
+            context += block(draft, lambda _: p, noise).tokens(draft)
+        return context[:4]
 
     def placed(noise: Noise, depth: int) -> int:
         return noise_key(noise.seed, noise.sample, noise.position + depth)

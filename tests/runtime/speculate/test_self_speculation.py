@@ -42,19 +42,19 @@ def modules(family: str = "llama3", **changes: Any) -> Modules:
 
 def texts(model: Any, draft: DraftModel, prompt: list[int], count: int) -> tuple[list[int], int]:
     """Greedy rounds; the text, and how many drafts were taken."""
-    tokens, taken = list(prompt), 0
+    tokens, kept = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         rules = Completion("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
-        (found,) = draft.propose([DraftRequest(0, tokens, 3, rules=rules)])
+        (actual,) = draft.propose([DraftRequest(0, tokens, 3, rules=rules)])
         draft.check()
-        assert found is not None
-        rows = torch.tensor([[*tokens, *found.tokens]])
-        logits = tiny_models.logits(model, rows)[0, -len(found) - 1 :]
-        verdict = verify(found, TargetLogits(logits, rules, found), Noise(1, 0, len(tokens)))
-        tokens += verdict.tokens(found)
-        taken += len(verdict.path)
+        assert actual is not None
+        rows = torch.tensor([[*tokens, *actual.tokens]])
+        logits = tiny_models.logits(model, rows)[0, -len(actual) - 1 :]
+        verdict = verify(actual, TargetLogits(logits, rules, actual), Noise(1, 0, len(tokens)))
+        tokens += verdict.tokens(actual)
+        kept += len(verdict.path)
     draft.forget(0)
-    return tokens[len(prompt) : len(prompt) + count], taken
+    return tokens[len(prompt) : len(prompt) + count], kept
 
 
 def test_layers_are_spread_with_the_ends_among_them() -> None:
@@ -69,14 +69,16 @@ def test_layers_are_spread_with_the_ends_among_them() -> None:
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "gpt2", "phi3", "qwen3", "opt", "gpt_neox"])
 def test_a_copy_with_some_layers_is_the_model_without_the_others(family: str) -> None:
     runner = modules(family)
-    made = without_layers(runner.model, (0, 2))
-    ours, theirs = ({each.data_ptr() for each in model.parameters()} for model in (made, runner.model))
+    result = without_layers(runner.model, (0, 2))
+    ours, theirs = (
+        {parameter.data_ptr() for parameter in model.parameters()} for model in (result, runner.model)
+    )
     assert ours < theirs, "no tensor of its own"
     model = tiny_models.build(family)
-    draft = DraftModel(Modules(made, blocks=16, block_size=8))
+    draft = DraftModel(Modules(result, blocks=16, block_size=8))
     prompt = tiny_models.tokens(model, length=11)[0].tolist()
-    (found,) = draft.propose([DraftRequest(0, prompt, 5)])
-    assert found is not None and list(found.tokens) == greedy(keep_layers(model, [0, 2]), prompt, 5)
+    (actual,) = draft.propose([DraftRequest(0, prompt, 5)])
+    assert actual is not None and list(actual.tokens) == greedy(keep_layers(model, [0, 2]), prompt, 5)
     assert runner.model.config.num_hidden_layers == 3
     (whole,) = DraftModel(runner).propose([DraftRequest(0, prompt, 5)])
     assert whole is not None and list(whole.tokens) == greedy(model, prompt, 5), "the model is as before"
@@ -99,9 +101,11 @@ def test_compiled_layers_are_the_target_s_own_memory() -> None:
     settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "bits": 16, "threads": 1}
     runner = compiled(model.config, model.state_dict(), weights="int8", **settings)
     draft = load_self_draft("none", Loaded(runner), way="layers")
-    made = draft.runner
-    assert isinstance(made, Compiled) and made.capacity == 16
-    assert [id(each) for each in made.weights.layers] == [id(runner.weights.layers[each]) for each in (0, 3)]
+    result = draft.runner
+    assert isinstance(result, Compiled) and result.capacity == 16
+    assert [id(layer) for layer in result.weights.layers] == [
+        id(runner.weights.layers[layer]) for layer in (0, 3)
+    ]
     assert draft.nbytes < runner.weights.nbytes
     prompt = tiny_models.tokens(model, length=9)[0].tolist()
     assert texts(model, draft, prompt, COUNT)[0] == greedy(model, prompt, COUNT)
@@ -125,8 +129,8 @@ def test_a_low_bit_copy(folder: Path) -> None:
     assert products.nbytes < products.rows * products.columns
     model = tiny_models.build("llama3")
     prompt = tiny_models.tokens(model, length=9)[0].tolist()
-    found, taken = texts(model, draft, prompt, COUNT)
-    assert found == greedy(model, prompt, COUNT) and taken > 0, "it mostly agrees"
+    actual, kept = texts(model, draft, prompt, COUNT)
+    assert actual == greedy(model, prompt, COUNT) and kept > 0, "it mostly agrees"
 
 
 @needs_compiler
@@ -138,13 +142,13 @@ def test_weights_of_four_bits_already_draft_with_layers(folder: Path) -> None:
         load_self_draft(folder, target, way="int4")
 
 
-def test_a_draft_model_beside_the_target(folder: Path) -> None:
+def test_a_draft_model_loaded_with_the_target(folder: Path) -> None:
     target = load(folder, runner="modules", kv_tokens=256)
     draft = draft_of(load(folder, runner="modules", kv_tokens=256), target)
     model = tiny_models.build("llama3")
     prompt = tiny_models.tokens(model, length=9)[0].tolist()
-    found, taken = texts(model, draft, prompt, COUNT)
-    assert found == greedy(model, prompt, COUNT) and taken == COUNT * 3 // 4
+    actual, kept = texts(model, draft, prompt, COUNT)
+    assert actual == greedy(model, prompt, COUNT) and kept == COUNT * 3 // 4
     assert draft.name == "llama3" and vocabulary_of(target) == tiny_models.VOCABULARY
 
 

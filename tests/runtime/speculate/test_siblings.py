@@ -12,7 +12,7 @@ from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.model_policy import count_siblings, cut_siblings
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
-from attar.runtime.speculate.speculator import WIDE_EVERY, Speculator
+from attar.runtime.speculate.speculator import SIBLINGS_EVERY, Speculator
 
 FLAT, STEEP = {1: 1.0, 32: 1.03}, {1: 1.0, 32: 16.0}
 FIRST, SECOND, THIRD = ((kind_of(rank, 1), kind_of(rank, 2)) for rank in range(3))
@@ -58,7 +58,7 @@ def test_siblings_are_wanted_where_tokens_are_nearly_free_and_not_where_they_cos
     assert drafting(FLAT, RATES).choose([0], [8], branches=1) == [set(FIRST)], "nor where branches are off"
 
 
-def test_the_surest_first_in_what_room_there_is() -> None:
+def test_the_most_likely_first_within_the_limit() -> None:
     policy = drafting(FLAT, RATES)
     assert siblings(policy, [0], [2]) == [set()]
     assert siblings(policy, [0], [3]) == [{SECOND[0]}], "S_0 a_2 is more than S_1 a_2"
@@ -118,8 +118,8 @@ def test_the_rule_is_chosen_by_what_is_wanted_and_not_by_what_came() -> None:
     assert chain.is_chain and chain.rule == "iid" and chain.q is not None and len(chain.q) == 2
     deep = cut_siblings(drawn, {kind_of(1, 3)})
     assert deep.is_chain and deep.rule == "distinct"
-    for each in (chain, deep, cut_siblings(drawn, {SECOND[0]})):
-        each.check()
+    for cut_sibling in (chain, deep, cut_siblings(drawn, {SECOND[0]})):
+        cut_sibling.check()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_plain_passes_and_other_proposers_teach_nothing() -> None:
 
 def test_they_are_drafted_now_and_then_where_none_pay() -> None:
     speculator: Any = Speculator.__new__(Speculator)
-    speculator._since_wide = WIDE_EVERY
-    looks = [speculator._wide([{FIRST[0]}]) for _ in range(3 * WIDE_EVERY)]
-    assert looks == [True, *[False] * (WIDE_EVERY - 1)] * 3
-    assert [speculator._wide([{FIRST[0], SECOND[0]}]) for _ in range(3)] == [True] * 3
+    speculator._since_siblings = SIBLINGS_EVERY
+    looks = [speculator._with_siblings([{FIRST[0]}]) for _ in range(3 * SIBLINGS_EVERY)]
+    assert looks == [True, *[False] * (SIBLINGS_EVERY - 1)] * 3
+    assert [speculator._with_siblings([{FIRST[0], SECOND[0]}]) for _ in range(3)] == [True] * 3

@@ -57,10 +57,10 @@ def drafts(q: Any, K: int, kinds: set[int], ranks: int = 2) -> Iterator[tuple[Dr
     for draft, odds in Shape(parents, "distinct").drafts(q):
         last = next((d for d in range(K) if draft.tokens[d] in ENDS), K - 1)
         nodes = [node for node, parent in enumerate(parents) if parent <= last and not last < node < K]
-        places = {0: 0, **{node + 1: place for place, node in enumerate(nodes, 1)}}
+        positions = {0: 0, **{node + 1: index for index, node in enumerate(nodes, 1)}}
         whole = Draft(
             tuple(draft.tokens[node] for node in nodes),
-            tuple(places[parents[node]] for node in nodes),
+            tuple(positions[parents[node]] for node in nodes),
             [draft.q[node] for node in nodes],  # type: ignore[index]
             "distinct",
             tuple(every[node] for node in nodes),
@@ -78,7 +78,7 @@ def models(V: int, seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kinds", EVERY)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_text_has_the_target_s_law(kinds: set[int], seed: int) -> None:
+def test_a_completion_has_the_target_s_distribution(kinds: set[int], seed: int) -> None:
     p, q = models(4, seed)
     law = text_law(drafts(q, 2, kinds), p, judged, 3)
     assert total_variation(law, plain_law(p, 3)) < 1e-12
@@ -139,31 +139,31 @@ def after(seed: int, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def law() -> np.ndarray:
-    def model(said: tuple[int, ...]) -> np.ndarray:
-        row = SamplingRow(PARAMS, TokenHistory(PROMPT, list(said)))
-        return warp(after(1, [*PROMPT, *said])[None], [row])[0].numpy()
+    def model(context: tuple[int, ...]) -> np.ndarray:
+        row = SamplingRow(PARAMS, TokenHistory(PROMPT, list(context)))
+        return warp(after(1, [*PROMPT, *context])[None], [row])[0].numpy()
 
     return plain_law(model, LENGTH)
 
 
 def spoken(seed: int) -> tuple[int, ...]:
     """A text in rounds of a chain of two and siblings, without an engine."""
-    said: list[int] = []
-    while len(said) < LENGTH:
-        rules = Completion("r", 0, [*PROMPT, *said], PARAMS, seed=seed, limit=99)
-        noise = Noise(seed, 0, len(PROMPT) + len(said))
+    context: list[int] = []
+    while len(context) < LENGTH:
+        rules = Completion("r", 0, [*PROMPT, *context], PARAMS, seed=seed, limit=99)
+        noise = Noise(seed, 0, len(PROMPT) + len(context))
         growing = GrowingDraft(
             DraftRequest(0, [], 2, rules=DraftRules(rules, noise)), [], 0, 2, frozenset(), 0.0, 3
         )
         for _ in range(2):
-            growing.extend(after(2, [*PROMPT, *said, *growing.tokens])[None])
+            growing.extend(after(2, [*PROMPT, *context, *growing.tokens])[None])
         whole = growing.draft()
         assert whole is not None
         draft = cut_siblings(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
-        paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
-        logits = torch.stack([after(1, [*PROMPT, *said, *path]) for path in paths])
-        said += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
-    return tuple(said[:LENGTH])
+        paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
+        logits = torch.stack([after(1, [*PROMPT, *context, *path]) for path in paths])
+        context += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
+    return tuple(context[:LENGTH])
 
 
 @pytest.mark.parametrize("count", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -172,7 +172,7 @@ def test_exact_texts_have_the_target_s_law(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_likeliest_said_to_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likeliest_tokens_declared_as_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def likeliest(p: torch.Tensor, key: int, count: int) -> list[int]:
         return p.argsort(descending=True, stable=True)[: min(count, int(p.count_nonzero()))].tolist()
 

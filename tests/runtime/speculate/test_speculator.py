@@ -69,9 +69,11 @@ def test_a_pass_runs_no_more_of_a_text_than_a_chunk(chunk: int) -> None:
     """Eviction counts on it (``Eviction.most``)."""
     requests = [([1, 2, 3], GREEDY), ([4], GREEDY)]
     runner = FakeRunner()
-    made = speculator(Oracle(truths(requests), right=0.9), most=8)
-    same(engine(runner, limits=Limits(sequences=4, chunk=chunk), speculator=made), requests)
-    assert max(span.count for step in runner.steps for span in step.spans) == chunk and made.counts.accepted
+    subject = speculator(Oracle(truths(requests), right=0.9), most=8)
+    same(engine(runner, limits=Limits(sequences=4, chunk=chunk), speculator=subject), requests)
+    assert (
+        max(span.count for step in runner.steps for span in step.spans) == chunk and subject.counts.accepted
+    )
 
 
 class Clock:
@@ -91,7 +93,7 @@ class Clock:
         return slow
 
 
-class Told(Eager):
+class ToldPolicy(Eager):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
@@ -109,9 +111,9 @@ class Told(Eager):
 
 
 def test_the_policy_learns_what_every_pass_took() -> None:
-    """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; prompts beside."""
+    """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; with prefill."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=9)), ([4, 5, 6, 7], replace(GREEDY, max_tokens=3))]
-    oracle, policy, clock, runner = Oracle(truths(requests), chains=True), Told(), Clock(), FakeRunner()
+    oracle, policy, clock, runner = Oracle(truths(requests), chains=True), ToldPolicy(), Clock(), FakeRunner()
     oracle.propose = clock.spend(3.0, oracle.propose)  # type: ignore[method-assign]
     oracle.observe = clock.spend(2.0, oracle.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(10.0, runner.run)  # type: ignore[method-assign]
@@ -122,7 +124,7 @@ def test_the_policy_learns_what_every_pass_took() -> None:
     running.step()
     first, second = policy.passes
     assert first == ([], 10.0, 0.0, 3), "a prompt alone: its token is not decoded, nothing is drafted"
-    assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is beside"
+    assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is in the batch"
     running.step()
     assert policy.passes[2] == ([0, 1], 10.0, 5.0, 0)
     finish(running)
@@ -132,11 +134,11 @@ def test_the_policy_learns_what_every_pass_took() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_of_a_request_is_what_was_counted(n: int) -> None:
     request = ([1, 2, 3], replace(GREEDY, n=n, temperature=0.7, seed=1))
-    made = speculator(Oracle(truths([request]), right=0.5))
-    running = engine(FakeRunner(blocks=200), speculator=made)
+    subject = speculator(Oracle(truths([request]), right=0.5))
+    running = engine(FakeRunner(blocks=200), speculator=subject)
     name = running.add(*request)
     usage = results(finish(running), {name: request})[name].usage
-    counts = made.counts
+    counts = subject.counts
     assert 0 < counts.accepted < counts.drafted
     assert (usage.drafted_tokens, usage.accepted_tokens) == (counts.drafted, counts.accepted)
 
@@ -157,7 +159,7 @@ class Barren(Oracle):
 
 
 def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
-    """In which passes of one text a barren proposer is asked, where asking takes so many plain passes."""
+    """The passes in which a proposer without drafts is called, where a call takes ``cost`` plain passes."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     wishes = watched(proposer)
     proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]
@@ -166,27 +168,27 @@ def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=passes + 1))
     running.step()
-    found = []
+    actual = []
     for _ in range(passes):
         before = len(wishes)
         running.step()
-        found.append(len(wishes) > before)
+        actual.append(len(wishes) > before)
     finish(running)
-    return found, policy
+    return actual, policy
 
 
 def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
     cheap, _ = asked_in(40, LOSS / 2)
     assert all(cheap[:-1]), "the last token needs no drafts"
     dear, _ = asked_in(40, 4.5 * LOSS)
-    assert [place for place, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
+    assert [index for index, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
-    assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
+    assert [index for index, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
 
 
 def test_a_closed_budget_means_passes_as_without_speculation() -> None:
     asked, policy = asked_in(400, 1.0)
-    last = max(place for place in range(100) if asked[place])
+    last = max(index for index in range(100) if asked[index])
     again = asked.index(True, last + 1)
     assert again - last > REOPENS * BUDGET / LOSS, "as long as the budget needs"
     assert sum(asked) * 1.0 <= BUDGET + 1.0 + LOSS * 400, "what was lost is what the budget had"
@@ -214,7 +216,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
 
 
 def test_of_a_pause_only_the_last_pass_is_measured() -> None:
-    """Four passes that are as without speculation: three of them nobody hears of, the last is a plain one."""
+    """Four passes as without speculation: three are not recorded, the last is recorded as a plain one."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     proposer.propose = clock.spend(4.5 * LOSS, proposer.propose)  # type: ignore[method-assign]
     proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]
@@ -224,7 +226,7 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    policy.rest = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
+    policy.passes_to_skip = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
@@ -267,11 +269,11 @@ def test_one_stall_while_asking_does_not_end_speculation() -> None:
 
     oracle.propose = slow  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    made = Speculator(oracle, DraftPolicy(Latency({1: 1.0, 8: 1.0})), most=4, clock=clock)
-    running = engine(runner, speculator=made)
+    subject = Speculator(oracle, DraftPolicy(Latency({1: 1.0, 8: 1.0})), most=4, clock=clock)
+    running = engine(runner, speculator=subject)
     running.add(*requests[0])
     finish(running)
-    assert len(wishes) > 100 and made.counts.accepted > 300
+    assert len(wishes) > 100 and subject.counts.accepted > 300
 
 
 def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
@@ -304,19 +306,19 @@ def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     assert 32 <= sum(credited) <= 40
 
 
-def test_what_is_done_here_is_charged_also_where_nobody_is_asked() -> None:
+def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
     """Two seconds after each of two plain passes, and the asking of the third pays for them."""
-    clock, runner, told, proposer = Clock(), FakeRunner(), Told(), Barren([])
+    clock, runner, messages, proposer = Clock(), FakeRunner(), ToldPolicy(), Barren([])
     proposer.observe = clock.spend(2.0, proposer.observe)  # type: ignore[method-assign]
-    running = engine(runner, speculator=Speculator(proposer, told, most=4, clock=clock))
+    running = engine(runner, speculator=Speculator(proposer, messages, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
-    told.open = False  # type: ignore[assignment]
-    told.rest = lambda batch, asking: 0  # type: ignore[method-assign]
+    messages.open = False  # type: ignore[assignment]
+    messages.passes_to_skip = lambda batch, proposing: 0  # type: ignore[method-assign]
     for _ in range(2):
         running.step()
-    told.open = True  # type: ignore[assignment]
+    messages.open = True  # type: ignore[assignment]
     running.step()
-    assert [draft for _, _, draft, _ in told.passes] == [0.0, 0.0, 4.0]
+    assert [draft for _, _, draft, _ in messages.passes] == [0.0, 0.0, 4.0]
     finish(running)
 
 
@@ -325,6 +327,6 @@ def test_fixed_numbers_are_drafted_whatever_reading_costs() -> None:
     oracle = Oracle(truths(requests), right=0.0, chains=True)
     oracle.free = False
     policy = FixedPolicy(2, Latency({1: 1e-9, 8: 2e-9}, {1: 1.0}, reading=1.0))
-    made = Speculator(oracle, policy, most=2)
-    same(engine(FakeRunner(blocks=200), speculator=made), requests)
-    assert made.counts.drafts >= 10
+    subject = Speculator(oracle, policy, most=2)
+    same(engine(FakeRunner(blocks=200), speculator=subject), requests)
+    assert subject.counts.drafts >= 10

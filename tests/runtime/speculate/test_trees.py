@@ -53,12 +53,12 @@ def plain_model(family: str) -> Any:
 @cache
 def neighbour(family: str) -> Any:
     """A model that mostly agrees."""
-    made = copy.deepcopy(plain_model(family))
+    result = copy.deepcopy(plain_model(family))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for each in made.parameters():
-            each += 0.08 * each.std() * torch.randn(each.shape, generator=generator)
-    return made
+        for parameter in result.parameters():
+            parameter += 0.08 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return result
 
 
 def runner(model: Any) -> Modules:
@@ -71,12 +71,12 @@ def answers(family: str, asked: Sequence[Any], params: Any, branches: int = 0) -
         drafter = speculator(DraftModel(runner(neighbour(family)), branches=branches))
     loaded = Loaded(runner(plain_model(family)))
     llm = LLM.of(loaded, speculator=drafter, limits=Limits(sequences=8))
-    found = [result.token_ids for result in llm.generate(asked, params)]
+    results = [result.token_ids for result in llm.generate(asked, params)]
     llm.engine.check()
     if drafter is not None:
         assert drafter.failure is None
         drafter.proposer.check()  # type: ignore[attr-defined]
-    return found, drafter and drafter.counts
+    return results, drafter and drafter.counts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -94,8 +94,8 @@ def test_texts_of_families(family: str, temperature: float) -> None:
     want, _ = answers(family, asked, params)
     brought = []
     for branches in (1, 2, 4):
-        found, counts = answers(family, asked, params, branches)
-        assert found == want
+        actual, counts = answers(family, asked, params, branches)
+        assert actual == want
         brought.append(counts.accepted / counts.drafts)
         assert answers(family, asked[:1], params[:1], branches)[0] == want[:1]
     assert brought[0] <= brought[1] <= brought[2], brought
@@ -109,8 +109,8 @@ class Timed(DraftPolicy):
         super().__init__(latency, 12, LossBudget(math.inf))
 
     def note(self, news, seconds, drafting=0.0, prompt_tokens=0):
-        for each in news:
-            self._learn(each)
+        for new in news:
+            self._learn(new)
 
 
 @pytest.mark.parametrize("slope", [0.001, 1.0])
@@ -159,14 +159,14 @@ def test_a_small_draft_of_attar_tiny_brings_more_with_siblings(batch: int) -> No
             SamplingParams(temperature=temperature, seed=n, max_tokens=240 // batch + 16, ignore_eos=True)
             for n in range(batch)
         ]
-        want = [each.token_ids for each in LLM("attar:tiny", kv_tokens=4096).generate(asked, params)]
+        want = [param.token_ids for param in LLM("attar:tiny", kv_tokens=4096).generate(asked, params)]
         gains = []
         for branches in (1, 2, 4):
             target = load("attar:tiny", kv_tokens=4096)
             draft = load_self_draft("attar:tiny", target, way="layers", share=0.75, branches=branches)
             drafter = speculator(draft)
             llm = LLM.of(target, speculator=drafter)
-            assert [each.token_ids for each in llm.generate(asked, params)] == want
+            assert [param.token_ids for param in llm.generate(asked, params)] == want
             assert drafter.failure is None
             llm.engine.check()
             gains.append(1 + drafter.counts.accepted / drafter.counts.drafts)
@@ -179,10 +179,10 @@ def test_five_hundred_tokens_in_float32(batch: int) -> None:
     asked = [f"{CODE[n % 4]}{n}" for n in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
     shared: dict[str, Any] = {"kv_tokens": 16384, "dtype": "float32", "runner": "modules"}
-    want = [each.token_ids for each in LLM("attar:tiny", **shared).generate(asked, params)]
+    want = [param.token_ids for param in LLM("attar:tiny", **shared).generate(asked, params)]
     target = load("attar:tiny", **shared)
     llm = LLM.of(
         target, speculator=speculator(load_self_draft("attar:tiny", target, way="layers", share=0.75))
     )
-    assert [each.token_ids for each in llm.generate(asked, params)] == want
+    assert [param.token_ids for param in llm.generate(asked, params)] == want
     llm.engine.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.draft import Draft, Floats, Verdict
+from attar.runtime.speculate.draft import Draft, DraftBuilder, Floats, Verdict
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
 from attar.runtime.speculate.target import TargetLogits
@@ -69,6 +69,16 @@ class Stubborn(Noise):
         return False
 
 
+def trie(guesses: list[list[int]]) -> Draft:
+    """Several fixed continuations as one tree; common beginnings share their nodes."""
+    builder = DraftBuilder()
+    for guess in guesses:
+        builder.add(guess, [1] * len(guess))
+    draft = builder.draft()
+    assert draft is not None
+    return replace(draft, kinds=None)
+
+
 def text(**params: object) -> Completion:
     return Completion("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
 
@@ -87,10 +97,10 @@ def language(prefix: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([9, *prefix]).normal(size=40) * 2).float()
 
 
-def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
+def passed(draft: Draft, context: tuple[int, ...] = ()) -> torch.Tensor:
     """What a pass over the draft returns: (n + 1, 40)."""
-    paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
-    return torch.stack([language((*said, *path)) for path in paths])
+    paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
+    return torch.stack([language((*context, *path)) for path in paths])
 
 
 def plain(mine: Completion, count: int) -> list[int]:
@@ -110,24 +120,26 @@ def plain(mine: Completion, count: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("mode", ["coupled", "exact"])
-def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, float], mode: str) -> None:
+def test_greedy_and_fixed_drafts_give_plain_decoding_s_completion(
+    params: dict[str, float], mode: str
+) -> None:
     """Guesses right, wrong and mixed, in trees: the tokens are those of plain decoding, in fewer passes."""
-    wanted, mine, said, passes = plain(text(**params), 40), text(**params), (), 0
+    wanted, mine, context, passes = plain(text(**params), 40), text(**params), (), 0
     generator = np.random.default_rng(3)
-    while len(said) < 40:
-        right = (wanted + [0] * 9)[len(said) : len(said) + 4]
+    while len(context) < 40:
+        right = (wanted + [0] * 9)[len(context) : len(context) + 4]
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
-        draft = Draft.trie(guesses)
-        target = TargetLogits(passed(draft, said), mine, draft)
-        found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
-        said += tuple(mine.append(found).token_ids)
+        draft = trie(guesses)
+        target = TargetLogits(passed(draft, context), mine, draft)
+        actual_tokens = verify(draft, target, noise(ahead=len(context)), mode).tokens(draft)  # type: ignore[arg-type]
+        context += tuple(mine.append(actual_tokens).token_ids)
         passes += 1
-    assert list(said[:40]) == wanted and passes < 20
+    assert list(context[:40]) == wanted and passes < 20
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
+def test_a_coupled_completion_does_not_depend_on_the_draft(seed: int) -> None:
     """Any tree, any rule, any q: tokens are the draws of plain decoding; and the lazy rows are its rows."""
     generator = np.random.default_rng(seed)
     n = int(generator.integers(1, 9))
@@ -136,11 +148,11 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        found = verify(draft, KnownRows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
-            draft
-        )
-        keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(found))]
-        assert list(found) == draw(torch.from_numpy(p).expand(len(found), 6), keys)
+        actual_tokens = verify(
+            draft, KnownRows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)
+        ).tokens(draft)
+        keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(actual_tokens))]
+        assert list(actual_tokens) == draw(torch.from_numpy(p).expand(len(actual_tokens), 6), keys)
 
 
 def test_logits_are_warped_as_the_path_to_them_asks() -> None:
@@ -276,7 +288,7 @@ def test_one_hot_rows() -> None:
 
 @pytest.mark.parametrize("judge", [block, walk])
 def test_vocabularies_of_different_sizes(judge: Callable[..., Verdict]) -> None:
-    """Zeros behind the shorter row; what the target does not have is refused, whoever drew it."""
+    """Zeros after the shorter row; a token that the target lacks is rejected, in either case."""
     p, q = np.array([0.2, 0.3, 0.5], np.float32), np.array([0.6, 0.4], np.float32)
     padded = np.append(q, np.zeros(3, np.float32))
     for seed in range(200):
@@ -312,22 +324,25 @@ def test_streams_are_apart() -> None:
     """A round's coins, drafts and last draw are not those of another round, nor of plain decoding."""
     mine = text()
     rounds = [noise(), noise(ahead=1)]
-    keys = [each.drafting(depth) for each in rounds for depth in range(3)]
+    keys = [item.drafting(depth) for item in rounds for depth in range(3)]
     keys += [noise_key(5, 0, 2 + ahead, purpose) for ahead in range(4) for purpose in range(3)]
     assert len(set(keys)) == len(keys)
-    coins = [[each.accepts(1, chance) for chance in np.linspace(0, 1, 50)] for each in rounds]
+    coins = [[item.accepts(1, chance) for chance in np.linspace(0, 1, 50)] for item in rounds]
     assert coins[0] != coins[1] and coins[0][-1] and not coins[0][0]
     weights = np.ones(1000)
     for depth in range(3):
-        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
-            assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
+        for purpose, actual in (
+            (0, rounds[0].token(depth, weights)),
+            (2, rounds[0].resample(depth, weights)),
+        ):
+            assert [actual] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
     drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
     assert mine.key(1) == noise_key(5, 0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
+def test_a_greedy_walk_ignores_rows_off_its_path(dtype: torch.dtype) -> None:
     logits, draft = torch.zeros(4, 12, dtype=dtype)[:, :9], Draft((7, 3, 4), (0, 0, 2))
     logits[0, [3, 5]] = 2.0  # equals: the lower id
     logits[1] = torch.nan  # behind a draft that is not taken

@@ -39,21 +39,21 @@ def fast(tokenizer: Tokenizer, **special: str) -> Any:
 @lru_cache(maxsize=1)
 def other() -> Any:
     """A byte-level BPE of other text and size, with other special tokens behind the words."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
     trainer = trainers.BpeTrainer(vocab_size=OTHER - 3, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([SOURCE[4000:12000]], trainer)
-    return fast(made, eos_token="</s>", bos_token=BEGIN, mask_token="<mask>")
+    tokenizer.train_from_iterator([SOURCE[4000:12000]], trainer)
+    return fast(tokenizer, eos_token="</s>", bos_token=BEGIN, mask_token="<mask>")
 
 
 @lru_cache(maxsize=1)
 def pieced() -> Any:
     """One of SentencePiece's kind, with fallback bytes, that puts a token before each text."""
-    made = Tokenizer(models.BPE(byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -65,12 +65,12 @@ def pieced() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<s>", "</s>", *fallback], show_progress=False
     )
-    made.train_from_iterator([SOURCE], trainer)
-    state = json.loads(made.to_str())  # the bytes are words and not special
+    tokenizer.train_from_iterator([SOURCE], trainer)
+    state = json.loads(tokenizer.to_str())  # the bytes are words and not special
     state["added_tokens"] = state["added_tokens"][:2]
-    made = Tokenizer.from_str(json.dumps(state))
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return fast(made, bos_token="<s>", eos_token="</s>")
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return fast(tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 TARGET = tiny_models.tokenizer()
@@ -78,9 +78,9 @@ V = tiny_models.VOCABULARY
 
 
 def shared(draft: Any) -> SharedVocabulary:
-    found = map_vocabularies(draft, TARGET, (len(draft), V))
-    assert isinstance(found, SharedVocabulary)
-    return found
+    actual = map_vocabularies(draft, TARGET, (len(draft), V))
+    assert isinstance(actual, SharedVocabulary)
+    return actual
 
 
 @pytest.mark.parametrize("draft", [other, pieced])
@@ -120,11 +120,11 @@ def test_a_text_is_shown_whole_whatever_comes_when(draft: Any) -> None:
     tokens = TARGET.encode(SOURCE[4000:4700])
     translator = shared(draft).translator()
     for stop in (100, 101, 103, 104, 120, len(tokens)):
-        found = translator.translate(tokens[:stop])
-        assert found is not None
-        text = draft.decode(found, skip_special_tokens=True)
+        actual = translator.translate(tokens[:stop])
+        assert actual is not None
+        text = draft.decode(actual, skip_special_tokens=True)
         assert text == TARGET.decode(tokens[:stop])
-        found.append(7)  # it is the caller's
+        actual.append(7)  # it is the caller's
 
 
 def test_new_tokens_go_through_the_pairs_and_leave_what_was_there() -> None:
@@ -141,26 +141,26 @@ def test_a_text_that_ends_inside_of_a_character_waits() -> None:
     translator = shared(pieced()).translator()
     inside = next(stop for stop in range(len(tokens)) if "\ufffd" in TARGET.decode(tokens[:stop]))
     assert translator.translate(tokens[:inside]) is None
-    found = translator.translate(tokens)
-    assert found is not None and pieced().decode(found, skip_special_tokens=True) == "a = '☃'"
+    actual = translator.translate(tokens)
+    assert actual is not None and pieced().decode(actual, skip_special_tokens=True) == "a = '☃'"
 
 
 def test_the_draft_s_own_beginning_comes_once() -> None:
-    found = shared(pieced()).translator().translate(TARGET.encode("class"))
-    assert found is not None and found[0] == 0 and 0 not in found[1:]
+    actual = shared(pieced()).translator().translate(TARGET.encode("class"))
+    assert actual is not None and actual[0] == 0 and 0 not in actual[1:]
     with_end = [TARGET.eos_token_id, *TARGET.encode("class")]
-    found = shared(other()).translator().translate(with_end)
-    assert found == [other().eos_token_id, *other().encode("class")]
+    actual = shared(other()).translator().translate(with_end)
+    assert actual == [other().eos_token_id, *other().encode("class")]
 
 
 def test_logits_reach_the_target_s_ids() -> None:
     vocabulary = shared(other())
     rows = torch.randn(3, OTHER + 5)  # padded
-    found = vocabulary.target_logits(rows)
-    assert found.shape == (3, V)
+    actual = vocabulary.target_logits(rows)
+    assert actual.shape == (3, V)
     for one, two in vocabulary.pairs:
-        assert torch.equal(found[:, two], rows[:, one]) and vocabulary.draft_id(two) == one
-    assert int(found.isfinite().sum()) == 3 * len(vocabulary.pairs)
+        assert torch.equal(actual[:, two], rows[:, one]) and vocabulary.draft_id(two) == one
+    assert int(actual.isfinite().sum()) == 3 * len(vocabulary.pairs)
 
 
 def test_one_tokenizer_needs_no_pairs() -> None:
@@ -251,8 +251,8 @@ def test_a_text_is_read_once() -> None:
     tokens = TARGET.encode("xyz")
     assert translator.translate(tokens) == translator.translate(tokens)
     between_them = SharedVocabulary(pieced(), other(), (len(pieced()), OTHER))
-    found = between_them.translator().translate([other().bos_token_id, *other().encode("class")])
-    assert found is not None and found[0] == 0 and 0 not in found[1:]
+    actual = between_them.translator().translate([other().bos_token_id, *other().encode("class")])
+    assert actual is not None and actual[0] == 0 and 0 not in actual[1:]
 
 
 def test_what_is_paired() -> None:

@@ -39,8 +39,8 @@ def no_residual(draft: Draft, p: Rows, noise: Any) -> Verdict:
     """Token by token, but what follows a refused draft is drawn from p."""
     for node, token in enumerate(draft.tokens):
         if not noise.accepts(node + 1, ratio(p(node), draft.q[node], token)):  # type: ignore[index]
-            return Verdict(tuple(range(1, node + 1)), noise.rest(node, p(node)))
-    return Verdict(tuple(range(1, len(draft) + 1)), noise.rest(len(draft), p(len(draft))))
+            return Verdict(tuple(range(1, node + 1)), noise.resample(node, p(node)))
+    return Verdict(tuple(range(1, len(draft) + 1)), noise.resample(len(draft), p(len(draft))))
 
 
 def unweighted_block(draft: Draft, p: Rows, noise: Any) -> Verdict:
@@ -56,7 +56,7 @@ def unweighted_block(draft: Draft, p: Rows, noise: Any) -> Verdict:
             chance = 1.0 if w[n] == 1 else S / (S + 1 - w[n])
             left = normal(excess(p(n), draft.q[n]), p(n), [draft.tokens[n]])  # type: ignore[index]
         if n == 0 or noise.accepts(n, chance):
-            return Verdict(tuple(range(1, n + 1)), noise.rest(n, left))
+            return Verdict(tuple(range(1, n + 1)), noise.resample(n, left))
     raise AssertionError
 
 

@@ -1,5 +1,5 @@
-"""Grids: which values a code can take, and how its scale and zero are chosen. One file per family of number
-formats; none of them knows how weights are rounded."""
+"""Grids: the values of a code, and how scale and zero are chosen. One file for each family of number formats,
+independent of the rounding."""
 
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid

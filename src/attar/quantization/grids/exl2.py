@@ -1,14 +1,14 @@
-"""EXL2's numbers as a grid: whole codes of 2 to 8 bits, not the same in all groups, under two levels of
+"""EXL2's number format as a grid: integer codes of 2 to 8 bits, chosen for each group, with two levels of
 scales.
 
 turboderp, ExLlamaV2, ``conversion/adaptivegptq.py``. There is no paper.
 
     w' = s * q ,   s = c^2 * h ,   q from -2^(b-1) to 2^(b-1) - 1            (s, w' and h float16)
 
-Letters: q code, b bits of a group of inputs; s scale of an output in a group; c whole, 1 to 16; h of a group,
-for all outputs of the layer; v importance of an input's squared error; e = sum v (w - w')^2.
+Letters: q code, b bits of a group of inputs; s scale of an output in a group; c integer, 1 to 16; h of a
+group, for all outputs of the layer; v importance of an input's squared error; e = sum v (w - w')^2.
 
-The inputs stand in the file's order already. A tile is a row's 32 inputs; a group is one or more of them,
+The inputs are in the file's order. A tile is a row's 32 inputs; a group is one or more of them,
 whose scale is repeated.
 
 How s is chosen, group by group:
@@ -17,10 +17,10 @@ How s is chosen, group by group:
    between the steps of 1; of the four h of least total error the one that measures best;
 3. c one up or down, by the error itself with the codes that this scale gives.
 
-An h of least squares for these codes gained next to nothing on trained layers, and is left out.
+Refitting h to these codes by least squares gained almost nothing on trained layers, and is left out.
 
-Differs from the reference: it takes s from the largest magnitude, then one factor for all rows of a group by
-the errors' power 3.5; v is 1 there.
+Differs from the reference: the reference takes s from the largest magnitude and one factor for all rows of a
+group, by the errors' power 3.5, with v = 1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.quantization.grids.ggml_search import clipped, weights
 from attar.quantization.grids.grid import Grid, TileParameters
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -40,10 +41,10 @@ CODES = 16  # c
 SMALLEST = 2.0**-24  # of h: the least float16 above 0
 HIGHEST = 65504.0 / 256.0  # of h: 256 h is stored as float16
 REACH = {2: (0.2, 3.0), 3: (0.25, 2.5), 4: (0.3, 2.2), 5: (0.45, 2.0), 6: (0.7, 1.7), 8: (0.9, 1.4)}
-"""Ends of the ladder of scales by bits: with many bits nothing is worth clipping."""
+"""Ends of the ladder of scales by bits; with many bits clipping does not pay."""
 STEPS = 20  # of that ladder
 FINE = 64  # of the ladder of h
-STARTS = 4  # of them whose error is then measured
+STARTS = 4  # of them whose error is measured
 SAMPLE = 4096  # rows that h is chosen by
 
 
@@ -102,7 +103,7 @@ class EXL2Grid(Grid):
 
     def encode(self, values: Tensor, parameters: TileParameters) -> Tensor:
         """Nearest codes, each kept within the codes of its tile."""
-        assert parameters.top is not None, "tiles of several bits say their largest code"
+        assert parameters.top is not None, "the tiles of an EXL2 grid have their largest code"
         return bounded(values / parameters.scale, parameters.top)
 
     def choose(
@@ -160,7 +161,7 @@ def fit(x: Tensor, importance: Tensor | None, bits: int) -> tuple[Tensor, Tensor
         importance: v (n,), not negative; None: 1.
         bits: b.
     """
-    v = torch.ones(x.shape[1], device=x.device) if importance is None else _weights(importance)
+    v = weights(importance, x.shape[1], x.device)
     top = torch.tensor(2.0 ** (bits - 1) - 1.0, device=x.device)
     peak = x.abs().amax(1).clamp(min=1e-30)
     factors = _ladder(bits).to(x.device)
@@ -174,22 +175,15 @@ def fit(x: Tensor, importance: Tensor | None, bits: int) -> tuple[Tensor, Tensor
     return h, _improve(x, v, top, h, c)
 
 
-def _weights(importance: Tensor) -> Tensor:
-    """v, its mean 1; inputs without any importance keep a trace of it."""
-    v = importance.float()
-    mean = v.mean()
-    return (v / mean).clamp(min=1e-6) if mean > 0 else torch.ones_like(v)
-
-
 def _ladder(bits: int) -> Tensor:
-    """Scales tried, in units of the one that takes the largest magnitude to the lowest code: from where most
-    of it is clipped, up to where the row is coarser than it need be."""
+    """The scales tried, in units of the one that maps the largest magnitude to the lowest code: from strong
+    clipping to a step coarser than necessary."""
     low, high = REACH[bits]
     return low * (high / low) ** (torch.arange(STEPS) / (STEPS - 1.0))
 
 
 def _error(x: Tensor, v: Tensor, scale: Tensor, top: Tensor) -> Tensor:
-    """e of each row (N,) at scales (N,), with the codes that these give."""
+    """e of each row (N,) at scales (N,), with their nearest codes."""
     s = scale[:, None]
     lost = bounded(x / s, top).mul_(s).sub_(x)
     return lost.square_() @ v
@@ -242,7 +236,5 @@ def _improve(x: Tensor, v: Tensor, top: Tensor, h: Tensor, c: Tensor) -> Tensor:
 def _clipped(x: Tensor, shrink: float | Tensor, rows: int, columns: int, start: int) -> Tensor:
     """x (N, n) kept within ``shrink`` times the range of each tile."""
     tiles = torch.as_tensor(shrink, dtype=torch.float32, device=x.device).expand(rows, columns // TILE)
-    part = tiles[:, start // TILE : (start + x.shape[1]) // TILE, None]
-    cut = x.reshape(len(x), -1, TILE)
-    high, low = cut.amax(-1, True).clamp(min=0.0) * part, cut.amin(-1, True).clamp(max=0.0) * part
-    return cut.minimum(high).maximum(low).reshape(x.shape)
+    part = tiles[:, start // TILE : (start + x.shape[1]) // TILE]
+    return clipped(x.reshape(len(x), -1, TILE), part).reshape(x.shape)

@@ -11,7 +11,7 @@ stores and reads them.
 
 Letters: a global scale of the whole weight W; t stored scale of a group of weights w; s scale as the reader
 computes it; e exponent of a group; F the eight magnitudes 0 .5 1 1.5 2 3 4 6; q code 0 to 15: bit 3 the sign,
-bits 0 to 2 the place in F.
+bits 0 to 2 the index in F.
 
 Differs from the MX specification: the exponent is that of max|w| after 1/4 of its leading bit was added, so
 that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
@@ -37,7 +37,7 @@ BIAS = 127  # of E8M0 exponents
 def nearest_fp4(values: Tensor) -> Tensor:
     """Codes, float32, of values on the unit scale; halves go to the even code, the sign of zero is kept.
 
-    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the place is the least of three roundings.
+    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the index is the least of three roundings.
     """
     magnitudes = values.abs()
     index = (magnitudes * 2).round_()
@@ -52,47 +52,13 @@ def level_fp4(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-@dataclass(frozen=True)
-class NVFP4Grid(Grid):
-    """w = s * F[q], groups of 16; s = t / a with t in e4m3.
-
-    ``TileParameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
-    (N, K / 16).
-
-    Attributes:
-        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
-        peak: largest magnitude of all weights that are to have one global scale (engines fuse q, k, v and
-            gate, up); 0: of this weight alone.
-    """
-
-    storage: torch.dtype = torch.float32
-    peak: float = 0.0
-    group_size: int = field(default=16, init=False)
-    rows: int = field(default=1, init=False)
+class _FP4Grid(Grid):
+    """e2m1 codes, 0 to 15."""
 
     @property
     def code_dtype(self) -> torch.dtype:
         """Unsigned bytes."""
         return torch.uint8
-
-    def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """Stored bits of a weight: codes, e4m3 scales and the global scale."""
-        tiles_down, tiles_across = self.tiles(shape)
-        return 4 + (8 * tiles_down * tiles_across + 32) / (shape[0] * shape[1])
-
-    def choose(
-        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> TileParameters:
-        """The global scale from the largest magnitude of all, then each group's; ``shrink`` acts on the
-        groups alone. A group of zeros gets t = 1/8."""
-        top = self.tile(weight).abs().amax((1, 3))
-        peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
-        whole = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
-        whole = torch.nan_to_num(whole, nan=1.0, posinf=1.0).reshape(1)
-        local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
-        local = torch.where(local.float() == 0, 0.125, local.float())
-        stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
-        return TileParameters(local / whole, stored=stored)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Codes 0 to 15, halves to even."""
@@ -104,7 +70,45 @@ class NVFP4Grid(Grid):
 
 
 @dataclass(frozen=True)
-class MXFP4Grid(Grid):
+class NVFP4Grid(_FP4Grid):
+    """w = s * F[q], groups of 16; s = t / a with t in e4m3.
+
+    ``TileParameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
+    (N, K / 16).
+
+    Attributes:
+        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
+        peak: largest magnitude of all weights with the same global scale (engines fuse q, k, v and gate,
+            up); 0: of this weight alone.
+    """
+
+    storage: torch.dtype = torch.float32
+    peak: float = 0.0
+    group_size: int = field(default=16, init=False)
+    rows: int = field(default=1, init=False)
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight: codes, e4m3 scales and the global scale."""
+        tiles_down, tiles_across = self.tiles(shape)
+        return 4 + (8 * tiles_down * tiles_across + 32) / (shape[0] * shape[1])
+
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> TileParameters:
+        """The global scale from the largest magnitude, then each group's; ``shrink`` acts on the
+        groups alone. A group of zeros gets t = 1/8."""
+        top = self.tile(weight).abs().amax((1, 3))
+        peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
+        whole = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
+        whole = torch.nan_to_num(whole, nan=1.0, posinf=1.0).reshape(1)
+        local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
+        local = torch.where(local.float() == 0, 0.125, local.float())
+        stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
+        return TileParameters(local / whole, stored=stored)
+
+
+@dataclass(frozen=True)
+class MXFP4Grid(_FP4Grid):
     """w = 2^e * F[q], groups of 32.
 
     ``TileParameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
@@ -116,11 +120,6 @@ class MXFP4Grid(Grid):
     storage: torch.dtype = torch.float32
     group_size: int = field(default=32, init=False)
     rows: int = field(default=1, init=False)
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        """Unsigned bytes."""
-        return torch.uint8
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes and exponents."""
@@ -137,11 +136,3 @@ class MXFP4Grid(Grid):
         exponent = torch.where(top > 0, exponent.clamp(1 - BIAS, BIAS), torch.zeros_like(exponent))
         stored = {"exponent": (exponent + BIAS).to(torch.uint8)}
         return TileParameters(torch.exp2(exponent.float()), stored=stored)
-
-    def nearest(self, values: Tensor) -> Tensor:
-        """Codes 0 to 15, halves to even."""
-        return nearest_fp4(values)
-
-    def level(self, codes: Tensor) -> Tensor:
-        """e2m1 values."""
-        return level_fp4(codes)

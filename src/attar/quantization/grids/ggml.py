@@ -10,9 +10,9 @@ Gerganov, Kawrakow and others, ggml, ``ggml-common.h``. There is no paper.
 
 Letters: q code, h the code of zero; s, m scale and minimum of a tile of 16 or 32 weights; c, c_m their codes
 (4, 6 or 8 bits), k the code of zero among c; d, d_m float16, of a block of 32 or 256 weights; T sixteen
-levels, none of them 0: a weight of 0 becomes s.
+levels, none of them 0: a weight of 0 decodes to s.
 
-How s and m are chosen is in ggml_search.py; how the bytes are laid out is the business of the file format.
+How s and m are chosen is in ggml_search.py; the byte layout belongs to the file format.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GGMLGrid(Grid):
         return torch.int8 if self.layout.low < 0 else torch.uint8
 
     def code_book(self) -> CodeBook:
-        """Whole numbers around h, or uneven levels."""
+        """Integers around h, or uneven levels."""
         return CodeBook(self.layout.low, self.layout.high, self.layout.zero, self.layout.levels or ())
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
@@ -131,7 +131,7 @@ class GGMLGrid(Grid):
     def _search(
         self, weight: Tensor, shrink: float | Tensor, importance: Tensor | None, *, codes: bool
     ) -> kernel.BlockScales:
-        """By the compiled kernel, or a few rows at a time in torch."""
+        """The search by the compiled kernel, or in torch a few rows at a time."""
         rows, columns = weight.shape
         block, tile = self.layout.block, self.layout.tile
         if columns % block:
@@ -171,7 +171,7 @@ class GGMLGrid(Grid):
 
 
 def _nearest_level(values: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Codes, float32. The levels are whole, so that floor(2 x) tells on which side of every middle x is."""
+    """Codes, float32. The levels are integers, so floor(2 x) decides on which side of each midpoint x is."""
     low, high = 2 * levels[0], 2 * levels[-1]
     middles = torch.tensor([a + b for a, b in pairwise(levels)], device=values.device)
     table = torch.bucketize(torch.arange(low, high + 1, device=values.device), middles, right=True).float()

@@ -9,14 +9,14 @@ Kawrakow and others, ggml, ``ggml-quants.c``. There is no paper.
     w_j the weight of largest magnitude, H an end of the codes; t in steps of the outermost levels.
 
 Letters: w weights of a tile, q codes, h the code of zero, L the largest code; s, m scale and minimum of a
-tile; T uneven levels; c, c_m whole numbers (4, 6 or 8 bits); d, d_m float16, of a block; v importance of an
+tile; T uneven levels; c, c_m integers (4, 6 or 8 bits); d, d_m float16, of a block; v importance of an
 input's squared error.
 
 Differs from the reference: v is the importance itself (1 without one), so that e is the squared error of
-the layer's output as far as the diagonal of H tells it; the reference multiplies by sqrt(mean w^2 + w^2),
+the layer's output under the diagonal of H; the reference multiplies by sqrt(mean w^2 + w^2),
 and without importance by sqrt(mean w^2) + |w| or w^2. c, c_m, d and d_m are improved against e with the
-codes that would be chosen: c and c_m by one up and down, d and d_m by least squares; the reference rounds
-them once. c is never 0: with q = h the value is the same, and no scale is zero. Q4_0 to Q8_0 are searched
+codes that they give: c and c_m by one up and down, d and d_m by least squares; the reference rounds
+them once. c is never 0, so no scale is zero (q = h gives the same value). Q4_0 to Q8_0 are searched
 too. With uneven levels the largest weight goes to either end, up to a step beyond or before it; the
 reference keeps within 7 of -127.
 """
@@ -72,7 +72,7 @@ class GGMLLayout:
 
     @property
     def step(self) -> int:
-        """How far apart the first two levels are."""
+        """The distance of the first two levels."""
         return self.levels[1] - self.levels[0] if self.levels else 1
 
 
@@ -92,7 +92,7 @@ class Fit:
 
 
 def weights(importance: Tensor | None, columns: int, device: torch.device) -> Tensor:
-    """v (K,), its mean 1; inputs without any importance keep a trace of it."""
+    """v (K,), normalized to mean 1 and at least 1e-6."""
     if importance is None:
         return torch.ones(columns, device=device)
     v = importance.to(device=device, dtype=torch.float32)
@@ -101,14 +101,14 @@ def weights(importance: Tensor | None, columns: int, device: torch.device) -> Te
 
 
 def clipped(x: Tensor, shrink: Tensor) -> Tensor:
-    """x (R, B, S, n) kept within ``shrink`` (R, B * S) times each tile's range."""
+    """x (..., n) clipped to ``shrink`` times the range of each tile of n; as many factors as tiles."""
     shrink = shrink.reshape(x.shape[:-1])[..., None]
     high, low = x.amax(-1, True).clamp(min=0.0), x.amin(-1, True).clamp(max=0.0)
     return x.minimum(high * shrink).maximum(low * shrink)
 
 
 def search(grid: Grid, layout: GGMLLayout, x: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """What the file holds for x (R, B, S, n) under weights v (1, B, S, n)."""
+    """The stored tensors of x (R, B, S, n) under weights v (1, B, S, n)."""
     fit = _fit_minimum(x, v, layout) if layout.minimum else _fit_symmetric(x, v, grid, layout)
     if layout.codes is None:
         return _plain(fit)
@@ -129,8 +129,8 @@ def search(grid: Grid, layout: GGMLLayout, x: Tensor, v: Tensor) -> dict[str, Te
 
 
 def _steps(largest: int, step: int = 1) -> list[float]:
-    """Ranges tried for a tile of levels up to ``largest``, the last two a ``step`` apart: how many codes its
-    range is spread over."""
+    """Ranges tried for a tile of levels up to ``largest``, the last two a ``step`` apart: the number of codes
+    that its range is spread over."""
     reach = step * min(1.0, 0.25 * largest)
     return [largest + reach * t / 10 for t in range(-10, 11)]
 
@@ -205,10 +205,10 @@ def _plain(fit: Fit) -> dict[str, Tensor]:
 def _two_levels(
     values: Tensor, stiffness: Tensor, span: tuple[int, int], least: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """d (..., 1), float16 as float32, and whole c (..., S) with values ~ d * c.
+    """d (..., 1), float16 as float32, and integer c (..., S) with values ~ d * c.
 
-    The largest value goes to the longer end of the codes or near it; each choice of d is settled by least
-    squares. |c| is at least ``least``.
+    The largest value is mapped to the longer end of the codes or near it; d is then fitted by least squares.
+    |c| is at least ``least``.
     """
     down, up = span
     end = down if down < 0 else up

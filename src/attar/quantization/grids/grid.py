@@ -1,9 +1,9 @@
-"""What every grid is: a code book on the unit scale, and parameters shared by tiles of the weight.
+"""The interface of a grid: a code book on the unit scale, and parameters for tiles of the weight.
 
     w = s * (level(q) - z) - m           q = nearest((w + m) / s + z)
 
 Letters: W (N, K) weight, N outputs, K inputs; q code; s scale, z zero, m minimum of a tile of r rows by c
-columns; P = ceil(N / r), G = ceil(K / c): the tiles stand in a (P, G) table.
+columns; P = ceil(N / r), G = ceil(K / c): the tiles form a (P, G) table.
 
 Grid and rounding are independent. A rounding calls ``choose`` for the parameters, then ``encode`` and
 ``decode`` on values of any shape against which the parameters broadcast: a whole weight for round to nearest,
@@ -144,7 +144,7 @@ class Grid(ABC):
         return -(-shape[0] // self.rows) if self.rows else 1, self.groups(shape[1])
 
     def tile(self, weight: Tensor) -> Tensor:
-        """The weight (N, K) cut up: float32 (P, r, G, c), ragged ends filled up with zeros."""
+        """The weight (N, K) in tiles: float32 (P, r, G, c), ragged ends padded with zeros."""
         rows, columns = weight.shape
         height, width = self.rows or rows, self.group_size or columns
         padded = weight.float()
@@ -164,7 +164,7 @@ class Grid(ABC):
         return parameters.map(lambda value: value.repeat_interleave(self.rows or rows, 0)[:rows])
 
     def quantize(self, weight: Tensor, parameters: TileParameters) -> QuantizedTensor:
-        """Every weight (N, K) to its nearest code under given parameters."""
+        """The nearest codes of a weight (N, K) under given parameters."""
         if self.rows == 1 and weight.numel() > CHUNK and len(weight) > 1:
             return self._quantize_rows(weight, parameters)
         spread = parameters.map(lambda value: value[:, None, :, None])
@@ -223,8 +223,7 @@ class QuantizedTensor:
         return values
 
     def restored(self, order: Tensor) -> QuantizedTensor:
-        """Codes of columns that were sorted before they were rounded, back in the weight's column order;
-        ``g_idx`` says which group each column belongs to.
+        """Codes of sorted columns in the weight's column order, with the group of each column as ``g_idx``.
 
         Args:
             order: int64 (K,), the original number of each column.
@@ -235,7 +234,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.grid, codes, self.parameters, g_idx)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
+        """All tensors by short name, for a file; :meth:`from_tensors` is the inverse."""
         named = {"codes": self.codes, "scale": self.parameters.scale}
         for name in ("zero", "minimum", "top"):
             value = getattr(self.parameters, name)
@@ -248,7 +247,7 @@ class QuantizedTensor:
 
     @classmethod
     def from_tensors(cls, grid: Grid, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """A quantized weight from what :meth:`tensors` gave."""
+        """The inverse of :meth:`tensors`."""
         stored = {
             name.removeprefix("stored."): value
             for name, value in tensors.items()
@@ -261,8 +260,8 @@ class QuantizedTensor:
 
 
 def stored_scale(scale: Tensor, storage: torch.dtype) -> Tensor:
-    """The scale as it will be read back, float32; a tile of zeros gets scale 1, and tiny scales the smallest
-    number of the storage type, but never one that is subnormal in float32. The sign stays."""
+    """The scale as it is read back, float32. A scale of 0 becomes 1; tiny ones become the smallest number of
+    the storage type that is not subnormal in float32. The sign is kept."""
     magnitude = torch.where(scale.abs() > 0, scale.abs(), torch.ones_like(scale))
     number = torch.finfo(storage)
     least = max(number.tiny * number.eps, torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""Whole numbers times a scale: int2 to int8, symmetric or with a zero, by tensor, channel, group or block."""
+"""Integers times a scale: int2 to int8, symmetric or with a zero, by tensor, channel, group or block."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class IntGrid(Grid):
 
     @property
     def signed(self) -> bool:
-        """Symmetric codes reach to -2^(b-1) and 2^(b-1) - 1: with few bits the side matters."""
+        """Symmetric codes reach to -2^(b-1) and 2^(b-1) - 1: with few bits the sign of the scale matters."""
         return self.symmetric and self.bits < 8 and self.rows == 1
 
     def code_book(self) -> CodeBook:
-        """Whole numbers; z is 0 or the tile's own."""
+        """Integers; z is 0 or the tile's own."""
         return CodeBook(self.low, self.high)
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:

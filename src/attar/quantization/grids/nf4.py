@@ -6,7 +6,7 @@
     o = mean(max|w|) ,   n = max|max|w| - o| over 256 blocks
 
 Letters: s scale of a block of weights w; T sixteen levels, quantiles of a normal distribution; q code; D the
-256 values of the dynamic 8-bit map; c code of a scale; n scale of a run of 256 scales, in row-major order;
+256 values of the dynamic 8-bit map; c code of a scale; n scale of 256 scales in row-major order;
 o offset of the whole weight.
 
 Differs from the paper: a block lies within a row. bitsandbytes cuts the flattened weight into blocks, which
@@ -42,7 +42,7 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-RUN = 256  # scales that share a scale
+RUN = 256  # scales with the same n
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NF4Grid(Grid):
         return _nested(top) if self.double else TileParameters(stored_scale(top, torch.float32))
 
     def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
-        """Any positive scale where the scales are not quantized themselves."""
+        """Any positive scale; None with double quantization."""
         return None if self.double else TileParameters(scale.clamp(min=torch.finfo(torch.float32).tiny))
 
     def encode(self, values: Tensor, parameters: TileParameters) -> Tensor:
@@ -137,7 +137,7 @@ def _nested(top: Tensor) -> TileParameters:
     scaled = runs * (1.0 / peak.clamp(min=1e-38))[:, None]
     codes = torch.bucketize(scaled, _middles(D), out_int32=True)
     wrong = D[codes] * peak[:, None] + offset <= 0
-    least = torch.bucketize(-offset / peak.clamp(min=1e-38), D, right=True, out_int32=True)  # s > 0 from here
+    least = torch.bucketize(-offset / peak.clamp(min=1e-38), D, right=True, out_int32=True)  # the first s > 0
     codes = torch.where(wrong, torch.maximum(codes, least[:, None]), codes)
     scale = (D[codes] * peak[:, None] + offset).reshape(-1)[: flat.numel()].reshape(top.shape)
     stored = {

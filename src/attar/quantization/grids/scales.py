@@ -4,12 +4,12 @@
     percentile:   r = quantile_p(|w|) / max|w|
     mse:          r = argmin over R of  e(r) = sum v (w - w'(r))^2;  R and -R where the grid is signed
 
-Letters: r factor on a tile's range, the grids' ``shrink``; w weights of a tile; w'(r) what a reader decodes
+Letters: r factor on a tile's range, the grids' ``shrink``; w weights of a tile; w'(r) the decoded weights
 when the range is r times that of the grid's own rule; v (K,) importance of an input; R the factors tried.
 
 The error is measured with the grid's own encode and decode and the rounding to its storage type, so that the
-search knows the levels, the rounding of scales and the zero. A grid whose own rule searches
-(``Grid.searches``, the k-quants) gets the importance instead.
+levels, the rounding of scales and the zero are taken into account. A grid whose own rule searches
+(``Grid.searches``, the k-quants) takes the importance itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def choose_scales(
         percentile: p, the part of a tile's magnitudes that stays in range.
         low: smallest factor of "mse".
         high: largest factor of "mse"; above 1 where a grid's own rule clips.
-        steps: how many factors "mse" tries; 1 is always one more. Its error is never above that of "absmax".
+        steps: number of factors that "mse" tries in addition to 1; its error is never above that of "absmax".
 
     Raises:
         SettingsError: ``how``, ``percentile`` or the range of factors is not allowed.
@@ -69,7 +69,7 @@ def choose_scales(
 
 def within(weight: Tensor, grid: Grid, percentile: float) -> Tensor:
     """r of each tile (P, G), the interpolated quantile of its magnitudes over the largest; 1 where all are
-    zero. Places of ragged tiles outside the weight do not count."""
+    zero. The padding of ragged tiles is excluded."""
     magnitudes = grid.tile(weight).abs().permute(0, 2, 1, 3).flatten(2)
     ones = torch.ones(weight.shape, dtype=torch.uint8, device=weight.device)
     counts = grid.tile(ones).sum((1, 3))
@@ -88,7 +88,7 @@ def within(weight: Tensor, grid: Grid, percentile: float) -> Tensor:
 def squared_error(
     weight: Tensor, grid: Grid, parameters: TileParameters, importance: Tensor | None = None
 ) -> Tensor:
-    """e of each tile (P, G), float32, of round to nearest; memory for a few rows at a time."""
+    """e of each tile (P, G), float32, of round to nearest, a few rows at a time."""
     count, columns = weight.shape
     width = grid.group_size or columns
     rows = grid.by_row(parameters, count)
@@ -121,8 +121,8 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: li
 def _better(
     weight: Tensor, grid: Grid, searched: TileParameters, importance: Tensor | None
 ) -> TileParameters:
-    """What was found, unless the grid's plain rule has less error: tiles can depend on each other (double
-    quantization)."""
+    """The searched parameters, unless the grid's plain rule has less error: tiles can depend on each other
+    (double quantization)."""
     plain = grid.choose(weight)
     lost = squared_error(weight, grid, searched, importance).double().sum()
     return searched if lost <= squared_error(weight, grid, plain, importance).double().sum() else plain

@@ -1,4 +1,4 @@
-"""Quantization that a gradient can pass: encode and decode of any grid with the straight-through estimator of
+"""Quantization with gradients: encode and decode of any grid with the straight-through estimator of
 Bengio, Léonard, Courville 2013, arXiv 1308.3432, and the scale's gradient of Esser et al. 2019, arXiv
 1902.08153, eq. 3.
 
@@ -7,8 +7,8 @@ Bengio, Léonard, Courville 2013, arXiv 1308.3432, and the scale's gradient of E
     dw'/dw = inside ,  dw'/dd = s * inside ,  dw'/ds = level - z - inside * (u - z) ,
     dw'/dz = s * (inside - 1) ,  dw'/dm = inside - 1
 
-Letters: w values; d an offset in units of codes; s, z, m scale, zero and minimum as in grid.py. The learned
-methods share this file: learned rounding trains d and s, quantization-aware training w, s and z.
+Letters: w values; d an offset in units of codes; s, z, m scale, zero and minimum as in grid.py. AutoRound
+learns d and s, quantization-aware training w, s and z.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Quantize(torch.autograd.Function):  # type: ignore[misc]
 def quantize_through(
     values: Tensor, grid: Grid, parameters: TileParameters, offset: Tensor | None = None
 ) -> Tensor:
-    """What a reader of the nearest codes gets, float32, with the gradients above. Does not modify its inputs.
+    """The decoded nearest codes, float32, with the gradients above. Does not modify its inputs.
 
     Args:
         values: w, float32, of any shape.
@@ -96,7 +96,7 @@ def quantize_through(
 
 
 def on_unit_scale(values: Tensor, parameters: TileParameters) -> Tensor:
-    """u, the values as the grid's ``nearest`` wants them; the parameters broadcast."""
+    """u, the values that the grid's ``nearest`` takes; the parameters broadcast."""
     if parameters.minimum is not None:
         values = values + parameters.minimum
     scale = parameters.scale
@@ -111,7 +111,7 @@ def limits(grid: Grid) -> tuple[float, float]:
 
 
 def levels(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """All levels of a grid in ascending order, float32 (L,), found by rounding a dense net of values."""
+    """All levels of a grid in ascending order, float32 (L,), found by rounding a dense set of values."""
     fine = torch.exp2(torch.arange(-24 * 512, 18 * 512) / 512)
     even = torch.linspace(-256.0, 256.0, 4097)
     probes = torch.cat([-fine, fine, even, torch.tensor([-FAR, FAR])])
@@ -133,7 +133,7 @@ def into_cells(grid: Grid, values: Tensor, codes: Tensor, margin: float) -> Tens
     Args:
         values: on the unit scale, float32, any shape.
         codes: of the same shape.
-        margin: how far from a cell's edge a moved point stays, as a fraction of the gap between the levels.
+        margin: distance of a moved point from its cell's edge, as a fraction of the gap between levels.
     """
     table = levels(grid, values.device)
     index = torch.searchsorted(table, grid.level(codes).contiguous())
@@ -147,10 +147,9 @@ def into_cells(grid: Grid, values: Tensor, codes: Tensor, margin: float) -> Tens
 def storable(
     grid: Grid, base: TileParameters, scale: Tensor, shape: tuple[int, int]
 ) -> TileParameters | None:
-    """The parameters nearest to a wanted scale that a file of this grid can hold, without a gradient; None
-    where the grid searches for its own.
+    """The storable parameters nearest to a scale, without gradient; None where the grid searches its own.
 
-    Where scales have scales: what the grid chooses for tiles of one magnitude each.
+    With two levels of scales: the grid's choice for tiles of constant magnitude.
 
     Args:
         base: parameters of the grid; their zero stays.

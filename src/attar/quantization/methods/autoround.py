@@ -11,11 +11,11 @@ zero); h the distance between the two levels around a weight, 1 for integers; X 
 after the quantized prefix, X~ in the original model.
 
 Differs from the paper: it runs on every grid (there V moves a weight in units of the local distance between
-levels). It can start from given codes, of GPTQ say: each weight then starts at the point of that code's cell
-that is nearest to it, and V moves it from there. The paper keeps the V of the batch with the lowest loss,
-which is often only the easiest batch: here the start, that V and the last one are compared on all batches, so
-that the result is never worse than its start. The scale is rounded to its stored form in every step. With
-``update="adam"`` a step is Adam's instead of the sign, so that weights whose gradient only wavers stay.
+levels). It can start from given codes, such as GPTQ's: each weight is first moved to the nearest point of its
+code's cell, and V is relative to that point. The paper keeps the V of the step with the lowest loss, which is
+often only the step with the easiest batch: here the start, that V and the last one are compared on all
+batches, so the result is never worse than its start. The scale is rounded to its stored form in every step.
+``update="adam"`` replaces the sign by Adam's step, which hardly moves weights whose gradient changes sign.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from attar.quantization.grids.straight_through import (
 if TYPE_CHECKING:
     from attar.walks.sweep import BlockView
 
-REACH = 0.5  # how far V moves a weight, in distances between levels
-MARGIN = 0.1  # how far inside its cell a weight stands that given codes have moved there
-SMALLEST = 0.01  # alpha and beta stay above
+REACH = 0.5  # bound of |V|, in distances between levels
+MARGIN = 0.1  # from a cell's edge to a weight moved into the cell of its code, in distances between levels
+SMALLEST = 0.01  # lower bound of alpha and beta
 UPDATES = ("sign", "adam")
 BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
-HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
+HOLD = 8 * 2**30  # bytes of inputs and targets kept in memory; above it, whole batches are drawn
 
 
 @dataclass(frozen=True)
 class LearnedBlock:
-    """What learned rounding makes of a block.
+    """The learned rounding of a block.
 
     Attributes:
         quantized: by name.
         first: mean squared error of the block's output at the start, over all batches.
-        best: the same of what was kept.
+        best: the same with the returned codes.
     """
 
     quantized: dict[str, QuantizedTensor]
@@ -91,11 +91,11 @@ def autoround(
         fast: arithmetic of the block in bfloat16 while learning; comparisons are in float32.
         starts: codes to start from.
         masks: bool (N, K) by name; False: the weight is zero and stays zero.
-        hold: bytes of inputs and targets kept at hand; where there are more, whole batches are drawn, not
-            rows.
+        hold: bytes of inputs and targets kept in memory; where there are more, steps draw whole batches
+            instead of sequences.
 
     Raises:
-        SettingsError: no iteration, another update, or codes to start from that do not keep the column order.
+        SettingsError: no iteration, an unknown update, or a start whose groups do not follow the columns.
         NumericsError: the loss is not finite.
     """
     if iterations < 1:
@@ -139,12 +139,12 @@ def autoround(
 
 
 class LearnedRounding:
-    """What is learned of one weight: V and the factors on its range.
+    """The learned parameters of one weight: V and the factors on its range.
 
     Args:
         weight: W (N, K), float32; not modified.
-        clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself, and
-            where scales have scales only if the start has the grid's own.
+        clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself;
+            with two levels of scales only where the start has the grid's own choice.
         update: "sign" or "adam".
         start: codes and scales to start from; None: nearest codes.
         mask: bool (N, K).
@@ -185,12 +185,12 @@ class LearnedRounding:
             self.shift = None if self.shift is None else self.shift * kept
 
     def __call__(self) -> Tensor:
-        """W' (N, K) as its reader will get it, with gradients to V, alpha and beta."""
+        """W' (N, K) as a reader decodes it, with gradients to V, alpha and beta."""
         rounded = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
         return self.grid.untile(rounded, (self.weight.shape[0], self.weight.shape[1]))
 
     def step(self, rounded: Tensor, gradient: Tensor | None, rate: float) -> None:
-        """One step down.
+        """One optimizer step.
 
         Args:
             rounded: the result of the last call.
@@ -200,16 +200,16 @@ class LearnedRounding:
             return
         slopes = torch.autograd.grad(rounded, self.learned, gradient)
         with torch.no_grad():
-            for number, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
-                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if number else (-REACH, REACH)))
+            for number, (part, change) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
+                part.sub_(change, alpha=rate).clamp_(*((SMALLEST, 1.0) if number else (-REACH, REACH)))
 
     def offset(self) -> Tensor:
-        """What is added to each weight on the unit scale (P, r, G, c)."""
+        """The offset of each weight on the unit scale (P, r, G, c)."""
         moved = self.learned[0] if self.gap is None else self.learned[0] * self.gap
         return moved if self.shift is None else moved + self.shift
 
     def parameters(self) -> TileParameters:
-        """Scale, zero and minimum (P, G) at the present alpha and beta, in stored form, with gradients."""
+        """Scale, zero and minimum (P, G) at the current alpha and beta, in stored form, with gradients."""
         if len(self.learned) == 1:
             return self.base
         if isinstance(self.grid, IntGrid) and self.base.zero is not None:
@@ -223,7 +223,7 @@ class LearnedRounding:
         return TileParameters(current.scale * one, current.zero, current.minimum, current.stored)
 
     def quantized(self) -> QuantizedTensor:
-        """The codes of what a call returns."""
+        """The current codes and parameters."""
         with torch.no_grad():
             current = self.parameters()
             codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(current)) + self.offset())
@@ -236,8 +236,7 @@ class LearnedRounding:
         )
 
     def _can_clip(self, chosen: TileParameters) -> bool:
-        """Whether the range can be varied: the scale alone, or by the grid's own choice if that was the
-        start."""
+        """Whether alpha can be learned: the scale is free, or the start has the grid's own choice."""
         if isinstance(self.grid, IntGrid):
             return True
         if self.base.zero is not None or self.base.minimum is not None or self.grid.searches:
@@ -264,13 +263,13 @@ class _Adam:
 
     def __call__(self, slopes: Sequence[Tensor]) -> list[Tensor]:
         self.steps += 1
-        ways = []
+        changes = []
         for slope, mean, square in zip(slopes, self.means, self.squares, strict=True):
             mean.lerp_(slope, 1.0 - BETAS[0])
             square.lerp_(slope.square(), 1.0 - BETAS[1])
             size = (square / (1.0 - BETAS[1] ** self.steps)).sqrt_().add_(TINY)
-            ways.append(mean / (1.0 - BETAS[0] ** self.steps) / size)
-        return ways
+            changes.append(mean / (1.0 - BETAS[0] ** self.steps) / size)
+        return changes
 
 
 def _clipped(grid: IntGrid, base: TileParameters, alpha: Tensor, beta: Tensor) -> TileParameters:
@@ -295,8 +294,8 @@ def _moved(parameters: TileParameters, device: torch.device) -> TileParameters:
 
 
 class _Rows:
-    """Draws sequences: ``batch`` of them at a time from the batches of one shape, in pieces that have the
-    shape of a batch, because the masks of a call belong to a shape."""
+    """Draws ``batch`` random sequences of one shape for a step, in pieces as large as a calibration batch,
+    because the attention masks of a call belong to its shape."""
 
     def __init__(self, view: BlockView, batch: int, seed: int, hold: int) -> None:
         self.view, self.batch = view, batch
@@ -307,7 +306,7 @@ class _Rows:
             self.held = [(view.inputs(number), view.targets(number)) for number in range(view.count)]
 
     def draw(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Inputs, targets and a batch number of their shape, piece by piece."""
+        """The pieces: inputs, targets, and the number of a batch of the same shape."""
         if self.held is None:
             numbers = self._random(self.view.count, 1)
             size = len(self.view.inputs(numbers[0]))
@@ -330,7 +329,7 @@ class _Rows:
 
 
 def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
-    """One forward and backward pass; gradients wait in the placed weights."""
+    """Loss of one forward and backward pass; the gradients are in the modules' weights."""
     pieces = list(rows.draw())
     total = 0.0
     for hidden, target, number in pieces:
@@ -345,7 +344,7 @@ def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
 def _put_weights(
     modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]
 ) -> dict[str, Tensor]:
-    """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
+    """Set the modules' weights to W', as leaves that collect gradients; returns W' with its graph."""
     placed = {}
     for name, rounding in roundings.items():
         rounded, module = rounding(), modules[name]
@@ -385,7 +384,7 @@ def _load(roundings: Mapping[str, LearnedRounding], state: LearnedState) -> None
 
 @contextmanager
 def _originals(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Puts the modules' own weights back at the end."""
+    """Restores the modules' weights on exit."""
     kept = {name: module.weight for name, module in modules.items()}
     try:
         yield

@@ -1,29 +1,29 @@
-"""A Linear in EXL2: inputs ordered, GPTQ group by group with scales chosen on the way, codes refined.
+"""EXL2 for a Linear: inputs sorted by H_ii, GPTQ with scales chosen group by group, codes refined.
 
 turboderp, ExLlamaV2, ``conversion/adaptivegptq.py``; the rounding is GPTQ (gptq.py, arXiv 2210.17323) and
 QuantEase (refine.py, arXiv 2309.01885).
 
     inputs in descending order of H_ii
-    for each group a:   scales of least  sum_i (w_i - w'_i)^2 / U_ii^2   on the weights as they are by now;
+    for each group a:   scales of least  sum_i (w_i - w'_i)^2 / U_ii^2   on the weights as corrected so far;
                         codes q of the group by the loop of GPTQ;
                         E = (W_a - W'_a) U_aa^-1 ;   W_b -= E U_ab   for the groups b after it
-    then  w'_k <- round(w'_k - [W' H - W H]_k / H_kk)   for each input k, some times over
+    then  w'_k <- round(w'_k - [W' H - W H]_k / H_kk)   for each input k, in several passes
 
 Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from hessian.py; U (K, K) upper, U^T U = (H + lambda
-I)^-1; E (N, n) errors of a group of n inputs; W' decoded codes. 1 / U_ii^2 is what the squared error of input
-i costs when the inputs after it have made up for it.
+I)^-1; E (N, n) errors of a group of n inputs; W' decoded codes. 1 / U_ii^2 is the cost of input i's squared
+error after the later inputs have compensated for it.
 
-Scales chosen beforehand, from the untouched weight, cost output error, most at 2 bits (grid.choose and
-gptq.py do that). Scales refitted between the passes of the refinement gained next to nothing and are left
-out.
+Scales chosen in advance from the original weight (grid.choose, as in gptq.py) give more output error, most at
+2 bits. Refitting the scales between the passes of the refinement gained almost nothing and is left out.
 
 Patterns: ``conversion/qparams.py`` (and the two of the head) and ``optimize.py`` (the choice). A pattern
 gives a number of bits, in groups of a size, to a percentage of the inputs, those of the largest H_ii first.
-Errors are measured for a few patterns of each Linear; the choice under an average is exact (allocate.py).
+Errors are measured for a few patterns of each Linear; the choice under an average of bits is exact
+(allocate.py).
 
-Differs from the reference: it chooses by simulated annealing and minimises the product of the errors of
-attention and MLP blocks, whose patterns it lists together; here each Linear is chosen alone, and a sum is
-minimised.
+Differs from the reference: the reference chooses by simulated annealing, minimises the product of the errors
+of attention and MLP blocks, and couples the patterns of a block's Linears; here each Linear has its own
+pattern, and the sum of errors is minimised.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class BitPattern:
     """Bits of the inputs of a Linear.
 
     Attributes:
-        parts: (bits, percent of the inputs, inputs of a group), bits falling, percents 100 in all. Each part
-            is rounded up to whole groups, the last one takes what is left.
+        parts: (bits, percent of the inputs, inputs of a group), bits descending, percents summing to
+            100. Each part is rounded up to whole groups; the last one has the remaining inputs.
     """
 
     parts: tuple[tuple[int, int, int], ...]
@@ -115,19 +115,19 @@ PATTERNS = (
     _pattern((8, 50, 128), (6, 50, 128)),
     _pattern((8, 100, 128)),
 )
-"""From some 2.1 to some 8.05 bits a weight."""
+"""From about 2.1 to about 8.05 bits a weight."""
 
 HEADS = {6: _pattern((8, 15, 128), (6, 85, 128)), 8: _pattern((8, 100, 128))}
 """The reference's patterns of a head, by ``head_bits``."""
 
 
 def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> list[BitPattern]:
-    """The patterns that differ for a weight (N, K), from few bits to many.
+    """The distinct patterns of a weight (N, K), in ascending bits.
 
     Args:
         shape: (N, K).
-        low: stored bits a weight at least.
-        high: stored bits a weight at most; where no pattern is between the two, the smallest is given alone.
+        low: smallest average of stored bits.
+        high: largest average of stored bits; if no pattern lies between the two, only the smallest is given.
 
     Raises:
         ModelError: K is no multiple of 32.
@@ -143,7 +143,7 @@ def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> li
 
 @dataclass(frozen=True)
 class PatternError:
-    """A Linear under a pattern.
+    """The error of a Linear under a pattern.
 
     Attributes:
         pattern: its groups.
@@ -167,10 +167,10 @@ def choose(
         measured: of each Linear, by name.
         weights: N K of each.
         bits: the average over all weights, scales and order of the inputs included.
-        importance: what a relative error of 1 of a Linear costs, in any unit that adds up; None: the same.
+        importance: cost of a relative error of 1 by Linear, in any additive unit; None: 1.
 
     Raises:
-        SettingsError: not even the smallest patterns are within the average.
+        SettingsError: the smallest patterns exceed the average.
         NumericsError: an error is not finite.
     """
     cost = importance or dict.fromkeys(measured, 1.0)
@@ -191,10 +191,10 @@ def choose(
 
 @dataclass(frozen=True)
 class SortedHessian:
-    """What the Linears of the same inputs share.
+    """What Linears with the same inputs share.
 
     Attributes:
-        order: int64 (K,), inputs in descending order of H_ii, those without any last.
+        order: int64 (K,), inputs in descending order of H_ii, dead ones last.
         H: (K, K) float32 in that order; 1 on the diagonal of dead inputs.
         U: (K, K) float32 upper.
         damp: lambda that was used, as a fraction of H's mean diagonal.
@@ -213,8 +213,8 @@ class EXL2Layer:
     """A Linear in EXL2.
 
     Attributes:
-        tensors: by the last part of their names, as attar.formats.exl2.layout announces them for the pattern.
-        weight: (N, K) float32, what a reader decodes, inputs in their own order.
+        tensors: by the last part of their names, as in attar.formats.exl2.layout.
+        weight: (N, K) float32, as a reader decodes it, inputs in their original order.
         report: pattern, bits (stored, a weight), error and rtn_error (relative, of the output), damp, dead.
     """
 
@@ -262,7 +262,7 @@ def quantize_layer(
         pattern: bits of its inputs.
         damp: lambda as a fraction of the mean of H's diagonal.
         sweeps: passes of refinement; 0: none.
-        inputs: of H, where other Linears share them.
+        inputs: order and factor of H, where Linears share them; None: computed.
 
     Raises:
         NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
@@ -285,7 +285,7 @@ def measure(
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32, not damped.
-        inputs: of H, where other Linears share them.
+        inputs: order and factor of H, where Linears share them; None: computed.
 
     Raises:
         NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
@@ -301,7 +301,7 @@ def measure(
 
 
 def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
-    """Codes and scales, group after group. Does not modify its inputs.
+    """Codes and scales, group by group. Does not modify its inputs.
 
     Args:
         W: (N, K) float32, in the order of the file.
@@ -313,14 +313,14 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
     steps, scale_codes, start = [], [], 0
     for bits, width in grid.sections:
         a, rest = slice(start, start + width), slice(start + width, None)
-        now = left[:, a].contiguous()
-        h, c = fit(now, cost[a], bits)
-        alone = EXL2Grid(((bits, width),))
-        chosen = alone.parameters([h], [c])
+        current = left[:, a].contiguous()
+        h, c = fit(current, cost[a], bits)
+        group_grid = EXL2Grid(((bits, width),))
+        parameters = group_grid.parameters([h], [c])
         tiles = torch.arange(width, device=W.device) // TILE
-        codes[:, a] = round_columns(now, U[a, a], alone, chosen, tiles)
-        lost = now - codes[:, a] * chosen.scale[:, :1]
-        E = torch.linalg.solve_triangular(U[a, a], lost, upper=True, left=False)
+        codes[:, a] = round_columns(current, U[a, a], group_grid, parameters, tiles)
+        error = current - codes[:, a] * parameters.scale[:, :1]
+        E = torch.linalg.solve_triangular(U[a, a], error, upper=True, left=False)
         left[:, rest].addmm_(E, U[a, rest], alpha=-1.0)
         steps.append(h)
         scale_codes.append(c)
@@ -340,7 +340,7 @@ def _ordered(weight: Tensor, inputs: SortedHessian) -> Tensor:
 def _layer(
     weight: Tensor, quantized: QuantizedTensor, pattern: BitPattern, inputs: SortedHessian
 ) -> EXL2Layer:
-    """The tensors of a file, what they decode to, and how far that is from the weight."""
+    """The stored tensors, the weight that they decode to, and its error."""
     grid, stored = quantized.grid, quantized.parameters.stored
     assert isinstance(grid, EXL2Grid)
     tensors = layout.encode(

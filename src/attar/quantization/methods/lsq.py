@@ -5,13 +5,12 @@ eq. 1 to 5.
     dv^/ds := round(v/s) - v/s  inside,  -Q_N below,  Q_P above ;    dv^/dv := 1 inside, 0 outside
     the gradient of s is multiplied by g = 1 / sqrt(n Q_P) ;    s starts at 2 mean|v| / sqrt(Q_P)
 
-Letters: v weights or activations; s step size; -Q_N, Q_P lowest and highest level; n how many numbers share s
-(weights), or the features of the layer (activations).
+Letters: v weights or activations; s step size; -Q_N, Q_P lowest and highest level; n number of weights that
+share s, or of the features of the layer (activations).
 
-Differs from the paper: s is rounded to the form in which it is stored before it is used, so that the trained
-model is exactly the one that is saved. Any grid without a minimum takes the place of the whole numbers, tile
-by tile; a zero, where the grid has one, is learned as in LSQ+ (Bhalgat et al. 2020, arXiv 2004.09576) and
-rounded to a code.
+Differs from the paper: s is rounded to its stored form before use, so that the trained model is exactly the
+saved one. The levels are those of any grid without a minimum, with an s for each tile. A zero, where the grid
+has one, is learned as in LSQ+ (Bhalgat et al. 2020, arXiv 2004.09576) and rounded to a code.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class _ScaleGradient(torch.autograd.Function):  # type: ignore[misc]
 
 
 def scale_gradient(value: Tensor, factor: float) -> Tensor:
-    """``value`` itself; its gradient is multiplied by ``factor``."""
+    """``value``, with its gradient multiplied by ``factor``."""
     passed: Tensor = _ScaleGradient.apply(value, factor)
     return passed
 
@@ -80,7 +79,7 @@ def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None 
 def stored(
     scale: Tensor, grid: Grid, shape: tuple[int, int], zero: Tensor | None = None, count: int | None = None
 ) -> TileParameters:
-    """Parameters as a file holds them, with LSQ's gradients to ``scale`` and ``zero``.
+    """Parameters in stored form, with LSQ's gradients to ``scale`` and ``zero``.
 
     Args:
         scale: s (P, G), not 0.
@@ -89,7 +88,7 @@ def stored(
         count: n; None: the weights of a tile.
 
     Raises:
-        SettingsError: the grid searches for its scales itself, which leaves nothing to learn.
+        SettingsError: the grid searches for its scales itself.
     """
     tile = (grid.rows or shape[0]) * (grid.group_size or shape[1])
     g = gradient_factor(tile if count is None else count, limits(grid)[1])
@@ -117,7 +116,7 @@ def quantize_activation(
     Args:
         x: any float type; the arithmetic is float32.
         scale: s, one number, positive, before it is rounded to the grid's storage type.
-        grid: the codes; its tiles mean nothing here.
+        grid: the number format; its tiles are not used.
         zero: one number, before it is rounded to a code.
     """
     g = gradient_factor(x.shape[-1], limits(grid)[1])

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 ROWS = 32  # sequences that the factors are collected on: a backward pass costs three forward ones
-LEAST = 2 * 2**30  # bytes of factors collected in one go, however little memory is free
+LEAST = 2 * 2**30  # bytes of factors collected in one pass at least, however little memory is free
 
 
 class OutputHessian:
-    """H_O (N, N) of every layer of a plan, read when it is needed. The input side H_I comes from the sweep,
-    which sees the inputs after the quantized layers.
+    """H_O (N, N) of every layer of a plan, loaded on demand. H_I comes from the sweep, whose inputs are
+    those after the quantized layers.
 
     Args:
         checkpoint: the dense model, which must fit in memory in float32.
@@ -57,8 +57,8 @@ class OutputHessian:
         return load_file(self._file(name))["output"]
 
     def collect(self, precision: str = "auto") -> None:
-        """Collect what is not in the work folder yet, with products in ``precision``. The number of Linears
-        that share a pass does not change the factors: every pass draws the same labels."""
+        """Collect the factors that the work folder lacks, with products in ``precision``. How many Linears
+        share a pass does not change the factors: every pass draws the same labels."""
         missing = [layer for layer in self.layers if not self._file(layer.module).exists()]
         if not missing:
             return
@@ -93,15 +93,15 @@ class OutputHessian:
 
 
 def portions(layers: Sequence[LayerPlan], limit: int) -> list[list[str]]:
-    """Module names cut into runs whose factors, held twice, stay below ``limit`` bytes."""
-    runs: list[list[str]] = [[]]
+    """Module names in lists whose factors, stored twice, need at most ``limit`` bytes."""
+    parts: list[list[str]] = [[]]
     size = 0
     for layer in layers:
         rows, columns = layer.shape
         needed = 8 * (rows * rows + columns * columns)
-        if runs[-1] and size + needed > limit:
-            runs.append([])
+        if parts[-1] and size + needed > limit:
+            parts.append([])
             size = 0
-        runs[-1].append(layer.module)
+        parts[-1].append(layer.module)
         size += needed
-    return runs
+    return parts

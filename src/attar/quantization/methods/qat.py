@@ -4,11 +4,11 @@ train walk trains the underlying float weights, so that the result is what the p
     forward:   W' = s * (level(nearest(W / s + z)) - z) ,  x' likewise       lsq.py
     trained:   W and the scales ("weights"), or with the codes fixed the scales alone ("scales")
 
-Letters as in lsq.py. Each scale is trained as a factor on the scale it starts with, a vector (P * G,) that
-begins at 1: one learning rate then fits all layers, and no weight decay touches it.
+Letters as in lsq.py. Each scale is trained as a factor on its initial value: a vector (P * G,), initially 1.
+One learning rate then fits all layers, and weight decay does not apply to it.
 
-The model's parametrized weights are ordinary parameters to the walk (``...parametrizations.weight.original``,
-``...parametrizations.weight.0.factor``), so a killed run resumes from the walk's own states.
+For the train walk the parametrized weights are ordinary parameters (``...parametrizations.weight.original``,
+``...parametrizations.weight.0.factor``), so a killed run resumes from the walk's saved states.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from attar.walks.train import TrainHistory
 from attar.walks.train import train as run
 
 TRAINED = ("weights", "scales")
-SMALLEST = 0.01  # a factor stays above
-MARGIN = 0.1  # how far inside the cell of its given code a weight starts, in distances between levels
-CALIBRATION = 8  # rows from which static activation scales start
+SMALLEST = 0.01  # lower bound of a factor
+MARGIN = 0.1  # from a cell's edge to a weight moved into the cell of its code, in distances between levels
+CALIBRATION = 8  # rows that initialize static activation scales
 
 
 @dataclass(frozen=True)
 class QATResult:
-    """What quantization-aware training leaves.
+    """The result of quantization-aware training.
 
     Attributes:
         weights: codes and scales by module name.
         activations: ("scale", and "zero" where the rule is asymmetric) of each static rule, scalars, by
             module name.
-        dense: the other parameters that were trained, by their name in the model; empty unless asked for.
+        dense: the other trained parameters, by their name in the model; empty without ``others``.
     """
 
     weights: dict[str, QuantizedTensor]
@@ -84,14 +84,14 @@ def learn(
         activations: how inputs are rounded, by module name; static scales are learned.
         rows: int64 (R, S) training rows.
         loss: see attar.walks.train; distillation from the original model, say.
-        train: "weights": weights and scales; "scales": the codes of ``start`` stay, or the nearest ones.
-        others: train everything else of the model too (norms, biases, embeddings).
+        train: "weights": weights and scales; "scales": scales alone, of fixed codes.
+        others: train all other parameters too (norms, biases, embeddings).
         work: folder of resumable states.
         held_out: as in the train walk.
-        start: codes and scales from which a Linear starts; else the grid's own choice.
+        start: initial codes and scales by module name; Linears without start from the grid's own choice.
 
     Raises:
-        SettingsError: ``train`` is neither, or a grid searches for its scales itself.
+        SettingsError: ``train`` is unknown, or a grid searches for its scales itself.
         ModelError: a name is no Linear of the model.
         NumericsError: training diverged.
     """
@@ -123,7 +123,7 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
 
     Args:
         weight: W (N, K), float32; not modified.
-        start: codes and scales; None: the grid's own choice.
+        start: initial codes and scales; None: the grid's own choice.
         fixed: the codes do not change.
         transposed: the module stores (K, N).
     """
@@ -153,7 +153,7 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
         return quantized.T if self.transposed else quantized
 
     def quantized(self, weight: Tensor) -> QuantizedTensor:
-        """What forward computes with, as codes; weight (N, K)."""
+        """The codes and scales that forward computes with; weight (N, K)."""
         with torch.no_grad():
             scale, zero = self._soft()
             parameters = lsq.stored(scale, self.grid, self.shape, zero)
@@ -161,8 +161,8 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
                 return QuantizedTensor(self.grid, self.codes, parameters)
             spread = parameters.map(lambda value: value[:, None, :, None])
             codes = self.grid.nearest(on_unit_scale(self.grid.tile(weight), spread))
-            whole = self.grid.untile(codes, self.shape).to(self.grid.code_dtype).contiguous()
-            return QuantizedTensor(self.grid, whole, parameters)
+            codes = self.grid.untile(codes, self.shape).to(self.grid.code_dtype).contiguous()
+            return QuantizedTensor(self.grid, codes, parameters)
 
     def _soft(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero (P, G) before they are rounded to their stored forms."""
@@ -176,8 +176,8 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
     """Rounds a Linear's inputs: by their own range where the rule is dynamic, else with a learned scale.
 
     Args:
-        rule: which codes there are.
-        seen: the range of a static rule's inputs, from which its scale starts.
+        rule: the number format.
+        seen: the range of a static rule's inputs, which initializes its scale.
         storage: the type in which the scale is stored.
         device: of the scale.
     """
@@ -204,7 +204,7 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
         return lsq.quantize_activation(x, *self._soft()[:1], self.grid, self._soft()[1])
 
     def stored(self) -> dict[str, Tensor]:
-        """The learned numbers as a file holds them, one number each."""
+        """The learned scale (and zero) in stored form, scalars."""
         with torch.no_grad():
             scale, zero = self._soft()
             values = {"scale": scale.to(self.grid.storage).float()}
@@ -219,15 +219,14 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
 
 
 def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train: str) -> WeightQuantizer:
-    """Put a quantizer before a Linear's weight; given codes are where its weight then starts."""
+    """Parametrize a Linear's weight with a quantizer; given codes first move the weight into their cells."""
     fixed, transposed = train == "scales", not isinstance(module, nn.Linear)
     parameter: Any = module.weight
     with torch.no_grad():
         weight = parameter.T if transposed else parameter
         if start is not None and not fixed:
-            began = _inside(weight, start)
-            parameter.copy_(began.T if transposed else began)
-            weight = began
+            weight = _inside(weight, start)
+            parameter.copy_(weight.T if transposed else weight)
     parameter.requires_grad_(not fixed)
     quantizer = WeightQuantizer(weight.detach(), grid, start, fixed=fixed, transposed=transposed)
     parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
@@ -235,7 +234,7 @@ def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train:
 
 
 def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:
-    """The weight (N, K), each number moved as little as it takes to round to its given code."""
+    """The weight (N, K), each value moved to the nearest point that rounds to its given code."""
     if start.g_idx is not None:
         raise SettingsError("act_order", "group", "off or static where training follows")
     grid, shape = start.grid, (weight.shape[0], weight.shape[1])
@@ -247,7 +246,7 @@ def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:
 
 
 def _detach(model: nn.Module, linears: Mapping[str, nn.Module], inputs: list[str]) -> None:
-    """Leave the quantized weights as plain parameters."""
+    """Replace the parametrizations by the quantized weights; remove the input quantizers."""
     for module in linears.values():
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
     for name in inputs:
@@ -255,7 +254,7 @@ def _detach(model: nn.Module, linears: Mapping[str, nn.Module], inputs: list[str
 
 
 def _round_inputs(module: nn.Module, quantizer: InputQuantizer) -> Any:
-    """Make a Linear round its inputs; the quantizer becomes its child, so that its parameters are found."""
+    """Make a Linear round its inputs; the quantizer is its submodule, so that its parameters are trained."""
     module.input_quantizer = quantizer
     return module.register_forward_pre_hook(lambda _, args: (quantizer(args[0]), *args[1:]))
 
@@ -263,7 +262,7 @@ def _round_inputs(module: nn.Module, quantizer: InputQuantizer) -> Any:
 def _calibrated(
     model: nn.Module, rules: Mapping[str, ActivationRule], grids: Mapping[str, Grid], rows: Tensor
 ) -> dict[str, InputQuantizer]:
-    """A quantizer for each module with a rule; static ones start at the range of the first rows."""
+    """A quantizer for each module with a rule; static scales are initialized from the first rows."""
     seen = {name: ActivationRange(rule) for name, rule in rules.items() if not rule.dynamic}
     hooks = [
         _linear(model, name).register_forward_pre_hook(lambda _, args, to=range_: to.add(args[0]))
@@ -282,7 +281,7 @@ def _calibrated(
 
 
 def _codes(rule: ActivationRule, storage: torch.dtype) -> IntGrid | Float8Grid:
-    """The codes of a static rule."""
+    """The number format of a static rule."""
     if rule.kind == "int":
         return IntGrid(rule.bits, 0, rule.symmetric, storage)
     return Float8Grid("e4m3fn", storage=storage)

@@ -1,8 +1,8 @@
-"""Refinement of codes that are there: coordinate descent on the codes, least squares for the scales, in turn.
+"""Refinement of given codes: coordinate descent on the codes alternates with least squares for the scales.
 Behdin, Acharya, Gupta, Keerthi, Mazumder 2023, "QuantEase", arXiv 2309.01885, algorithm 1 (the codes).
 
     minimise  f(W') = tr(W' H W'^T) - 2 tr(W' B^T)          B = W H,  or W C for the asymmetric methods
-    codes:    w'_k <- round(w'_k - [W' H - B]_k / H_kk)      for each column k, the others held
+    codes:    w'_k <- round(w'_k - [W' H - B]_k / H_kk)      for each column k, the others fixed
     scales:   A ds = -[<g, u>]_groups ;  s <- s + ds         each row, all its groups at once
     gradient: g = W' H - B ;  g <- g + (change of W') H      f changes by <g_before + g_after, change of W'>
 
@@ -10,11 +10,12 @@ Letters: W (N, K) weight; W' decoded codes; H (K, K), C (K, K) from hessian.py; 
 and zero of a group, u = level(q) - z; g (N, K) half the gradient of f; A (G, G) normal equations of a row, G
 groups.
 
-GPTQ never comes back to a column; this does, and each step can only lower f. It starts from any rounding.
+GPTQ visits a column once. Here columns are visited again, and no step raises f. Any rounding can be the
+start.
 
 Differs from the paper: scales are refitted between the sweeps, rounded as they are stored, and kept only
-where that lowers the row's f. The gradient is carried from step to step, so that each costs one product with
-H. Inside a block of columns the loop is compiled (kernels/columns.py) for grids with a code book.
+where that lowers the row's f. The gradient is updated, not recomputed: a step costs one product with H.
+Inside a block of columns the loop is compiled (kernels/columns.py) for grids with a code book.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from attar.quantization.columns import compiled_tiles
 from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 
 BLOCK = 128
-BYTES = 2**28  # of normal equations at a time
+BYTES = 2**28  # of normal equations in memory at once
 
 
 @dataclass
 class Descent:
-    """Codes on their way down. Everything but the parameters is transposed, so that a column is contiguous.
+    """State of the descent. All tensors but the parameters are transposed, so that a column is contiguous.
 
     Attributes:
         parameters: (P, G), as the grid chose them.
@@ -68,7 +69,7 @@ class Descent:
         return self.grid.by_row(self.parameters, self.codes.shape[1])
 
     def quantized(self) -> QuantizedTensor:
-        """What stands there now."""
+        """The current codes and parameters."""
         return QuantizedTensor(self.grid, self.codes.T.to(self.grid.code_dtype).contiguous(), self.parameters)
 
 
@@ -87,10 +88,10 @@ def refine(
     Args:
         quantized: codes (N, K) to start from; its groups follow the column order.
         H: (K, K) float32, not damped.
-        target: B (N, K) float32; None: that of ``weight``, W H.
+        target: B (N, K) float32; None: W H.
         sweeps: passes over the columns; the scales are refitted between two of them.
-        damp: lambda as a fraction of H's mean diagonal, which holds W' near ``weight``.
-        weight: W (N, K), what damping holds the codes to; None: B H^-1 is not known, so no damping.
+        damp: lambda as a fraction of H's mean diagonal, which keeps W' near ``weight``.
+        weight: W (N, K), which damping keeps the codes near to; None: no damping.
         mask: bool (N, K); False: stays zero.
     """
     H, alive = H.float().clone(), H.diagonal() > 0
@@ -115,7 +116,7 @@ def start(
     weight: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Descent:
-    """Codes to descend from, and their gradient: W' H - B, or (W' - W) H where the target is W's own.
+    """The initial state; its gradient is W' H - B, or (W' - W) H without a target.
 
     Args:
         H: (K, K) damped.
@@ -139,7 +140,7 @@ def sweep_columns(descent: Descent, last: bool = False) -> None:
     """One pass of coordinate descent over the columns, in blocks; in place.
 
     Args:
-        last: the gradient is not needed afterwards: columns that the pass has finished do not get theirs.
+        last: the final pass; the gradient of columns that it has visited is not updated.
     """
     H, gradient, K = descent.H, descent.gradient, len(descent.codes)
     tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)
@@ -166,7 +167,7 @@ def _descend_in_torch(
     moved: Tensor,
     mask: Tensor | None,
 ) -> None:
-    """What :func:`attar.kernels.columns.descend_block` does, on any grid and device."""
+    """The same as :func:`attar.kernels.columns.descend_block`, for any grid and device."""
     grid, group = descent.grid, descent.group[at]
     spread = descent.rows().map(lambda value: value.T[group].contiguous())
     for i, step in enumerate(inner.diagonal().reciprocal().tolist()):
@@ -184,10 +185,9 @@ def _descend_in_torch(
 
 
 def refit_scales(descent: Descent) -> None:
-    """The same codes with the scales that fit them best, in place; unchanged where a grid's scales are not
-    free.
+    """Fit the scales to the codes by least squares, in place; no change where the grid's are not free.
 
-    The normal equations stand in memory for some rows at a time, at most :data:`BYTES` of them.
+    Rows are solved in chunks, whose normal equations need at most :data:`BYTES`.
     """
     grid, old, K = descent.grid, descent.parameters.scale, len(descent.codes)
     G = grid.groups(K)
@@ -211,7 +211,7 @@ def refit_scales(descent: Descent) -> None:
 
 
 def _least_squares(unit: Tensor, gradient: Tensor, H: Tensor, G: int) -> Tensor:
-    """What to add to the scales (n, G) of some rows, A ds = -[<g, u>]_groups: one system for each row.
+    """ds (n, G) of n rows, from A ds = -[<g, u>]_groups: one system for each row.
 
     Args:
         unit: u (n, K).
@@ -222,7 +222,7 @@ def _least_squares(unit: Tensor, gradient: Tensor, H: Tensor, G: int) -> Tensor:
     A = torch.empty(n, G, G, dtype=torch.float32, device=H.device)
     for g in range(G):
         columns = slice(g * width, (g + 1) * width)
-        rest = slice(g * width, None)  # the others by symmetry
+        rest = slice(g * width, None)  # the rest of A by symmetry
         products = ((unit[:, columns] @ H[columns, rest]) * unit[:, rest]).reshape(n, G - g, width).sum(-1)
         A[:, g:, g] = A[:, g, g:] = products
     ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12

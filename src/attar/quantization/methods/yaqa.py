@@ -6,28 +6,29 @@ E = W - W' costs
     KL ~ 1/2 vec(E)^T (H_O (x) H_I) vec(E) = 1/2 tr(E^T H_O E H_I)
 
 With H_O^-1 = U_O^T U_O and H_I^-1 = U_I^T U_I, and A = diag(U_O)^-1 U_O, B = diag(U_I)^-1 U_I (unit upper),
-every entry is rounded once what the roundings of all entries above and to the left of it owe it is taken off:
+every entry is rounded after the errors of all entries above and to the left of it are compensated:
 
     t_ik = w_ik - sum over a <= i, b <= k, not (i, k) itself, of A_ai R_ab B_bk
     w'_ik = round(t_ik) ;  r_ik = t_ik - w'_ik
 
-so that E = A^T R B and the cost is sum r_ik^2 / (U_O,ii U_I,kk)^2 / 2: each rounding error counts once, by
-what the entries still open cannot make up for. H_O = I is GPTQ.
+so that E = A^T R B and the cost is sum r_ik^2 / (U_O,ii U_I,kk)^2 / 2: an error's weight is
+what the entries not yet rounded cannot compensate. H_O = I is GPTQ.
 
 Letters: W (N, K) weight, N outputs, K inputs; H_O (N, N), H_I (K, K) from walks/kronecker.py; R (N, K)
 rounding errors; Z = R B. The sum falls into s_ik = sum over b < k of r_ib B_bk, along the row, and v_ik = sum
 over a < i of z_ak A_ai, down the column, where z = s + r: t = w - s - v.
 
-Entries on one anti-diagonal (i + k constant) do not touch each other. The weight is cut into tiles of T x T;
-the tiles of one anti-diagonal of tiles run as a batch through the 2 T - 1 anti-diagonals of a tile, and what
-reaches a tile from outside is two matrix products. So N K entries take 2 (N + K) vectorised steps, and nearly
-all arithmetic, N K (N + K) multiplications, is in the products. Exact: tiles change only the order of sums.
+Entries on one anti-diagonal (i + k constant) do not depend on each other. The weight is cut into tiles of T x
+T; the tiles of one anti-diagonal of tiles run as a batch through the 2 T - 1 anti-diagonals of a tile, and
+the contributions from outside a tile are two matrix products. So N K entries take 2 (N + K) vectorised steps,
+and nearly all arithmetic, N K (N + K) multiplications, is in the products. Exact: tiles change only the order
+of sums.
 
-Differs from the paper: it writes the same rule with the unit triangular factors of H and the errors E; this
-is the form with the factors of H^-1 and the errors R, as GPTQ has it, which needs no second factorization.
-Rows and columns stand in descending order of their diagonals (``act_order``); a target other than the weight
-may be given. Static groups, damping (of both factors, each relative to its mean diagonal) and dead columns as
-in GPTQ; a row whose output never mattered (its diagonal in H_O is 0) is rounded by itself.
+Differs from the paper: the paper writes the same rule with the unit triangular factors of H and the errors E;
+here it has the factors of H^-1 and the errors R, as in GPTQ, which needs no second factorization. Rows and
+columns are in descending order of their diagonals (``act_order``). A target can replace the weight. Static
+groups, damping (of both factors, each relative to its mean diagonal) and dead columns as in GPTQ; a row whose
+diagonal in H_O is 0 is rounded independently.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def yaqa(
         weight: W (N, K), any float type.
         H_O: (N, N) float32, symmetric, positive semi-definite; its scale does not matter.
         H_I: (K, K), the same.
-        parameters: of each tile; None: what the grid chooses for W.
-        target: (N, K), what to come near to instead of W (a weight corrected for a quantized prefix).
+        parameters: of each tile; None: the grid's choice for W.
+        target: (N, K), approximated instead of W (a weight corrected for a quantized prefix).
         damp: added to H_I's diagonal, as a fraction of its mean.
         damp_output: the same for H_O; None: as ``damp``.
         act_order: rows and columns in descending order of their diagonals.
@@ -116,7 +117,7 @@ def _unit_factor(H: Tensor, order: Tensor, damp: float) -> tuple[Tensor, float]:
 def _round_tiles(
     W: Tensor, A: Tensor, B: Tensor, grid: Grid, spread: TileParameters, mask: Tensor | None
 ) -> Tensor:
-    """Codes (N, K), float32, of the entries in the order they stand in.
+    """Codes (N, K), float32, in rounding order.
 
     Args:
         W: (N, K) float32.
@@ -125,10 +126,10 @@ def _round_tiles(
         mask: bool (N, K); False: stays zero.
     """
     N, K = W.shape
-    W, A, B = _filled(W), _filled(A), _filled(B)
-    scale = _filled(spread.scale, 1.0)  # grids divide by it, outside the weight too
-    spread = TileParameters(scale, _maybe(_filled, spread.zero), _maybe(_filled, spread.minimum))
-    kept = None if mask is None else _filled(mask.float())
+    W, A, B = _padded(W), _padded(A), _padded(B)
+    scale = _padded(spread.scale, 1.0)  # grids divide by it, in the padding too
+    spread = TileParameters(scale, _maybe(_padded, spread.zero), _maybe(_padded, spread.minimum))
+    kept = None if mask is None else _padded(mask.float())
     R, Z, codes = torch.zeros_like(W), torch.zeros_like(W), torch.zeros_like(W)
     for tiles in _diagonals(W.shape[0] // TILE, W.shape[1] // TILE):
 
@@ -157,18 +158,18 @@ def _round_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, R and Z (M, T, T) of a batch of M tiles.
 
-    An anti-diagonal of a contiguous T x T tile is a slice of its T^2 values with step T - 1, by rising i; in
-    a tile kept as (k, i), as v is, the same slice goes by rising k, that is, by falling i.
+    An anti-diagonal of a contiguous T x T tile is a slice of its T^2 values with step T - 1, in ascending
+    i. In a tile stored as (k, i), such as v, the same slice is in ascending k, which is descending i.
 
     Args:
         W: (M, T, T).
-        s: (M, T, T), what the tiles to the left owe; becomes Z.
-        v: (M, T, T) as (k, i), what the tiles above owe; consumed.
+        s: (M, T, T), the sums over the tiles to the left; overwritten with Z.
+        v: (M, T, T) as (k, i), the sums over the tiles above; overwritten.
         A, B: (M, T, T), the factors inside each tile.
         spread: parameters (M, T, T).
         mask: (M, T, T), 1 or 0.
     """
-    A, B = A.flip(1), B.flip(1)  # so that the rows of a falling index are a slice too
+    A, B = A.flip(1), B.flip(1)  # rows of descending index become a slice
     R, codes = torch.zeros_like(W), torch.zeros_like(W)
     values, s_flat, v_flat, R_flat, codes_flat = (x.flatten(1) for x in (W, s, v, R, codes))
     kept = None if mask is None else mask.flatten(1)
@@ -177,12 +178,12 @@ def _round_tile(
         low, high = max(0, number - TILE + 1), min(TILE - 1, number)  # first and last i, and first and last k
         line = slice(low * (TILE - 1) + number, high * (TILE - 1) + number + 1, TILE - 1)
         rising, falling = slice(low, high + 1), slice(TILE - 1 - high, TILE - low)
-        owed = s_flat[:, line]
-        t = values[:, line] - owed - v_flat[:, line].flip(1)
-        at = _at(spread, line)
+        row_sum = s_flat[:, line]
+        t = values[:, line] - row_sum - v_flat[:, line].flip(1)
+        at = spread.map(lambda value, line=line: value[:, line])  # type: ignore[misc]
         chosen = grid.encode(t if kept is None else t * kept[:, line], at)
         r = t - grid.decode(chosen, at)
-        z = (owed + r).flip(1)
+        z = (row_sum + r).flip(1)
         codes_flat[:, line], R_flat[:, line] = chosen, r
         s[:, rising].addcmul_(r[:, :, None], B[:, falling])
         v[:, rising].addcmul_(z[:, :, None], A[:, falling])
@@ -200,14 +201,10 @@ def _tile(number: int) -> slice:
     return slice(number * TILE, (number + 1) * TILE)
 
 
-def _at(spread: TileParameters, line: slice) -> TileParameters:
-    return spread.map(lambda value: value[:, line])
-
-
 def _maybe(change: Callable[[Tensor], Tensor], value: Tensor | None) -> Tensor | None:
     return None if value is None else change(value)
 
 
-def _filled(value: Tensor, fill: float = 0.0) -> Tensor:
-    """A matrix filled up to whole tiles; what is filled in touches nothing else."""
+def _padded(value: Tensor, fill: float = 0.0) -> Tensor:
+    """A matrix padded to whole tiles; the padding changes no other entry."""
     return pad(value, (0, -value.shape[1] % TILE, 0, -value.shape[0] % TILE), value=fill)

@@ -1,4 +1,4 @@
-"""Bits where they matter: the multiple-choice knapsack problem (Kellerer, Pferschy, Pisinger 2004, "Knapsack
+"""Bit allocation as a multiple-choice knapsack problem (Kellerer, Pferschy, Pisinger 2004, "Knapsack
 Problems", chapter 11; the relaxation is Everett 1963, "Generalized Lagrange Multiplier Method", and the use
 for bit allocation Shoham and Gersho 1988).
 
@@ -7,19 +7,20 @@ for bit allocation Shoham and Gersho 1988).
     for any lambda >= 0:   optimum >= L(lambda) = sum_g min_o (loss + lambda bits) - lambda B
     reduced cost:          r[g, o] = loss + lambda bits - min_o (loss + lambda bits)      (>= 0)
 
-1. Options that cost more and lose more than another of their group are left out.
-2. The best lambda is the slope at which a walk down the groups' lower convex hulls, steepest step first, runs
-   out of budget; L(lambda) is the lower bound. The walk, its leftover filled up, is a first solution, U.
-3. A solution better than U has sum of r <= U - L. So partial solutions, group after group, are kept only when
-   they stay under that, fit the budget, and no other partial solution is both smaller and better. What is
-   left after the last group is the optimum, whatever the units of the costs: no table over B is made.
-4. Were there ever more than ``states`` partial solutions, those of the largest reduced cost are dropped; the
-   smallest L + r among them then bounds what was missed, which is the gap that is returned.
+1. Options with more bits and more loss than another of their group are removed.
+2. The best lambda is the slope at which a walk down the groups' lower convex hulls, steepest step first,
+   exceeds the budget; L(lambda) is the lower bound. The walk, continued with the steps that still fit, is a
+   first solution of loss U.
+3. A solution better than U has sum of r <= U - L. Partial solutions are extended group by group, and dropped
+   where they exceed this bound or the budget, or another one is both smaller and better. The best after the
+   last group is the optimum. There is no table over B, so the costs may have any unit.
+4. Of more than ``states`` partial solutions those of the largest reduced cost are dropped; the smallest L + r
+   among them bounds every missed solution, and gives the ``gap``.
 
 Letters: g group, o option, B budget in bits, L lower bound, U upper bound.
 
-A group is a set of modules that must share a scheme (q/k/v; gate/up). Losses of several groups are taken to
-add up; see sensitivity.py for what that is worth.
+A group is a set of modules that must share a scheme (q/k/v; gate/up). The losses of groups are assumed
+to add up; see sensitivity.py for how well they do.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Option:
 
     Attributes:
         bits: stored bits of the whole group, scales included.
-        loss: what it costs in quality; any unit that adds up.
+        loss: of quality, in any additive unit.
     """
 
     name: str
@@ -76,7 +77,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class _Step:
-    """From option ``start`` to ``end`` of a group, along its convex hull."""
+    """A step from option ``start`` to ``end`` along a group's convex hull."""
 
     slope: float  # loss saved for each bit
     group: int
@@ -93,7 +94,7 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget_bits: int, *, states
         states: partial solutions kept at once; more make a gap above 0 rarer.
 
     Raises:
-        SettingsError: not even the smallest options fit (names the smallest possible budget), or a group has
+        SettingsError: the smallest options do not fit (names the smallest possible budget), or a group has
             no option.
         NumericsError: a loss is not finite.
     """
@@ -107,7 +108,7 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget_bits: int, *, states
     upper = _loss(kept, walked)
     bound = _dual(kept, lam, budget_bits)
     searched, missed = _search(kept, budget_bits, lam, upper - bound, states)
-    picked = walked if searched is None or _worth(kept, walked) <= _worth(kept, searched) else searched
+    picked = walked if searched is None or _cost(kept, walked) <= _cost(kept, searched) else searched
     loss = _loss(kept, picked)
     proven = min(loss, bound + missed)
     names = {group: kept[number][picked[number]].name for number, group in enumerate(groups)}
@@ -134,7 +135,7 @@ def frontier(groups: Mapping[str, Sequence[Option]]) -> list[FrontierPoint]:
 
 
 def _kept(groups: Mapping[str, Sequence[Option]]) -> list[list[Option]]:
-    """Each group's options that no other beats, from small to large: losses fall strictly."""
+    """Each group's undominated options in ascending bits; their losses fall strictly."""
     kept = []
     for group, options in groups.items():
         if not options:
@@ -153,7 +154,7 @@ def _kept(groups: Mapping[str, Sequence[Option]]) -> list[list[Option]]:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Numbers of the options on the lower convex hull, from small to large."""
+    """Indices of the options on the lower convex hull, from small to large."""
     hull: list[int] = []
     for number, option in enumerate(options):
         while len(hull) > 1 and _slope(options[hull[-2]], options[hull[-1]]) <= _slope(
@@ -241,7 +242,7 @@ def _search(
 
 
 def _undominated(bits: Tensor, loss: Tensor, allowed: Tensor) -> Tensor:
-    """Numbers of the allowed entries that no other beats in both, sorted by bits."""
+    """Indices of the allowed entries that no other dominates, sorted by bits."""
     where = allowed.nonzero().flatten()
     where = where[torch.argsort(loss[where], stable=True)]
     where = where[torch.argsort(bits[where], stable=True)]
@@ -268,5 +269,5 @@ def _bits(kept: Sequence[Sequence[Option]], picked: Sequence[int]) -> int:
     return sum(options[number].bits for options, number in zip(kept, picked, strict=True))
 
 
-def _worth(kept: Sequence[Sequence[Option]], picked: Sequence[int]) -> tuple[float, int]:
+def _cost(kept: Sequence[Sequence[Option]], picked: Sequence[int]) -> tuple[float, int]:
     return _loss(kept, picked), _bits(kept, picked)

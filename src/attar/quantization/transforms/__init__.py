@@ -1,1 +1,1 @@
-"""What is done to the float model before rounding: channels scaled, the residual stream rotated."""
+"""Transforms of the float model before rounding: channels scaled, the residual stream rotated."""

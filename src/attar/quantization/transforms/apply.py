@@ -1,4 +1,4 @@
-"""Transforms: a dense checkpoint in, a dense checkpoint that computes the same function and rounds better.
+"""Transforms: a dense checkpoint in, a dense one of the same function with less rounding error out.
 
 ``smoothquant``, ``awq``   scales found with calibration data (a sweep that changes no weight), folded into
                            the modules before (:mod:`attar.models.folding`)
@@ -6,8 +6,8 @@
                            values rotated (:mod:`attar.models.residual`); needs no data
 
 Any rounding runs on the result, and transforms compose: rotate, then smooth. All scales are found on the
-unmodified model: a fold does not change the inputs of any other fold, and rows of v or up divided by a scale
-are rounded as before by any grid with scales of its own for each row.
+unmodified model: a fold does not change the inputs of any other fold, and a grid with scales for each row
+rounds the rescaled rows of v or up as before.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def apply_transforms(
 
 
 def activation_grid(rule: ActivationRule | None) -> Grid | None:
-    """How inputs are rounded, one row a token, as a grid; None: they are not."""
+    """The grid of an activation rule, one row a token; None: inputs are not rounded."""
     if rule is None:
         return None
     rows = 0 if rule.strategy == "tensor" else 1
@@ -130,16 +130,15 @@ def transform(
     Args:
         checkpoint: dense; only read.
         kind: one of :data:`KINDS`.
-        folder: where the result goes; one that is finished is opened and returned (so it must be of this
-            work: the same checkpoint, batches and settings).
-        work: scratch folder of this work, which survives a kill.
+        folder: where the result goes; a finished one is opened and returned (it must come from the same
+            checkpoint, batches and settings).
+        work: scratch folder, which survives a kill.
         batches: int64 (B, S) calibration batches; not for ``rotate``.
         grids: module name to the number format its weight will be rounded to, for ``awq`` and a searched
-            ``smoothquant``; Linears that are not in it do not count.
+            ``smoothquant``; the search leaves other Linears out.
         activations: ``smoothquant``: the format of the inputs, one row a token; None: they are not rounded.
         alpha: ``smoothquant``: migration strength; None: searched.
-        folds: which are used, of :data:`FOLDS`; None: all, for a given ``alpha`` the norms alone, as in the
-            paper.
+        folds: some of :data:`FOLDS`; None: all, or with a given ``alpha`` the norms alone, as in the paper.
         untie: ``rotate``: a tied head may become a tensor of its own.
         seed: ``rotate``: of the random signs.
         dtype: of all floating-point tensors of the result; None keeps each one's. A rotated weight in
@@ -147,7 +146,7 @@ def transform(
         device: where the sweep and the rotations run.
 
     Raises:
-        SettingsError: ``kind`` or a fold is unknown, or an argument that it needs is missing.
+        SettingsError: ``kind`` or a fold is unknown, or a required argument is missing.
         ModelError: the family does not allow it; gives the reason.
         NumericsError: a result is not finite.
     """
@@ -194,7 +193,7 @@ def _write(
     dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
-    """The config and the changed tensors, under their stored names; with a new head, under the model's."""
+    """Write config and tensors, under their stored names; with a new head, under the model's."""
     names = {stored: name for name, stored in stored_names(model, checkpoint).items()}
     embedding = f"{discover(model).embedding}.weight"
     head = f"{result.head}.weight" if result.head else None
@@ -261,7 +260,7 @@ def _smooth(
     device: str | torch.device,
     progress: Progress,
 ) -> _TransformResult:
-    """Find a scale for each fold, by a sweep that changes nothing."""
+    """Find the scale of each fold by a sweep that changes no weight."""
     if not len(batches):
         raise SettingsError("batches", list(batches), f"calibration batches for {kind}")
     if grids is None and (kind == "awq" or alpha is None):
@@ -325,7 +324,7 @@ def _smoothing_report(
 def _rotate(
     checkpoint: Checkpoint, model: Any, seed: int, untie: bool, device: str | torch.device
 ) -> _TransformResult:
-    """What rotating the residual stream and the heads' values does to each module."""
+    """The change of each module when the residual stream and the heads' values are rotated."""
     facts = residual(checkpoint.config)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)

@@ -8,15 +8,15 @@ Letters: W (N, K) weight, N outputs, K inputs; X (T, K) calibration inputs; m (K
 s (K,) scale; a alpha in [0, 1); H (K, K) = 2 X^T X / T from hessian.py; E (N, K) the error, W - Q(W diag(s))
 diag(1/s).
 
-The output error of E is tr(E H E^T), so that no candidate needs a forward pass, and Q is the grid that will
-be used. All Linears with one input share s: their errors are added. a = 0 is s = 1, so that the result is
-never worse than round to nearest.
+The output error of E is tr(E H E^T): no candidate needs a forward pass. Q is the grid of the result. Linears
+with the same input share s, and their errors are added. a = 0 is s = 1, so the result is never worse than
+round to nearest.
 
-Differs from the paper: besides s = m^a the search tries s = m^a / w^(1-a), with w (K,) the mean over rows
-of |W| relative to its tile's largest weight (as AutoAWQ does, and llm-compressor as "duo scaling"), and takes
-the best of both. Candidates are measured on a sample of rows, the best of them and s = 1 on all. The clip
-search measures a tile's error by its own block of H, and is dropped for a weight
-whose whole error it does not lower.
+Differs from the paper: besides s = m^a the search tries s = m^a / w^(1-a), with w (K,) the mean over rows of
+|W| relative to its tile's largest weight (as AutoAWQ does, and llm-compressor as "duo scaling"), and takes
+the best. Candidates are measured on a sample of rows, the best of them and s = 1 on all rows. The clip search
+measures a tile's error by its own diagonal block of H; its result is dropped where it does not lower the
+total error of a weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLE = 512  # rows of a weight that candidates are measured on
 
 
 class InputStatistics:
-    """What the search sees of a group's inputs: H and the mean of |x|, in float32."""
+    """Statistics of a group's inputs for the search: H and the mean of |x|, in float32."""
 
     def __init__(self, inputs: int) -> None:
         self.hessian = Hessian(inputs)
@@ -61,7 +61,7 @@ class InputStatistics:
 
 @dataclass(frozen=True)
 class ScaleSearchResult:
-    """What the search found.
+    """Result of the scale search.
 
     Attributes:
         scale: s, float32 (K,); its largest and smallest value multiply to 1 unless channels share scales.
@@ -138,11 +138,11 @@ def thinned(weight: Tensor, grid: Grid, sample: int) -> Tensor:
 
 
 def group_error(weights: Sequence[Tensor], grids: Sequence[Grid], H: Tensor, s: Tensor) -> float:
-    """|| E X^T ||^2 / || W X^T ||^2, both summed over the weights (each measured against its own where only a
-    sample of its rows is given)."""
-    lost = sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
+    """|| E X^T ||^2 / || W X^T ||^2, both summed over the weights, or over the given samples of their
+    rows."""
+    error = sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
     whole = sum(quadratic(piece, H) for piece in weights)
-    return lost / max(whole, 1e-30)
+    return error / max(whole, 1e-30)
 
 
 def scale_at(m: Tensor, alpha: float, w: Tensor | None = None) -> Tensor:
@@ -176,7 +176,7 @@ def _relative_size(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipSearchResult:
-    """What the clip search found.
+    """Result of the clip search.
 
     Attributes:
         shrink: (P, G) factor on the range of each tile, for ``grid.choose``.
@@ -197,7 +197,7 @@ def search_clip(
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32.
-        smallest: shrink factor that is never reached.
+        smallest: lower bound of the factors, itself not tried.
         points: factors tried: 1, 1 - (1 - smallest) / points, ...; where the grid is signed, their negatives
             too.
     """
@@ -226,8 +226,8 @@ def diagonal_blocks(H: Tensor, width: int) -> Tensor:
 
 
 def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
-    """The error of each tile (P, G) for each factor; compiled for whole numbers, whose range is all that the
-    scales depend on. Compiled, a decoded value is not rounded to the storage type."""
+    """The error of each tile (P, G) for each factor; compiled for integer grids, whose scales depend on the
+    range alone. The compiled loop does not round a decoded value to the storage type."""
     if not (isinstance(grid, IntGrid) and grid.rows == 1 and kernel.available(W.device)):
         return (tile_errors(W, grid, blocks, factor) for factor in factors)
     tiled = grid.tile(W)
@@ -252,7 +252,7 @@ def _rounding_error(weight: Tensor, grid: Grid, shrink: float | Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class AWQRule:
-    """AWQ as smoothing.ScaleSolver uses it."""
+    """AWQ's rule for smoothing.ScaleSolver."""
 
     def accumulator(self, inputs: int) -> InputStatistics:
         """Hessian and mean magnitudes."""

@@ -17,9 +17,9 @@ n * (64 + ...) operations a row instead of n^2. For n = 2^k times an odd number,
 times that number for which Paley's construction with a prime gives a Hadamard matrix (12, 20, 28, 36, 44,
 ...); where there is none, the last factor is a random orthogonal matrix of the odd number.
 
-Differs from the papers: only what folds offline is here, so that the model stays an ordinary one; no
-rotation is learned. With ``keep_mean`` R is followed by the reflection that maps 1 R (1: the vector of ones)
-back to 1, so that a LayerNorm, which subtracts the mean, commutes with R as an RMSNorm does (the papers turn
+Differs from the papers: only rotations that fold offline are applied, so the architecture does not change; no
+rotation is learned. With ``keep_mean`` a reflection after R maps 1 R (1: the vector of ones) back to 1,
+so that a LayerNorm, which subtracts the mean, commutes with R as an RMSNorm does (the papers turn
 LayerNorms into RMSNorms instead, as SliceGPT does). Where a reader has no bias (a head after a LayerNorm),
 the norm keeps (b / g) R instead.
 """
@@ -111,7 +111,7 @@ def random_rotation(size: int, seed: int, *, keep_mean: bool = False) -> Rotatio
     Args:
         size: n, at least 1.
         seed: of the signs, and of the odd factor where it is random.
-        keep_mean: 1 R = 1 (the vector of ones stays), and so the mean of every row.
+        keep_mean: 1 R = 1 for the vector of ones, which preserves the mean of every row.
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).float() * 2.0 - 1.0
@@ -141,7 +141,7 @@ def _factors(size: int, generator: torch.Generator) -> Iterator[Tensor]:
 
 
 def _twos(number: int) -> int:
-    """How often 2 divides a number."""
+    """The exponent of 2 in a number."""
     return (number & -number).bit_length() - 1
 
 
@@ -196,7 +196,7 @@ def paley(order: int) -> Tensor:
 
 
 def _random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
-    """Uniformly distributed, from the QR decomposition of normal numbers in float64."""
+    """A uniformly distributed one, from the QR decomposition of normal numbers in float64."""
     Q, R = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
     return (Q * R.diagonal().sign()).float()
 
@@ -238,18 +238,18 @@ def _composed(module: nn.Module, steps: list[ParameterChange], device: str | tor
     transposed = not isinstance(module, nn.Linear | nn.Embedding)
 
     def change(leaf: str, tensor: Tensor) -> Tensor:
-        turn = transposed and tensor.dim() == 2
+        transpose = transposed and tensor.dim() == 2
         value = tensor.to(device).float()
-        value = value.T if turn else value
+        value = value.T if transpose else value
         for step in steps:
             value = step(leaf, value)
-        return (value.T if turn else value).contiguous()
+        return (value.T if transpose else value).contiguous()
 
     return change
 
 
 def _norm_steps(norm: NormRead, model: Any, load: Load, R: Rotation) -> list[tuple[str, ParameterChange]]:
-    """A norm without weight, its weight and bias in its readers."""
+    """Move a norm's weight and bias into its readers."""
     g = load(f"{norm.name}.weight") + norm.offset
     biased = getattr(model.get_submodule(norm.name), "bias", None) is not None
     b = load(f"{norm.name}.bias") if biased else None
@@ -285,7 +285,7 @@ def _divided(name: str, b: Tensor, g: Tensor) -> Tensor:
 
 
 def _value_steps(value: HeadValues, R2: Rotation) -> list[tuple[str, ParameterChange]]:
-    """The values of each head rotated: rows of v, columns of o."""
+    """Rotate the values of each head: rows of v, columns of o."""
     rows = list(value.v_rows)
 
     def on_v(leaf: str, tensor: Tensor) -> Tensor:

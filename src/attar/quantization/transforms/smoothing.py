@@ -1,4 +1,4 @@
-"""The scales of folds by the sweep walk, for SmoothQuant and AWQ; no weight is changed."""
+"""SmoothQuant's and AWQ's scales of folds, by the sweep walk; no weight is changed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _IgnoredInputs:
 
 
 class ScaleSolver:
-    """Finds the scales of folds as the sweep walks; leaves every weight as it is.
+    """Finds the scales of folds during a sweep; changes no weight.
 
-    A fold's scale is found where the first of its consumers runs. Where a norm feeds attention and MLP side
-    by side, the consumers run in two groups; the weights of the later ones are read from the checkpoint.
+    A fold's scale is found where the first of its consumers runs. Where a norm feeds attention and MLP in
+    parallel, the consumers run in two groups; the weights of the later ones are read from the checkpoint.
 
     Args:
         rule: finds a scale.
-        grids: by module name; consumers that are missing do not count. None: all count, no grid is needed.
+        grids: by module name; the search leaves other consumers out. None: all are used, without grids.
         load: a Linear's weight (N, K) by module name.
     """
 

@@ -6,10 +6,10 @@ Quantization for Large Language Models", arXiv 2211.10438, equation 4.
 Letters: X (T, K) calibration inputs, T tokens; W (N, K) weight, N outputs, K inputs; X_j, W_j their columns;
 s (K,) scale; a alpha, the migration strength: 0 leaves the weights as flat as possible, 1 the activations.
 
-The columns of all Linears with one input count together in max|W_j|. The paper gives one a to the whole model
-(0.5; 0.75 for some). Differs from the paper: where no a is given, each group takes the one with the least
-|| X W^T - Q(X diag(1/s)) Q(W diag(s))^T ||^2 on a sample of tokens, with the real grids of weights and
-activations; s = 1 is among the candidates, so that a searched scale is never worse than none.
+max|W_j| runs over all Linears with the same input. The paper has one a for the whole model (0.5; 0.75 for
+some). Differs from the paper: without a given a, each group takes the one with the least || X W^T - Q(X
+diag(1/s)) Q(W diag(s))^T ||^2 on a sample of tokens, with the real grids of weights and activations; s = 1 is
+among the candidates, so a searched scale is never worse than none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALLEST = 1e-5  # of a column's largest value and of s
 
 
 class ActivationMaxima:
-    """max|X_j| of a group's inputs, and a sample of its tokens: every 2^i-th, i as small as fits.
+    """max|X_j| of a group's inputs, and a sample of its tokens: every 2^i-th, with the smallest i that fits.
 
     Args:
         inputs: K.
@@ -62,13 +62,13 @@ class ActivationMaxima:
 
 @dataclass(frozen=True)
 class Migration:
-    """What was chosen.
+    """The chosen migration.
 
     Attributes:
         scale: s, float32 (K,).
         alpha: a; None: s = 1 was best.
-        error: || Y - Q(X / s) Q(W s)^T ||^2 / || Y ||^2 over all weights of the group, on the sample; None
-            when nothing was searched.
+        error: || Y - Q(X / s) Q(W s)^T ||^2 / || Y ||^2 over all weights of the group, on the sample; None:
+            not searched.
         plain_error: the same with s = 1.
     """
 
@@ -112,7 +112,7 @@ def search_migration(
         share: as in :func:`migration`.
 
     Raises:
-        NumericsError: nothing was seen, or a weight or the inputs are not finite.
+        NumericsError: no token was seen, or a weight or the inputs are not finite.
     """
     X, pieces = seen.sample(), [weight.float() for weight in weights]
     if not len(X) or not all(torch.isfinite(tensor).all() for tensor in (X, *pieces)):
@@ -151,7 +151,7 @@ def nearest(values: Tensor, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class SmoothQuantRule:
-    """SmoothQuant as smoothing.ScaleSolver uses it.
+    """SmoothQuant's rule for smoothing.ScaleSolver.
 
     Attributes:
         activations: format of the inputs, or None.

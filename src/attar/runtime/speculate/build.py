@@ -14,47 +14,47 @@ from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode
 
-FREE, MODEL = 40, 8  # drafts of one text in a pass at most, by default
-READ = 64  # tokens of a prompt, to measure how fast a draft model reads
+FREE_DRAFTS, MODEL_DRAFTS = 40, 8  # of a sequence in a pass at most, by default
+PREFILL = 64  # prompt tokens, for the time of a draft model's prefill
 SETTLE = 12  # plain passes before the first drafts
 
 
 def make_speculator(
-    wanted: SpeculationSettings, target: Loaded, model: Any = None, **settings: Any
+    settings: SpeculationSettings, target: Loaded, model: Any = None, **options: Any
 ) -> Speculator | None:
     """The speculator of a loaded model with an empty pool; None where none is configured.
 
     Args:
         model: what the target was loaded from; "self" reads it once more.
-        settings: that the draft model is loaded with, of :func:`attar.runtime.loading.load`.
+        options: of :func:`attar.runtime.loading.load`, for the draft model.
 
     Raises:
-        SettingsError: it does not go together with what the target does.
+        SettingsError: the settings exclude a feature of the target.
         ModelError, CheckpointError: the draft model cannot be loaded, or does not suit the target.
     """
-    if not wanted:
+    if not settings:
         return None
-    wanted.check_with(getattr(target.runner, "features", {}))
-    proposer = _proposer(wanted, target, model, settings)
-    most = wanted.drafts or (FREE if proposer.free else MODEL)
+    settings.check_with(getattr(target.runner, "features", {}))
+    proposer = _proposer(settings, target, model, options)
+    most = settings.drafts or (FREE_DRAFTS if proposer.free else MODEL_DRAFTS)
     drafting, reading = {}, 0.0
     if not proposer.free:
-        times = measure(cast(Any, proposer).runner, {1: (1, READ), 8: (8,)})
+        times = measure(cast(Any, proposer).runner, {1: (1, PREFILL), 8: (8,)})
         drafting = {batch: points[batch] for batch, points in times.items()}
-        reading = times[1].get(READ, READ * times[1][1]) / READ
+        reading = times[1].get(PREFILL, PREFILL * times[1][1]) / PREFILL
     latency = Latency(by_tokens(measure(target.runner)), drafting, SETTLE, reading)
-    mode = cast("VerificationMode | None", wanted.verification)
+    mode = cast("VerificationMode | None", settings.verification)
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
 
 
-def _proposer(wanted: SpeculationSettings, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:
-    if wanted.speculate == "ngram":
+def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:
+    if settings.speculate == "ngram":
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
-    if wanted.speculate == "lookahead":
+    if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
     from attar.runtime.speculate.self_speculation import draft_of, load_self_draft
 
     tokens = target.runner.capacity * target.runner.block_size
-    if wanted.speculate == "self":
+    if settings.speculate == "self":
         return load_self_draft(model, target, kv_tokens=tokens)
-    return draft_of(load(wanted.draft, kv_tokens=tokens, **settings), target)
+    return draft_of(load(settings.draft, kv_tokens=tokens, **options), target)

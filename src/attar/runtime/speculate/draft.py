@@ -1,22 +1,22 @@
-"""Drafts: proposed tokens as a tree, and what they were drawn from.
+"""Drafts: proposed tokens as a tree, and the distributions they were drawn from.
 
     index      0 is the last decided token, drafts are 1..n; the row of logits, and of p, after each
     parent     of a draft the index it follows, smaller than its own; a chain is 0, 1, 2, ...
     path       indices from the first draft down to a node, in order
 
-Three rules say how the drafts that follow one node came about, and so how they must be verified:
+The rule is how the drafts after one node were chosen, and decides how they must be verified:
 
-    fixed      chosen with no chance: n-grams, argmax, the likeliest k, trained heads. There is no q, even
-               where the proposer has probabilities: what argmax picks was not drawn from the softmax
-    iid        each drawn from q by itself; equal siblings are drawn again, and both count
-    distinct   drawn from q one after the other without replacement (Gumbel top-k), in the order drawn
+    fixed      deterministic: n-grams, argmax, the k likeliest, trained heads. There is no q, even if the
+               proposer has probabilities: an argmax was not drawn from the softmax
+    iid        drawn from q independently; equal siblings are possible, and both count
+    distinct   drawn from q without replacement (Gumbel top-k), in the order drawn
 
 q_i is the distribution, after the warps, that the token of draft i was drawn from; siblings share it. Whether
-a draft of the last two rules is in the tree may depend on what was drawn before it and above it, and never on
-its own token or on a later one: to stop at a doubtful prefix is allowed, to drop a doubtful draw is not.
+a draft of the last two rules is in the tree may depend on earlier draws and on those above it, never on its
+own token or a later one: stopping at a doubtful prefix is allowed, dropping a doubtful draw is not.
 
 The acceptance of a draft is counted under its kind, a group and a level in it from 1: for a chain of a draft
-model the level is the depth, for n-grams the number of tokens that matched before.
+model the level is the depth, for n-grams the number of tokens that matched before it.
 
 Letters: n drafts, V vocabulary of the proposer, p and q distributions of target and draft.
 """
@@ -43,10 +43,10 @@ class Draft:
 
     Args:
         tokens: x_1..x_n, at least one.
-        parents: of each the index it follows, in [0, its own).
+        parents: index of each draft's parent, smaller than its own.
         q: float32 (n, V), or n rows (V,) that siblings may share; None where the rule is fixed.
         rule: how the drafts after one node were chosen.
-        kinds: of each draft, what its acceptance is counted under; None: its depth.
+        kinds: what the acceptance of each draft is counted under; None: its depth.
     """
 
     tokens: tuple[int, ...]
@@ -61,17 +61,6 @@ class Draft:
         tokens = tuple(tokens)
         return cls(tokens, tuple(range(len(tokens))), q, "fixed" if q is None else "iid")
 
-    @classmethod
-    def trie(cls, guesses: Iterable[Sequence[int]]) -> Draft:
-        """Several fixed continuations, what they begin with in common stated once; the first ones first."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        for guess in guesses:
-            first = len(tokens)
-            tokens += guess
-            parents += [0, *range(first + 1, len(tokens))][: len(guess)]
-        return cls(tuple(tokens), tuple(parents)).merged()
-
     def __len__(self) -> int:
         """n."""
         return len(self.tokens)
@@ -82,7 +71,7 @@ class Draft:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of indices 0..n: 0 for the last decided token, 1 for what follows it."""
+        """Of indices 0..n: 0 for the last decided token, 1 for its children."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -105,18 +94,14 @@ class Draft:
             node = self.parents[node - 1]
         return tuple(reversed(nodes))
 
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The path of every draft that nothing follows, in their order."""
-        return tuple(self.path(node) for node in range(1, len(self) + 1) if not self._children[node])
-
-    def text(self, path: Iterable[int]) -> tuple[int, ...]:
+    def path_tokens(self, path: Iterable[int]) -> tuple[int, ...]:
         """Tokens of the drafts of a path."""
         return tuple(self.tokens[node - 1] for node in path)
 
     def pruned(self, nodes: Sequence[int]) -> Draft | None:
-        """Some of the nodes, each with its parent among them; None where there are none.
+        """Only these nodes, which must include their parents; None where there are none.
 
-        Only what is fixed may be pruned: with q the choice must not look at the tokens.
+        Only fixed drafts may be pruned: with a q the choice must not depend on the tokens.
         """
         nodes = sorted(nodes)
         if len(nodes) in (0, len(self)):
@@ -131,7 +116,7 @@ class Draft:
         )
 
     def cut(self, count: int) -> Draft | None:
-        """The first ``count`` drafts, as the scheduler cuts them; None where that is none."""
+        """The first ``count`` drafts; None for 0."""
         if count >= len(self):
             return self
         if count <= 0:
@@ -140,22 +125,8 @@ class Draft:
         kinds = None if self.kinds is None else self.kinds[:count]
         return Draft(self.tokens[:count], self.parents[:count], q, self.rule, kinds)
 
-    def merged(self) -> Draft:
-        """Equal siblings made one, of the first's kind, with what follows them; the rule must be fixed."""
-        assert self.rule == "fixed", f"equal siblings that were drawn ({self.rule}) both count"
-        indices = [0]
-        firsts: list[int] = []
-        known: dict[tuple[int, int], int] = {}
-        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            indices.append(known.setdefault((indices[parent], token), len(known) + 1))
-            if len(known) > len(firsts):
-                firsts.append(node)
-        kinds = None if self.kinds is None else tuple(self.kinds[node] for node in firsts)
-        tokens, parents = tuple(token for _, token in known), tuple(parent for parent, _ in known)
-        return Draft(tokens, parents, kinds=kinds)
-
     def check(self) -> None:
-        """Raises AssertionError naming what does not fit together."""
+        """Raises AssertionError naming what is inconsistent."""
         n = len(self)
         assert n >= 1, "a draft of no tokens"
         assert len(self.parents) == n, f"{len(self.parents)} parents for {n} drafts"
@@ -179,7 +150,7 @@ class Draft:
             assert abs(float(row.sum()) - 1) < 1e-3, f"draft {child}: q sums to {row.sum()}"
             first = q[siblings[0] - 1]
             assert row is first or np.array_equal(row, first), f"drafts after {node} have several q"
-        tokens = self.text(siblings)
+        tokens = self.path_tokens(siblings)
         equal = self.rule == "distinct" and len(set(tokens)) < len(tokens)
         assert not equal, f"drafts after {node} are drawn without replacement, and equal: {tokens}"
 
@@ -193,11 +164,11 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was accepted of a draft.
+    """The result of verification.
 
     Args:
         path: indices of the accepted drafts, in order; may be empty.
-        token: the one after them, the target's own.
+        token: the target's token after them.
     """
 
     path: tuple[int, ...]
@@ -205,16 +176,16 @@ class Verdict:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """For each new token the row of logits it was decided on: its log-probability is read there."""
+        """The row of logits that decided each new token, for its log-probability."""
         return (0, *self.path)
 
     def tokens(self, draft: Draft) -> tuple[int, ...]:
-        """The new tokens: accepted drafts and the one after."""
-        return (*draft.text(self.path), self.token)
+        """The new tokens: the accepted drafts and the token after them."""
+        return (*draft.path_tokens(self.path), self.token)
 
 
 def kind_of(group: int, level: int) -> int:
-    """The kind of a level; levels from LEVELS - 1 on are one."""
+    """The kind of a level; levels from LEVELS - 1 on share one."""
     return group * LEVELS + min(level, LEVELS - 1)
 
 
@@ -224,11 +195,11 @@ def kinds_of(draft: Draft) -> Sequence[int]:
 
 
 class DraftBuilder:
-    """Continuations, what they begin with in common held once.
+    """Builds a tree of fixed drafts from continuations; common beginnings share their nodes.
 
     Args:
-        ends: a continuation stops with one of these.
-        most: drafts at most; more are not added.
+        ends: end tokens; a continuation stops after one.
+        most: drafts at most; further ones are not added.
     """
 
     def __init__(self, ends: frozenset[int] = frozenset(), most: int = 1 << 30) -> None:
@@ -245,7 +216,7 @@ class DraftBuilder:
         return (0, token) in self._nodes
 
     def add(self, tokens: Sequence[int], kinds: Sequence[int], parent: int = 0) -> list[int]:
-        """Adds a continuation of a node; the nodes of its tokens, as many as there was room for."""
+        """Add a continuation of a node; the nodes of its tokens, as many as ``most`` allows."""
         nodes: list[int] = []
         for token, kind in zip(tokens, kinds, strict=True):
             node = self._nodes.get((parent, token))
@@ -262,7 +233,7 @@ class DraftBuilder:
         return nodes
 
     def draft(self) -> Draft | None:
-        """What there is as a draft; None where that is nothing."""
+        """The draft; None if it is empty."""
         if not self._nodes:
             return None
         tokens = tuple(token for _, token in self._nodes)

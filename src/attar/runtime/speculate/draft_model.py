@@ -1,23 +1,23 @@
 """A smaller model that drafts, with a runner and block tables of its own.
 
-    propose    rejected drafts are truncated; what the model has not seen of each sequence is run, all
-               sequences in one pass; then a pass for every further draft
-    x_i        the chain: the likeliest token where the request is greedy; else the first of a race over q_i
-    siblings   the next ones of the same row: the next likeliest; else the next of the race (Gumbel top-k)
-    rules      ``DraftRules``: drawn with the round's noise, q goes with the draft, for exact verification;
-               the completion itself: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
+    propose    rejected drafts are truncated; the new tokens of all sequences are run in one pass, then every
+               further draft takes one more pass
+    x_i        the chain: the likeliest token of a greedy request, else the Gumbel argmax over q_i
+    siblings   further tokens of the same row: the next likeliest, else the next of the Gumbel top-k
+    rules      ``DraftRules``: drawn with the round's noise, with their q, for exact verification;
+               the completion: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
 
-A row of logits costs a pass of the draft model; siblings are read from rows that exist anyway. With the
-target's own noise (coupled) the race is the target's, run over q_i: its leaders are what the target most
-likely draws. With the round's own noise (exact) they are draws from q_i without replacement, in order.
-Neither x_K nor a sibling is run: if one is accepted, the next round runs it.
+A row of logits costs a pass of the draft model; siblings come from the rows of the chain at no further pass.
+With the target's noise (coupled) the Gumbel top-k over q_i has the tokens that the target most likely draws.
+With the round's noise (exact) it is a sample from q_i without replacement, in order. Neither x_K nor a
+sibling is run: if accepted, it is run in the next round.
 
-A draft ends at an end token, at the model's context, where the noise or the grammar leaves nothing to draw,
-and after a row whose likeliest token has less probability than ``doubt``. The row is made before its token is
-drawn, so which tokens are kept never depends on what was drawn.
+A draft ends at an end token, at the model's context, where grammar or numerics leave no token to draw, and
+after a row whose likeliest token has a probability below ``doubt``. That is decided on the row before its
+token is drawn, so which tokens are kept never depends on the draw.
 
-A pass has at most ``step_tokens`` tokens: a long new prompt is run in several, together with the drafts of
-others. An error of the draft model only costs time: tokens are translated to the target's vocabulary
+A pass has at most ``step_tokens`` tokens: a long prompt is prefilled in chunks, together with the drafts of
+other sequences. Errors of the draft model only cost time: tokens are translated to the target's vocabulary
 (``vocabulary.py``), dropped tables are computed again (``draft_tables.py``), and NaN logits end the draft.
 
 Letters: K drafts of a chain, q_i the distribution of x_i, V the target's vocabulary.
@@ -43,16 +43,16 @@ from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.vocabulary import SameVocabulary, TokenTranslator, VocabularyMapping
 from attar.runtime.step import Runner, StepInput
 
-BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
+BRANCHES = 4  # a fifth adds almost no tokens (benchmarks/siblings.py)
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
 @dataclass
 class GrowingDraft:
-    """A draft while it grows.
+    """A draft under construction.
 
     Args:
-        ids: the sequence in tokens of the draft model, then x_1..x_(i-1).
+        ids: the sequence in the draft model's tokens, then x_1..x_(i-1).
         certain: how many of ``ids`` are not drafts.
         most: K.
         ends: nothing is drafted after one.
@@ -72,10 +72,10 @@ class GrowingDraft:
     open: bool = True
 
     def extend(self, logits: Tensor) -> None:
-        """One more draft, and its siblings, from the logits (1, V) after the last; or none."""
+        """Add a draft and its siblings from the logits (1, V) after the last one; or close the draft."""
         try:
             (token, *others), largest = self._chosen(logits)
-        except Exception:  # NaN, no token of both vocabularies may follow, a grammar that cannot go on
+        except Exception:  # NaN, no shared token is allowed, or the grammar has no continuation
             self.open = False
             del self.q[len(self.tokens) :]
             return
@@ -85,7 +85,7 @@ class GrowingDraft:
         self.open = sure and len(self.tokens) < self.most and token not in self.ends
 
     def draft(self) -> Draft | None:
-        """The chain, then the siblings from the top down, counted under rank and depth; None if empty."""
+        """The chain, then the siblings by depth, with rank and depth as kind; None if empty."""
         if not self.tokens:
             return None
         if self.branches == 1:
@@ -101,7 +101,7 @@ class GrowingDraft:
         return Draft(tuple(tokens), tuple(parents), q, "distinct" if q else "fixed", tuple(kinds))
 
     def _chosen(self, logits: Tensor) -> tuple[list[int], float | None]:
-        """The tokens, best first, and the probability of the likeliest; None where it is not needed."""
+        """The tokens in order, and the probability of the likeliest; None if ``doubt`` does not need it."""
         rules = self.request.rules
         row = GREEDY if rules is None else rules.row(self.tokens)
         if rules is None or row.params.greedy:
@@ -114,17 +114,17 @@ class GrowingDraft:
 
 
 class DraftModel:
-    """Proposes what another model would generate.
+    """Proposes the continuations of a draft model.
 
     Args:
-        runner: the draft model, with a pool of its own, without eviction.
-        vocabulary: between its tokens and the target's; None: they are the same.
-        name: for people and metrics.
-        doubt: where the likeliest token of a row has less probability, its draft is the last; 0: never.
-        branches: drafts of a row at most: one of the chain, and its siblings; 1: chains alone.
+        runner: the draft model, with a KV pool of its own, without eviction.
+        vocabulary: mapping between its tokens and the target's; None: they are equal.
+        name: for logs and metrics.
+        doubt: a draft ends after a row whose likeliest token has a lower probability; 0: never.
+        branches: drafts of a row at most: one of the chain, and its siblings; 1: chains only.
         step_tokens: tokens of a pass at most.
         reuse: whether sequences share prefixes.
-        nbytes: memory that drafting takes in addition to the target, for people; 0: unknown.
+        nbytes: memory in addition to the target, for logs; 0: unknown.
     """
 
     free, draws, learns_tree = False, True, False
@@ -153,9 +153,9 @@ class DraftModel:
         self._translators: dict[int, TokenTranslator] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """A chain of at most ``most`` drafts for each request, with all siblings where it is ``wide``.
+        """A chain of at most ``most`` drafts for each request, with siblings where it asks for them.
 
-        An error of the runner is raised; the tables of the round are dropped then, and the next may go on.
+        An error of the runner is raised after the tables of the round are dropped, so later rounds can run.
         """
         self.tables.begin([request.sequence for request in requests if request.most > 0])
         drafts = [self._begin(request) for request in requests]
@@ -171,7 +171,7 @@ class DraftModel:
         return [None if draft is None else draft.draft() for draft in drafts]
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
-        """Nothing to do: the next request brings the tokens."""
+        """Nothing: the next request has the tokens."""
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
@@ -187,7 +187,7 @@ class DraftModel:
             self.tables.drop(sequence)
 
     def _begin(self, request: DraftRequest) -> GrowingDraft | None:
-        """A draft for a request; None where there is no room, or no context left."""
+        """An empty draft for a request; None where slots or context are exhausted."""
         if request.most <= 0:
             return None
         if request.sequence not in self._translators:
@@ -203,11 +203,11 @@ class DraftModel:
             return None
         if not self.tables.open(request.sequence, ids, most - 1, request.salt):
             return None
-        branches = self.branches if request.wide else 1
+        branches = self.branches if request.siblings else 1
         return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
 
     def _run(self, drafts: Sequence[GrowingDraft]) -> None:
-        """Runs what is left of each sequence, the shortest first; those that are complete get a draft."""
+        """Run the tokens that are not in the tables, fewest first; completed sequences get a draft."""
         room, parts = self.step_tokens, []
         for draft in sorted(drafts, key=self._left):
             count = min(self._left(draft), room)
@@ -235,7 +235,7 @@ class DraftModel:
 
 
 def _likeliest(x: Tensor, count: int) -> list[int]:
-    """The largest of (1, V), in order; after the first only those that are not banned.
+    """The ``count`` largest of (1, V), in order, without banned tokens (-inf) after the first.
 
     Raises:
         NumericsError: as :func:`attar.runtime.sampling.warp.likeliest`.

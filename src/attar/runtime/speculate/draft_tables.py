@@ -1,14 +1,14 @@
-"""Block tables of a draft model: what it has run of each sequence.
+"""Block tables of a draft model: the tokens it has run of each sequence.
 
-    begin    a round of sequences, the first ones have priority
-    open     truncate to what table and sequence have in common (rejected drafts), reserve slots for the rest
-    ran      tokens were run
-    drop
+    begin    start a round; its first sequences have priority
+    open     truncate the table to its common prefix with the sequence (rejected drafts), reserve new slots
+    ran      count tokens that were run
+    drop     release a table
 
-A table may be dropped whenever slots are short, and is computed again. Those that are not in the round go
-first, least recently used before the others; then those at the round's end. So a pool that is too small for a
-batch serves its first sequences every time, and does not take from all in turn. Published blocks of a dropped
-table stay until they are needed, and are found again by their prefix.
+Tables are dropped when slots run out, and computed again later: first those outside the round, the least
+recently used first, then those at the end of the round. So a pool that is too small for the batch always
+serves the same first sequences. Published blocks of a dropped table stay in the prefix cache until they are
+needed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.step import TokenSpan
 
-NEAR = 64  # tokens at the end, where sequence and table usually differ
+NEAR = 64  # last tokens, which are compared one by one
 
 
 class DraftTables:
     """The tables of a draft model.
 
     Args:
-        manager: of its pool; without a sliding window, for tables are truncated to any length.
-        forget: called with every sequence whose table is dropped.
+        manager: of its pool; without a sliding window, as tables are truncated to any length.
+        forget: called for every sequence whose table is dropped.
     """
 
     def __init__(self, manager: BlockManager, forget: Callable[[int], None]) -> None:
@@ -38,20 +38,20 @@ class DraftTables:
         return sequence in self._ran
 
     def length(self, sequence: int) -> int:
-        """Tokens that were run."""
+        """Tokens of the sequence that were run."""
         return len(self._ran[sequence])
 
     def begin(self, sequences: Sequence[int]) -> None:
-        """A round of these; none of them loses its table to a later one."""
+        """Start a round; none of these sequences loses its table to a later one."""
         self._round = list(sequences)
 
     def open(self, sequence: int, tokens: Sequence[int], ahead: int, salt: str = "") -> bool:
-        """Reserves slots for the new tokens of a sequence. Returns false where there is no room; the
-        sequence then has an older table, or none.
+        """Reserve slots for the new tokens of a sequence of the round; false if they do not suffice: the
+        sequence then keeps an older table, or has none.
 
         Args:
-            tokens: all of it, at least one; the last is always run again, for its logits.
-            ahead: slots after the tokens that drafts will need.
+            tokens: the whole sequence, at least one; the last is always run again, for its logits.
+            ahead: further slots, for drafts.
             salt: the tenant.
         """
         self._truncate(sequence, tokens)
@@ -69,12 +69,12 @@ class DraftTables:
         return TokenSpan(sequence, start, start + count, self.manager.table(sequence).row, logits)
 
     def ran(self, sequence: int, tokens: Sequence[int], certain: Sequence[int]) -> None:
-        """The next tokens were run; full blocks of ``certain`` tokens, no draft among them, are published."""
+        """Count tokens that were run; full blocks of ``certain`` tokens (no drafts) are published."""
         self._ran[sequence] += tokens
         self.manager.commit(sequence, len(tokens), certain)
 
     def drop(self, sequence: int) -> None:
-        """Releases a table."""
+        """Release a table."""
         del self._ran[sequence]
         self.manager.release(sequence)
         self._forget(sequence)
@@ -89,7 +89,7 @@ class DraftTables:
             assert length == len(tokens), f"sequence {sequence}: {length} slots for {len(tokens)} tokens"
 
     def _truncate(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Takes back what is not of the sequence, and its last token."""
+        """Release the slots beyond the common prefix, and that of the last token."""
         ran = self._ran.get(sequence)
         if ran is None:
             return
@@ -99,9 +99,9 @@ class DraftTables:
             del ran[length:]
 
     def _reserved(self, sequence: int, tokens: Sequence[int], ahead: int, salt: str) -> bool:
-        """Whether there are slots for all of it; a table is begun where there is room for the tokens."""
+        """Whether all slots are reserved; a missing table is allocated if the tokens fit."""
         if sequence not in self._ran:
-            spare = len(self._round) - 1  # others grow too, and would take them back
+            spare = len(self._round) - 1  # one block for each other sequence, which grows too
             reused = self.manager.admit(sequence, tokens, salt, spare=spare)
             if reused is None:
                 return False
@@ -117,7 +117,7 @@ class DraftTables:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens at the beginning that are equal."""
+    """Length of the common prefix."""
     count = min(len(first), len(second))
     near = max(count - NEAR, 0)
     start = near if first[:near] == second[:near] else 0

@@ -1,16 +1,16 @@
-"""How long a pass takes: seconds measured before serving, corrected by every pass.
+"""Time of a pass: seconds measured before serving, corrected by every pass.
 
     t(B, n) = curve(n) + offset(B, n)        n tokens of a pass, B sequences
 
-The curve holds the measured sizes, with straight lines between them and the last slope beyond. The offset is
-what an engine does around a pass and what else the measurement missed: an exponential moving average (weight
-WEIGHT) of seconds - curve(n), one for each power of two of B and each quarter of an octave of n, which begins
-at the nearest that was run. Of the first ``settle`` plain passes the shortest counts: those right after a
-prompt take up to three times as long.
+The curve interpolates linearly between the measured sizes and extrapolates with the last slope. The offset is
+the engine's overhead and other errors of the measurement: an exponential moving average (weight WEIGHT) of
+seconds - curve(n), one for each power of two of B and each quarter of an octave of n, with the nearest known
+offset as first value. Of the first ``settle`` plain passes the shortest counts: passes right after a prefill
+take up to three times as long.
 
-The curve is measured on a private sequence (or eight) in blocks at the pool's beginning, which no request
-uses yet. Every size is run once to warm up and then measured, with the greedy draw of its rows; the shortest
-time counts. Long passes are measured once; sizes for which no time is left are not measured.
+The curve is measured on one private sequence (or eight) in the first blocks of the pool, which no request
+uses yet. Every size is run once to warm up and then timed, with greedy sampling of its rows; the shortest
+time counts. Long passes are timed once; sizes beyond the time limit are not measured.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from attar.runtime.sampling.warp import SamplingRow, adjust, likeliest
 from attar.runtime.step import Runner, StepInput, TokenSpan
 
 WEIGHT = 0.1
-OUTLIER = 1.5  # times the expected seconds: what is beyond is not learnt
+OUTLIER = 1.5  # times the expected seconds: longer passes are clipped
 SIZES = {1: (1, 2, 4, 8, 16, 32), 8: (8, 16, 32, 64)}  # n by B
-PRIVATE = -1  # and below: ids of sequences that no scheduler has
+PRIVATE = -1  # and below: sequence ids that no scheduler uses
 SECONDS = 1.0  # of the measurement, about
 ROUNDS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
@@ -39,10 +39,10 @@ class Latency:
     """Seconds of the target's passes and of the draft model's steps.
 
     Args:
-        target: {tokens: seconds} of a pass, measured; empty: learnt from passes alone.
-        draft: {sequences: seconds} of a step of the draft model; empty: no time at all.
+        target: {tokens: seconds} of a pass, measured; empty: learnt from the passes.
+        draft: {sequences: seconds} of a step of the draft model; empty: 0.
         settle: plain passes before anything is drafted.
-        reading: seconds of the draft model for a token of a prompt.
+        reading: seconds a prompt token of the draft model's prefill.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Latency:
 
     @property
     def known(self) -> bool:
-        """Whether there is any time of the target."""
+        """Whether any time of the target is known."""
         return self._target.known
 
     def target(self, batch: int, tokens: int, prompt_tokens: int = 0) -> float:
         """Seconds of a pass over ``tokens`` tokens of ``batch`` sequences; 0 where nothing is known.
 
-        With ``prompt_tokens`` further tokens in the pass, of prompts: without the time of those.
+        ``prompt_tokens``: further tokens of the pass, of prompts; their time is not included.
         """
         seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
         if prompt_tokens:
@@ -80,7 +80,7 @@ class Latency:
         return self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
 
     def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
-        """Seconds that the drafts of a pass took: as measured, but for outliers; with prompts as expected."""
+        """Seconds that drafts added to a pass: measured, outliers clipped; with prompts as expected."""
         expected = self.target(batch, tokens, prompt_tokens)
         if prompt_tokens:
             seconds = expected
@@ -89,7 +89,7 @@ class Latency:
         return seconds - self.target(batch, batch)
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
-        """A pass without prompts took so long."""
+        """Learn from a pass without prompts."""
         if self._settle > 0 and tokens == batch:
             self._settle -= 1
             self._target.note(batch, tokens, seconds, shortest=True)
@@ -97,7 +97,7 @@ class Latency:
             self._target.note(batch, tokens, seconds)
 
     def note_draft(self, width: int, seconds: float) -> None:
-        """A step of the draft model took so long."""
+        """Learn from a step of the draft model."""
         self._draft.note(width, width, seconds)
 
 
@@ -116,11 +116,11 @@ class _Curve:
         return bool(self._sizes or self._offsets)
 
     def knows(self, batch: int, size: int) -> bool:
-        """Whether it lies between measured sizes, or was run."""
+        """Whether it is on the curve, or was run."""
         return len(self._sizes) > 1 or _key(batch, size) in self._offsets
 
     def seconds(self, batch: int, size: int, total: int) -> float:
-        """Of ``total`` tokens with the offset of ``size``; at least half of what was measured."""
+        """Of ``total`` tokens with the offset of ``size``; at least half of the measured time."""
         measured = self.measured(total)
         return max(measured + self._offset(batch, size), measured / 2) if self._offsets else measured
 
@@ -131,7 +131,7 @@ class _Curve:
         return self._measured[size]
 
     def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> None:
-        """A pass took so long; ``shortest``: the shortest so far counts."""
+        """Update an offset; ``shortest``: to the shortest pass so far."""
         key, measured = _key(batch, size), self.measured(size)
         if key not in self._offsets:
             begin = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
@@ -144,7 +144,7 @@ class _Curve:
             self._offsets[key] += WEIGHT * (min(seconds, OUTLIER * expected) - expected)
 
     def _offset(self, batch: int, size: int) -> float:
-        """A key that was never run has the offset of the nearest that was."""
+        """The offset of the nearest key that was run."""
         nearest = self._nearest.get((batch, size))
         if nearest is None:
             power, part = _key(batch, size)
@@ -173,7 +173,7 @@ def measure(
     budget: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, dict[int, float]]:
-    """{B: {n: seconds}}; sizes that the pool has no room for, or the time does not allow, are missing.
+    """{B: {n: seconds}}, without sizes beyond the pool's capacity or the time limit.
 
     Args:
         runner: with an empty pool.
@@ -193,20 +193,20 @@ def measure(
 
 
 def by_tokens(times: dict[int, dict[int, float]]) -> dict[int, float]:
-    """{n: seconds}; of a size that was measured with several B, that of the smallest B."""
+    """{n: seconds}; for a size measured with several B, that of the smallest B."""
     return {
         count: seconds for batch in sorted(times, reverse=True) for count, seconds in times[batch].items()
     }
 
 
 def _rising(points: dict[int, float]) -> dict[int, float]:
-    """No size takes longer than a larger one."""
+    """Each time at most that of a larger size."""
     seconds = list(accumulate(reversed(points.values()), min))
     return dict(zip(points, reversed(seconds), strict=True))
 
 
 def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], float]) -> float:
-    """The shortest of some runs; the first warms up, and is the only one if it took ``enough`` seconds."""
+    """The shortest of ROUNDS runs after one to warm up, or the first that takes ``enough`` seconds."""
     best = None
     for turn in range(1 + ROUNDS):
         fresh = replace(step)  # its cached properties are computed again
@@ -222,7 +222,7 @@ def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], fl
 
 
 def _step(runner: Runner, batch: int, count: int) -> StepInput | None:
-    """``count`` tokens, as evenly as they go over ``batch`` sequences; None where there is no room."""
+    """``count`` tokens spread over ``batch`` sequences; None beyond the pool's capacity or the context."""
     length = count // batch
     blocks = -(-length // runner.block_size)
     if batch * blocks > runner.capacity or (runner.context is not None and length > runner.context):

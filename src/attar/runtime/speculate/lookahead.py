@@ -1,27 +1,27 @@
-"""Lookahead decoding: the target guesses its own n-grams in a Jacobi window that is part of every pass.
+"""Lookahead decoding: the target generates n-grams by Jacobi iteration in a window of every pass.
 
-    window    R rows of W columns, R = 1 while it begins and N - 1 when it is warm. Cell (r, c) guesses the
-              token c + r + 1 positions after the last decided one. (0, c) follows (0, c - 1), (r, c) follows
-              (r - 1, c), (0, 0) the last token: so the target's choice after (R - 1, c) is a new row
-    pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 after it a guess;
-              G guesses a key, the latest first; KEYS keys, those not used for long go
-    guesses   what the pool holds under the last token, each a chain that follows it
+    window    R rows of W columns, R = 1 at first and N - 1 when warm. Cell (r, c) guesses the token
+              c + r + 1 positions after the last decided one. (0, c) follows (0, c - 1), (r, c) follows
+              (r - 1, c), (0, 0) the last token: the target's choices after row R - 1 are a new row
+    pool      column c and its new choice are an n-gram: the first token is the key, the others the guess;
+              at most G guesses a key, the latest first, and KEYS keys, the least recently used dropped
+    guesses   those of the pool under the last token, each a chain that follows it
 
-All are one tree of fixed tokens. Equal siblings are one node: what follows is read in the same context, so a
-guess that begins like the window shares its cells, and a cell of row 1 that equals the next of row 0 is it.
-Every node may be accepted, the window's too. A guess that matches wholly yields N tokens: its N - 1 and the
-target's own after them.
+All are one tree of fixed drafts. Equal siblings are one node, as their context is the same: a guess that
+begins like the window shares its cells, and a cell of row 1 may be the next cell of row 0. Every node may be
+accepted, those of the window too. A guess that matches completely yields N tokens: its N - 1 and the target's
+next one.
 
-After a pass that brought n + 1 tokens: with a new row and a warm window row 0 goes, which moves it by one
-place; the other n (n + 1 where no row went) leading columns go, and as many come on the right, from the pool
-where it knows a token that follows, else a token of the text drawn at random (only speed depends on it).
+After a pass with n + 1 new tokens, a warm window with a new row drops row 0, which moves it by one position;
+then the n leading columns (n + 1 if no row was dropped) are dropped. New columns on the right continue with
+the pool's latest guess, else with a random token of the sequence (only speed depends on it).
 
-A pass runs W (N - 1) + G (N - 1) drafts at most, whatever is accepted; the policy runs all or none
-(``DraftPolicy.select``). Sampling needs nothing else: the window moves by the target's likeliest tokens.
+A pass runs at most W (N - 1) + G (N - 1) drafts; the policy runs all or none (``DraftPolicy.select``). With
+sampling the window still advances by the target's likeliest tokens.
 
-Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: the tree merges what is equal;
-columns keep their positions when several tokens come at once; a whole match gives N tokens, there N - 1;
-keys are the column's own first token.
+Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: equal nodes of the tree are merged;
+columns keep their positions when several tokens are accepted; a complete match gives N tokens, there N - 1;
+the key is the column's own first token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NgramPool:
         return len(self._guesses)
 
     def add(self, key: int, guess: Sequence[int]) -> None:
-        """A guess was seen: it becomes the latest of its key."""
+        """Add a guess as the latest of its key."""
         guess = tuple(guess)
         known = self._guesses.pop(key, ())
         self._guesses[key] = (guess, *(other for other in known if other != guess))[: self.per_key]
@@ -69,38 +69,38 @@ class NgramPool:
 
 
 class LookaheadWindow:
-    """The rows of one sequence, and where its cells are in the draft under way.
+    """The window of one sequence, and the nodes of its cells in the current draft.
 
     Args:
         columns: W.
         size: N.
-        pool: fills columns, and is fed by them.
-        seed: of the tokens drawn where the pool knows nothing.
+        pool: its guesses fill new columns, and columns become its guesses.
+        seed: of the random tokens where the pool has no guess.
     """
 
     def __init__(self, columns: int, size: int, pool: NgramPool, seed: int = 0) -> None:
         self.columns, self.size, self.pool = columns, size, pool
         self.rows: list[list[int]] = []
-        self.text: list[int] = []
-        self.cells: list[int] = []  # nodes of the newest row in the draft under way; empty: it is not in it
+        self.tokens: list[int] = []
+        self.cells: list[int] = []  # nodes of the last row in the current draft; empty: not in it
         self._random = random.Random(seed)
 
     @property
     def warm(self) -> bool:
         return len(self.rows) == self.size - 1
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The text's tokens so far; those that are new feed the pool. The first ones begin the window."""
-        start = max(len(self.text) - self.size + 1, 0)
-        self.text += tokens[len(self.text) :]
-        for index in range(start, len(self.text) - self.size + 1):
-            self.pool.add(self.text[index], self.text[index + 1 : index + self.size])
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the sequence's tokens so far: new n-grams enter the pool. The first call fills the window."""
+        start = max(len(self.tokens) - self.size + 1, 0)
+        self.tokens += tokens[len(self.tokens) :]
+        for index in range(start, len(self.tokens) - self.size + 1):
+            self.pool.add(self.tokens[index], self.tokens[index + 1 : index + self.size])
         if not self.rows:
             self.rows = [[]]
             self._fill()
 
-    def plant(self, tree: DraftBuilder) -> None:
-        """Puts the cells into the tree, column by column; they are in it wholly, or not counted as in it."""
+    def add_to(self, tree: DraftBuilder) -> None:
+        """Add the cells to the tree, column by column; unless all fit, the window does not advance."""
         above = tree.add(self.rows[0], [kind_of(WINDOW, 1)] * self.columns)
         whole = len(above) == self.columns
         for row in self.rows[1:]:
@@ -114,43 +114,43 @@ class LookaheadWindow:
         self.cells = above if whole else []
 
     def advance(self, accepted: int, choices: Sequence[int]) -> None:
-        """A pass brought ``accepted`` drafts and the token after them.
+        """Advance after a pass with ``accepted`` drafts and the token after them.
 
         Args:
-            choices: the target's likeliest token after 0 and every draft; used where the window was in it.
+            choices: the target's likeliest token after nodes 0..n; unused if the window was not run.
         """
-        gone = accepted + 1
+        dropped = accepted + 1
         if self.cells and choices:
             newest = [choices[node] for node in self.cells]
             if self.warm:
                 for key, *guess in zip(*self.rows, newest, strict=True):
                     self.pool.add(key, guess)
                 del self.rows[0]
-                gone -= 1
+                dropped -= 1
             self.rows.append(newest)
         self.cells = []
-        self.rows = [row[gone:] for row in self.rows]
+        self.rows = [row[dropped:] for row in self.rows]
         self._fill()
 
     def _fill(self) -> None:
-        """Makes all rows W long."""
+        """Extend all rows to W columns."""
         while len(self.rows[0]) < self.columns:
-            before = self.rows[0][-1] if self.rows[0] else self.text[-1]
+            before = self.rows[0][-1] if self.rows[0] else self.tokens[-1]
             for row in self.rows:
                 known = self.pool.after(before)
-                row.append(known[0][0] if known else self._random.choice(self.text))
+                row.append(known[0][0] if known else self._random.choice(self.tokens))
                 before = row[-1]
 
 
 class LookaheadProposer:
-    """Proposes window and guesses.
+    """Proposes the window and the guesses.
 
     Args:
         columns: W.
         size: N, tokens of an n-gram, 2 or more.
         guesses: G.
-        ends: tokens that end a text: nothing is proposed after one.
-        seed: of what the window begins with.
+        ends: end tokens: nothing is proposed after one.
+        seed: of the window's first tokens.
     """
 
     name, free, draws, learns_tree = "lookahead", True, False, True
@@ -169,11 +169,11 @@ class LookaheadProposer:
         return (self.columns + self.guesses) * (self.size - 1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """The tree of each request; the window only where ``most`` has room for all of it and the guesses."""
+        """The tree of each request; the window only where ``most`` allows all of it and the guesses."""
         return [self._proposed(request) for request in requests]
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
-        """Moves the windows on."""
+        """Advance the windows."""
         for one in feedback:
             if one.sequence in self._windows:
                 window = self._windows[one.sequence]
@@ -190,10 +190,10 @@ class LookaheadProposer:
         if window is None:
             window = LookaheadWindow(self.columns, self.size, NgramPool(self.guesses), self.seed)
             self._windows[request.sequence] = window
-        window.follow(request.tokens)
+        window.extend(request.tokens)
         tree = DraftBuilder(self.ends, request.most)
         kinds = [kind_of(GUESS, depth) for depth in range(1, self.size)]
         for guess in window.pool.after(request.tokens[-1]):
             tree.add(guess, kinds)
-        window.plant(tree)
+        window.add_to(tree)
         return tree.draft()

@@ -3,17 +3,18 @@
     prefill = tokens r / t(1)                              plain passes; r seconds a token of the draft model
     gain    = remaining tokens (1 - plain speed / speed)   plain passes that drafts are expected to save
 
-A draft model prefills a sequence before it drafts for it, where prefill <= gain, or where the budget has all
-of it: not long prompts with short answers, nor anything whose drafts have never been accepted. Half a budget
-at most is charged, so that some is left for drafts, and nothing is learnt from it about the time of a step. A
-sequence that grew by more than BEHIND tokens without drafts is prefilled again as far as it grew.
+Prefill: a draft model prefills a sequence before it drafts for it, if prefill <= gain, or if the budget
+covers all of it; so not long prompts with short completions, nor sequences whose drafts are never accepted.
+At most half the budget is charged, which leaves the rest for drafts, and its time is not counted as that of a
+draft step. The new tokens of a sequence that grew by more than CATCH_UP tokens without drafts are prefilled
+again.
 
 Siblings: the policy chooses ranks and depths before the first token is drawn, so that drawn drafts keep their
-distribution (``draft.py``); the rule of verification depends on it too: "distinct" where a sibling is chosen,
-even if the chain then ends above it, else the chain is "iid" and is verified as a block. After the accepted
-part of a chain comes the target's token: a sibling that was not run, and is that token, would have been
-accepted. So nothing is run to learn the rates of siblings. For coupled and greedy verification the count is
-exact; for exact verification it is a lower bound.
+distribution (``draft.py``). The rule of verification is chosen at the same time: "distinct" with siblings,
+even if the chain ends above them, else "iid", verified as a block. The rates of siblings are learnt without
+running them: the target's token follows the accepted part of a chain, and a sibling equal to it would have
+been accepted. The count is exact for coupled and greedy verification, and a lower bound for exact
+verification.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
-BEHIND = 16
-LEFT = 1.0  # plain passes, in the budget after the charge, for drafts
+CATCH_UP = 16  # tokens without drafts, after which a sequence is prefilled again
+RESERVE = 1.0  # plain passes that remain in the budget after the charge, for drafts
 
 
 class DraftPrefill:
@@ -35,32 +36,33 @@ class DraftPrefill:
         self._lengths: dict[int, int] = {}
 
     def pays(self, policy: DraftPolicy, sequence: int, most: int, tokens: int, remaining: int) -> bool:
-        """Whether a model may draft: the sequence is prefilled, or prefilling it pays.
+        """Whether to draft for a sequence: it is prefilled, or prefilling it pays.
 
         Args:
-            most: drafts that the sequence may have.
-            tokens: of the sequence so far; remaining: at most.
+            most: limit of its drafts.
+            tokens: of the sequence so far.
+            remaining: tokens that it may still get.
         """
         plain, new = policy.latency.target(1, 1), tokens - self._lengths.get(sequence, 0)
-        if new <= BEHIND or not most or plain <= 0:
+        if new <= CATCH_UP or not most or plain <= 0:
             return True
         prefill = new * policy.latency.reading / plain
         gain = remaining * (1 - 1 / policy.speedup(sequence, most))
         charged = min(prefill, policy.budget.size / 2) if prefill <= gain else prefill
-        return policy.budget.open and charged + LEFT <= policy.budget.left
+        return policy.budget.open and charged + RESERVE <= policy.budget.left
 
     def begin(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether drafting K = ``counts`` tokens prefills any of the sequences; those with K > 0 are
-        prefilled then, to their length in ``tokens``."""
+        """Whether drafting K = ``counts`` tokens prefills any of the sequences; those with K > 0 then count
+        as prefilled up to their length in ``tokens``."""
         prefills = False
         for sequence, count, length in zip(sequences, counts, tokens, strict=True):
             if count:
-                prefills |= length - self._lengths.get(sequence, 0) > BEHIND
+                prefills |= length - self._lengths.get(sequence, 0) > CATCH_UP
                 self._lengths[sequence] = length
         return prefills
 
     def charge(self, policy: DraftPolicy, batch: int, seconds: float) -> None:
-        """A proposal with prefill took so long."""
+        """Charge the seconds of a proposal with prefill."""
         plain = policy.latency.target(batch, batch)
         if plain > 0:
             policy.budget.note(min(seconds / plain, policy.budget.size / 2), 0.0)
@@ -71,7 +73,7 @@ class DraftPrefill:
 
 
 def cut_siblings(draft: Draft, kinds: set[int]) -> Draft:
-    """The chain of a draft, and its siblings of some kinds."""
+    """The chain of a draft, and its siblings of these kinds."""
     if draft.kinds is None:
         return draft
     nodes = [node for node, kind in enumerate(draft.kinds) if kind < LEVELS or kind in kinds]

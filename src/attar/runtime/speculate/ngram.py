@@ -1,17 +1,17 @@
-"""N-gram drafts (prompt lookup): where the sequence's end occurred before, it is continued as there.
+"""N-gram drafts (prompt lookup): the continuations of earlier occurrences of the last tokens.
 
-    own        the longest match of the last tokens, ``longest`` at most, the latest of equals first; up to
-               ``branches`` continuations that differ, as one tree
-    shared     what followed the last ``context`` tokens in other sequences of the tenant, token by token;
-               where the own sequence has no match as long
+    own        the longest match of the last tokens, at most ``longest``, the latest of equal ones first;
+               up to ``branches`` different continuations as one tree
+    shared     the tokens after the last ``context`` tokens in other sequences of the tenant, token by token;
+               where the own sequence has no match of that length
 
-Acceptance is counted by how many tokens matched before a draft (its kind), which decides it: on Python code
-the first draft is right in 24 % of matches of one token, 51 % of two, 63 % of four, 80 % of eight and more
-(``benchmarks/speculate.py --parts ngram``). So matches of one token are proposed too, and the policy drops
-them where they do not pay.
+The acceptance rate is counted by the number of tokens that matched before a draft (its kind), on which it
+depends most: on Python code the first draft is accepted in 24 % of matches of one token, 51 % of two, 63 % of
+four, 80 % of eight and more (``benchmarks/speculate.py --parts ngram``). So matches of one token are proposed
+too, and the policy drops them where they do not pay.
 
-A proposal takes microseconds: a new token is one entry in a chain for each of three lengths (the links of
-LZ77, with the tokens themselves as keys), a request walks at most WALK links. Drafts are fixed: no q.
+A proposal takes microseconds: a new token adds a link to a chain for each of three lengths (the hash chains
+of LZ77, with the tokens themselves as keys), a request follows at most WALK links. Drafts are fixed: no q.
 
 Sources: prompt lookup (Saxena, 2023; transformers takes the first match of 2 tokens, vLLM the longest,
 earliest). Differs: the latest, not the earliest occurrence: 1.65 against 1.56 tokens a pass on that code,
@@ -35,11 +35,11 @@ OWN, OTHER, SHARED = 1, 2, 3  # groups of kinds: the best match, a branch next t
 
 
 class SharedNgrams:
-    """What followed n tokens in any sequence of a tenant: a bounded table that all its requests use and feed.
+    """The tokens that followed n tokens in any sequence of a tenant: a bounded table for all its requests.
 
-    Keys are the tokens themselves with the tenant's salt, so no tenant learns from another's sequences, and
-    keys never collide. A key holds the last NEXT different tokens that followed, the latest first. The least
-    recently used keys are dropped.
+    Keys are the tokens themselves with the tenant's salt, so tenants share nothing and keys never collide. A
+    key holds the last NEXT different tokens that followed it, the latest first. The least recently used keys
+    are dropped.
 
     Args:
         context: tokens of a key.
@@ -54,7 +54,7 @@ class SharedNgrams:
         return len(self._next)
 
     def add(self, salt: str, tokens: Sequence[int], start: int = 0) -> None:
-        """Adds tokens [start, end) of a sequence, each under those before it."""
+        """Add tokens [start, end) of a sequence, each under the ``context`` tokens before it."""
         for index in range(max(start, self.context), len(tokens)):
             key = (salt, tuple(tokens[index - self.context : index]))
             token, known = tokens[index], self._next.pop(key, ())
@@ -63,7 +63,7 @@ class SharedNgrams:
                 self._next.popitem(last=False)
 
     def after(self, salt: str, tokens: Sequence[int]) -> tuple[int, ...]:
-        """What followed the last tokens, the latest first; may be empty."""
+        """The tokens that followed the last tokens, the latest first; may be empty."""
         key = (salt, tuple(tokens[-self.context :]))
         if key not in self._next:
             return ()
@@ -95,7 +95,7 @@ class NgramIndex:
         self._before: tuple[list[int], ...] = tuple([] for _ in LENGTHS)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """More tokens; O(1) for each."""
+        """Append tokens; O(1) a token."""
         for token in tokens:
             self.tokens.append(token)
             end = len(self.tokens)
@@ -135,15 +135,15 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Proposes what followed before.
+    """Proposes the continuations of earlier n-grams.
 
     Args:
-        longest: most tokens of a match; longer ones are as good.
-        shortest: fewest.
+        longest: most tokens of a match; longer ones are not distinguished.
+        shortest: fewest tokens of a match.
         reach: tokens of a continuation at most.
         branches: continuations at most.
         ends: end tokens: nothing is proposed after one.
-        shared: table of other sequences; None: only the own sequence is used.
+        shared: table of other sequences; None: none.
     """
 
     name, free, draws, learns_tree = "ngram", True, False, False
@@ -167,7 +167,7 @@ class NgramProposer:
         return [self._proposed(request) for request in requests]
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
-        """The depth of the drafts that were run decides how long the next continuations are."""
+        """Adapt the length of the next continuations to the depth of the drafts that were run."""
         for one in feedback:
             if one.sequence in self._indices:
                 depth = 0 if one.draft is None else len(one.draft.counts)

@@ -1,17 +1,17 @@
-"""The verifier's chances, from the keyed streams of ``sampling/sample.py``.
+"""Random numbers of drafting and verification, from the keyed streams of ``sampling/sample.py``.
 
-    what                              position       purpose            counter
-    plain decoding's own draw         its own        TOKEN              the token
-    whether draft i is accepted       the round's    ACCEPT             i
-    the token after what was         its own        RESAMPLE           the token
-    drafts of a q, if not coupled     the round's    DRAFT + depth      the token
+    use                               position       purpose            counter
+    a token of plain decoding         its own        TOKEN              the token
+    acceptance of draft i             the round's    ACCEPT             i
+    the token after the accepted      its own        RESAMPLE           the token
+    drafts drawn from q, "exact"      the round's    DRAFT + depth      the token
 
-The round's position is that of the first token it decides: no two rounds of a text have the same. So every
-draw is made from noise that nothing has looked at, which is what exactness rests on, and depends neither on
-the batch nor on the order in which it is asked for. Coins by the token's own position would not do: block
-verification looks at the coins, and at the drafts, of positions after the last accepted token, and a later
-round would meet them again. For the same reason drafts that are verified as "exact" are drawn from streams of
-their round (:class:`DraftRules`), while coupled ones are drawn from the very noise of the target's tokens.
+The round's position is that of the first token it decides, so no two rounds of a sequence share it. So
+every draw has fresh noise, which exactness needs, and depends neither on the batch nor on the order of calls.
+Acceptance keyed by the token's own position would not be exact: block verification uses the numbers, and the
+drafts, of positions after the last accepted token, and a later round would use them again. Likewise
+drafts for "exact" verification are drawn from streams of their round (:class:`DraftRules`), while drafts for
+coupled verification use the noise of the target's tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from attar.runtime.speculate.proposer import SamplingRules
 
 DRAFT = 16
-"""First of the purposes of drafting, one for each depth; below there is room for others."""
+"""First of the purposes of drafting, one for each depth."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Chances of one sequence in one round.
+    """Noise of one sequence in one round.
 
     Args:
-        sample: which of its texts.
-        position: of the first token that the round decides, in its sequence.
+        seed: of the request.
+        sample: index of the completion in its request.
+        position: of the first token that the round decides.
     """
 
     seed: int
@@ -49,21 +50,21 @@ class Noise:
     position: int
 
     def accepts(self, node: int, chance: float) -> bool:
-        """Draft ``node``'s coin: true with this chance, always where it is 1 and never where it is 0."""
+        """Whether draft ``node`` is accepted: true with probability ``chance``, exactly so for 0 and 1."""
         if chance >= 1.0:
             return True
         return bool(uniforms(self._coins, np.array([node]))[0] <= chance)
 
     def token(self, depth: int, p: Floats) -> int:
-        """What plain decoding draws from p (V,) so many tokens after the round's first."""
+        """What plain decoding draws from p (V,), ``depth`` tokens after the round's first."""
         return _draw(p, noise_key(self.seed, self.sample, self.position + depth, TOKEN))
 
-    def rest(self, depth: int, weights: Floats) -> int:
-        """A draw from weights (V,), not all 0, with noise of its own; once in a round."""
+    def resample(self, depth: int, weights: Floats) -> int:
+        """A draw from weights (V,), not all 0, from a stream of its own; at most once a round."""
         return _draw(weights, noise_key(self.seed, self.sample, self.position + depth, RESAMPLE))
 
     def drafting(self, depth: int) -> int:
-        """The stream for drafts at ``depth`` tokens after the round's first, where they are not coupled."""
+        """The key of drafts for "exact" verification, ``depth`` tokens after the round's first."""
         return noise_key(self.seed, self.sample, self.position, DRAFT + depth)
 
     @cached_property
@@ -73,7 +74,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class DraftRules:
-    """A text's rules with noise that only this round's drafts are drawn from: for drafts verified "exact"."""
+    """The rules of a completion with the drafting noise of one round: for drafts verified as "exact"."""
 
     rules: SamplingRules
     noise: Noise
@@ -83,7 +84,7 @@ class DraftRules:
         return self.rules.row(drafted)
 
     def key(self, ahead: int = 0) -> int:
-        """The noise of the draft so many places after the round's first."""
+        """The noise key of the draft ``ahead`` positions after the round's first."""
         return self.noise.drafting(ahead)
 
 

@@ -1,16 +1,15 @@
 """How many tokens to draft: acceptance rates, measured times, one maximum and one bound on the loss.
 
-    a_l        acceptance rate of level l: (accepted + PRIOR a') / (drafted + PRIOR), a' what is known without
-    survival   of a draft: the product of the rates on its path, the tokens that it adds to the pass
+    a_l        acceptance rate of level l: (accepted + PRIOR a') / (drafted + PRIOR), a' the prior rate
+    survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
     speed      (B + sum of survivals) / (t(B, n) + steps of the draft model)
     left       min(left + (1 + LOSS) tokens - cost, BUDGET) after each pass: plain passes that may be lost
 
-The drafts of the batch are sorted by survival (a parent's is never below its child's, so every front of the
-list consists of whole paths), and the front with the highest speed is run. For one sequence and one rate this
-is the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding", arXiv
-2211.17192, section 3.5. Drafts are run only where the rejection of all of them would cost no more than
-``left``, so over any stretch of passes with T tokens a sequence at most BUDGET + LOSS T is lost. Where no
-draft pays, one is tried after ``gap`` passes; the gap doubles with every rejection.
+The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
+list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
+the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
+2211.17192, section 3.5). Drafts run only where rejecting all costs at most ``left``: T tokens of a sequence
+lose at most BUDGET + LOSS T. Where none pays, one is tried after ``gap`` passes, which a rejection doubles.
 
 Letters: B sequences that decode, n tokens of a pass, t seconds (``latency.py``), l level of a kind of draft.
 """
@@ -28,29 +27,28 @@ from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.proposer import DraftFeedback
 
 FIRST = 0.6  # a' of a group that was never drafted
-PRIOR, OWN_PRIOR = 8.0, 4.0  # drafts that a' counts for, over all sequences and of one
-DECAY, OWN_DECAY = 0.99, 0.97  # of counts over all sequences and of one, with every draft
+PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
+DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every draft: over all sequences, of one sequence
 BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
-REOPENS = 0.8  # share of BUDGET: one that opened with the first gain could not pay for a draft
-PAUSE = 12  # passes without asking the proposer, at most, after it had no draft
+REOPENS = 0.8  # share of BUDGET: reopened at the first gain, it could not pay for a draft
+PAUSE = 12  # passes without a proposal, at most, after the proposer had no draft
 GAIN = 1.02  # times the plain speed, that drafts must reach
 LEAST = 0.01  # survival of a draft that is considered
 TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
 PLAIN_EVERY = 128  # passes with drafts until a plain one is measured again
 
-KindCounts = dict[int, tuple[float, float]]  # kind: accepted, drafted
+Ints = Sequence[int]
 
 
 class AcceptanceRates:
-    """How likely a draft is accepted, given that its parent was, by kind: a group and a level (``draft.py``).
+    """Probability that a draft is accepted if its parent was, by kind: a group and a level (``draft.py``).
 
-    a' of level l is the rate of level l - 1 over all sequences; for one sequence its own rate of level l - 1,
-    and the difference that level l makes over all.
+    a' of level l: the rate of level l - 1; for one sequence plus the pooled rates' step from l - 1 to l.
     """
 
     def __init__(self) -> None:
-        self._all: KindCounts = {}
-        self._own: dict[int, KindCounts] = {}
+        self._all: dict[int, tuple[float, float]] = {}  # kind: accepted, drafted
+        self._own: dict[int, dict[int, tuple[float, float]]] = {}  # by sequence
 
     def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
         """a of levels 1..``levels`` of a group."""
@@ -63,7 +61,6 @@ class AcceptanceRates:
         return rates
 
     def seen(self, kind: int) -> bool:
-        """Whether any draft of a kind was counted."""
         return kind in self._all
 
     def note(self, sequence: int, kind: int, accepted: bool) -> None:
@@ -73,46 +70,45 @@ class AcceptanceRates:
             counts[kind] = decay * good + accepted, decay * drafted + 1
 
     def forget(self, sequence: int) -> None:
-        """A sequence ended; the counts over all sequences keep its drafts."""
         self._own.pop(sequence, None)
 
 
 class LossBudget:
-    """How many plain passes may be lost, ``size`` at most; an empty budget is closed until nearly full."""
+    """Plain passes that may be lost, ``size`` at most; an empty budget is closed until it is nearly full."""
 
     def __init__(self, size: float = BUDGET) -> None:
         self.size, self.left, self.open = size, size, True
 
     @property
-    def rest(self) -> int:
+    def closed_passes(self) -> int:
         """Plain passes until a closed budget opens."""
         return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
 
     def note(self, cost: float, tokens: float) -> None:
-        """Passes cost as much as ``cost`` plain ones, and brought ``tokens`` tokens a sequence."""
+        """Count passes that cost as much as ``cost`` plain ones, with ``tokens`` new tokens a sequence."""
         self.left = min(self.left + (1 + LOSS) * tokens - cost, self.size)
         self.open = self.left > 0 and (self.open or self.left >= REOPENS * self.size)
 
 
 class Candidate(NamedTuple):
-    """A draft that may be run: a node of the draft of a row of the batch, or its kind before it is made.
+    """A draft that may be run, of a ``row`` of the batch: a node of its tree, or a kind before drafting.
 
-    ``size`` tokens are run for it. ``steps``: the draft model runs a step for it. ``sibling``: it comes from
-    the same row of logits as the chain's draft at its depth, and needs that draft.
+    ``steps``: it takes a step of the draft model. ``sibling``: of the chain's draft at its depth, with which
+    alone it is run.
     """
 
     survival: float
     row: int
     depth: int
     node: int
-    size: int = 1
+    size: int = 1  # tokens
     steps: bool = False
     sibling: bool = False
 
 
 @dataclass
 class Trial:
-    """One draft of a sequence without drafts, after ``gap`` passes, of which ``idle`` are over."""
+    """A trial draft of a sequence for which none pays: after ``gap`` passes; ``idle`` of them are over."""
 
     gap: int = 1
     idle: int = 0
@@ -122,7 +118,7 @@ class Trial:
 
 
 class DraftPolicy:
-    """Chooses the drafts of each pass, ``most`` of a sequence, and learns from every pass."""
+    """Chooses the drafts of each pass, at most ``most`` a sequence, and learns from every pass."""
 
     def __init__(self, latency: Latency, most: int = 16, budget: LossBudget | None = None) -> None:
         self.latency, self.most, self.budget = latency, most, budget or LossBudget()
@@ -131,57 +127,35 @@ class DraftPolicy:
         self._since_plain = 0
 
     @property
-    def open(self) -> bool:
-        """Whether to ask a proposer at all, which takes time too."""
+    def open(self) -> bool:  # whether the proposer is called at all
         return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
 
     def choose(
-        self,
-        sequences: Sequence[int],
-        limits: Sequence[int],
-        prompt_tokens: int = 0,
-        branches: int = 1,
-        room: int | None = None,
+        self, sequences: Ints, limits: Ints, prompt_tokens: int = 0, branches: int = 1, room: float = math.inf
     ) -> list[set[int]]:
-        """Kinds of the drafts that a draft model should make for each sequence: its chain, and siblings.
-
-        Args:
-            sequences: all that decode in the pass; limits: drafts that each may have.
-            branches: drafts that may follow one token; 1: chains alone.
-            room: drafts that all may have together; None: no limit.
-        """
+        """Kinds of the drafts, chain and siblings, that a draft model should make for each sequence: at most
+        its limit, ``branches`` after one token, and ``room`` in the batch."""
         limits = [min(limit, self.most) for limit in limits]
         rows = enumerate(zip(sequences, limits, strict=True))
         trees = [one for row, (sequence, limit) in rows for one in self._tree(row, sequence, limit, branches)]
         return [set(kinds) for kinds in self._best(sequences, trees, limits, prompt_tokens, room)]
 
     def select(
-        self,
-        sequences: Sequence[int],
-        drafts: Sequence[Draft | None],
-        prompt_tokens: int = 0,
-        whole: bool = False,
+        self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0, whole: bool = False
     ) -> list[Draft | None]:
-        """The drafts of a free proposer, cut to the nodes that pay; None where none does.
-
-        ``whole``: all of a tree or nothing, for a proposer that learns from its whole tree (lookahead).
-        """
+        """The drafts of a free proposer, cut to the nodes that pay; None where none does. ``whole``: trees
+        are run completely or not at all, for lookahead, which learns from all their nodes."""
         rows = enumerate(zip(sequences, drafts, strict=True))
-        trees = [self._nodes(row, sequence, draft) for row, (sequence, draft) in rows if draft is not None]
-        if whole:
-            trees = [
-                [Candidate(sum(o.survival for o in tree), tree[0].row, 1, 1, len(tree))] for tree in trees
-            ]
-        limits = [0 if draft is None else len(draft) for draft in drafts]
-        kept = self._best(sequences, [one for tree in trees for one in tree], limits, prompt_tokens)
+        trees = [self._nodes(row, sequence, draft, whole) for row, (sequence, draft) in rows if draft]
+        limits = [len(draft or ()) for draft in drafts]
+        kept = self._best(sequences, [one for tree in trees for one in tree], limits, prompt_tokens, math.inf)
         pairs = zip(drafts, kept, strict=True)
-        return [draft and (draft if whole and nodes else draft.pruned(nodes)) for draft, nodes in pairs]
+        return [draft and (draft if whole and run else draft.pruned(run)) for draft, run in pairs]
 
     def note(
         self, feedback: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
-        """Learn from a pass, of every sequence that decoded in it: it took ``seconds`` with verification,
-        after ``drafting`` seconds of the proposer."""
+        """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer."""
         if not feedback:
             return
         batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
@@ -198,61 +172,57 @@ class DraftPolicy:
         for one in feedback:
             self._learn(one)
 
-    def rest(self, batch: int, proposing: float) -> int:
-        """Passes to come in which nothing should be proposed, learnt or measured, after a pass of ``batch``
-        sequences for which the proposer took ``proposing`` seconds and had no draft (0: it had one)."""
+    def passes_to_skip(self, batch: int, proposing: float) -> int:
+        """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had)."""
         plain = self.latency.target(batch, batch) if batch else 0.0
-        return min(int(proposing / plain / LOSS), PAUSE) if self.open and plain > 0 else self.budget.rest
+        drafting = self.open and plain > 0
+        return min(int(proposing / plain / LOSS), PAUSE) if drafting else self.budget.closed_passes
 
     def speedup(self, sequence: int, limit: int) -> float:
-        """Tokens a second with the best chain of a draft model, of one sequence, over those without."""
+        """Expected speedup of one sequence with the best chain of a draft model."""
         run, chain = _Pass(self.latency, 1), self._tree(0, sequence, min(limit, self.most), 1)
         speeds = [run.speed, *(run.add(one).speed for one in chain)]
         return max(speeds) / speeds[0]
 
     def forget(self, sequence: int) -> None:
-        """A sequence ended."""
         self.acceptance.forget(sequence)
         self._trials.pop(sequence, None)
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
-        """The chain of a draft model, and siblings of the ranks that were ever counted."""
+        """The chain of a draft model, and siblings of the ranks that were counted before."""
         ranks = [rank for rank in range(1, branches) if self.acceptance.seen(kind_of(rank, 1))]
-        others = [self.acceptance.rates(sequence, rank, limit, first=0.0) for rank in ranks]
+        siblings = {rank: self.acceptance.rates(sequence, rank, limit, first=0.0) for rank in ranks}
         candidates, survival = [], 1.0
         for depth, rate in enumerate(self.acceptance.rates(sequence, 0, limit), 1):
-            for rank, rates in zip(ranks, others, strict=True) if depth < LEVELS else ():
+            for rank, rates in siblings.items() if depth < LEVELS else ():
                 below = survival * min(rates[depth - 1], rate)
                 candidates.append(Candidate(below, row, depth, kind_of(rank, depth), sibling=True))
             survival *= rate
             candidates.append(Candidate(survival, row, depth, depth, steps=True))
         return candidates
 
-    def _nodes(self, row: int, sequence: int, draft: Draft) -> list[Candidate]:
-        """Every node of a draft with its survival."""
+    def _nodes(self, row: int, sequence: int, draft: Draft, whole: bool = False) -> list[Candidate]:
+        """Every node of a draft with its survival; ``whole``: all nodes as one candidate."""
         survivals, kinds = [1.0], kinds_of(draft)
         deepest = {kind // LEVELS: kind % LEVELS for kind in sorted(set(kinds))}
         rates = {group: self.acceptance.rates(sequence, group, last) for group, last in deepest.items()}
         for parent, kind in zip(draft.parents, kinds, strict=True):
             survivals.append(survivals[parent] * rates[kind // LEVELS][kind % LEVELS - 1])
+        if whole:
+            return [Candidate(sum(survivals[1:]), row, 1, 1, len(draft))]
         return [Candidate(survivals[n], row, draft.depths[n], n) for n in range(1, len(survivals))]
 
     def _best(
-        self,
-        sequences: Sequence[int],
-        candidates: list[Candidate],
-        limits: Sequence[int],
-        prompt_tokens: int,
-        room: int | None = None,
+        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, room: float
     ) -> list[list[int]]:
-        """Nodes of each sequence that are run."""
+        """The nodes of each sequence that are run."""
         kept: list[list[int]] = [[] for _ in sequences]
-        if not (candidates and self.latency.known and self.open):
+        if not (nodes and self.latency.known and self.open):
             return kept
-        candidates.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
+        nodes.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
         run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
         best, count, counts, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
-        for one in candidates:
+        for one in nodes:
             if one.survival < LEAST or len(front) == room:
                 break
             if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
@@ -268,7 +238,7 @@ class DraftPolicy:
         for one in front[:count]:
             run.add(one)
             kept[one.row].append(one.node)
-        firsts = {one.row: one for one in reversed(candidates) if one.depth == 1 and not one.sibling}
+        firsts = {one.row: one for one in reversed(nodes) if one.depth == 1 and not one.sibling}
         for row, first in sorted(firsts.items()):
             if kept[row]:
                 self._trials.pop(sequences[row], None)
@@ -277,7 +247,7 @@ class DraftPolicy:
         return kept
 
     def _try(self, trial: Trial, first: Candidate, run: _Pass) -> list[int]:
-        """The node of a sequence without drafts that is tried, if its turn has come."""
+        """The trial node of a sequence without drafts, if ``gap`` passes are over and the budget allows."""
         trial.running, trial.idle, before = False, trial.idle + 1, run.loss
         if trial.idle < trial.gap:
             return []
@@ -290,13 +260,11 @@ class DraftPolicy:
         return [first.node]
 
     def _learn(self, feedback: DraftFeedback) -> None:
-        """Count every draft whose parent was accepted; the trial's result."""
-        if feedback.draft is None:
+        """Count every draft whose parent was accepted, and the result of a trial."""
+        draft, accepted = feedback.draft, {0, *feedback.path}
+        if draft is None:
             return
-        accepted = {0, *feedback.path}
-        for node, (parent, kind) in enumerate(
-            zip(feedback.draft.parents, kinds_of(feedback.draft), strict=True), 1
-        ):
+        for node, (parent, kind) in enumerate(zip(draft.parents, kinds_of(draft), strict=True), 1):
             if parent in accepted:
                 self.acceptance.note(feedback.sequence, kind, node in accepted)
         trial = self._trials.get(feedback.sequence)
@@ -306,32 +274,24 @@ class DraftPolicy:
 
 
 class _Pass:
-    """Time and gain of a pass that is being filled with drafts, without the time of its prompts."""
+    """Time and expected tokens of a pass while drafts are added, without the time of its prompts."""
 
     def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
         self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
         self.plain = self.seconds = latency.target(batch, batch)
         self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
+        self.speed, self.loss = batch / self.plain, 0.0  # tokens a second; plain passes, if all are rejected
 
     def add(self, one: Candidate, sign: int = 1) -> _Pass:
-        """One draft more; with ``sign`` -1 one less."""
+        """Add a draft; with ``sign`` -1 remove it."""
         self.tokens, self.gain = self.tokens + sign * one.size, self.gain + sign * one.survival
         if one.steps:
             before = self.latency.draft(self.widths[one.depth])
             self.widths[one.depth] += sign
             self.steps += self.latency.draft(self.widths[one.depth]) - before
         self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
+        self.speed, self.loss = (self.batch + self.gain) / self.seconds, self.seconds / self.plain - 1
         return self
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return (self.batch + self.gain) / self.seconds
-
-    @property
-    def loss(self) -> float:
-        """Plain passes that are lost if every draft is rejected."""
-        return self.seconds / self.plain - 1
 
 
 def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:

@@ -4,13 +4,13 @@
     observe(feedback)                                 after the pass: accepted drafts, new tokens
     forget(sequence)                                  a sequence ended
 
-A proposer cannot change the output: the verifier keeps it exact, and a bad draft costs time only. It holds
-its own state per sequence, and updates it from the tokens: a request always brings all of them, also those
-that were decoded while nothing was proposed, or before a preemption.
+A proposer cannot change the output: verification is exact, and a bad draft only costs time. It keeps its own
+state per sequence, and updates it from the tokens: a request has all of them, also those decoded without a
+proposal or before a preemption.
 
-A ``free`` proposer (n-grams, lookahead) drafts in next to no time: it proposes as much as it has, and the
-policy keeps the nodes that pay (``DraftPolicy.select``). The others run a model for every draft: the policy
-says how many before they are asked (``DraftPolicy.choose``), in ``most``.
+A ``free`` proposer (n-grams, lookahead) takes almost no time: it proposes all it has, the policy keeps the
+nodes that pay (``DraftPolicy.select``). Other proposers run a model for every draft: the policy first chooses
+how many (``DraftPolicy.choose``), passed in ``most``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class SamplingRules(Protocol):
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A sequence for which drafts are wanted.
+    """A sequence to draft for.
 
     Args:
-        sequence: its id. tokens: all of them so far, the last one decided, but not yet run by the target.
-        Not kept, not changed. most: drafts at most, all branches counted; 0 asks for none. salt: the
-        tenant; what is learnt from a sequence is used only for its salt. rules: warps and noise of its next
-        tokens; None where drafts are not drawn. wide: whether siblings of a draft model's chain are wanted.
+        sequence: its id.
+        tokens: all so far, not to be kept or changed; the target has not run the last one yet.
+        most: drafts at most, all branches counted; 0: none.
+        salt: the tenant; what is learnt from a sequence is used for its salt only.
+        rules: warps and noise of its next tokens; None where drafts are not drawn.
+        siblings: whether a draft model adds siblings to its chain.
     """
 
     sequence: int
@@ -53,7 +55,7 @@ class DraftRequest:
     most: int
     salt: str = ""
     rules: SamplingRules | None = None
-    wide: bool = False
+    siblings: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,12 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """For people and metrics: "ngram", "lookahead", "self", or the draft model's name."""
+        """For logs and metrics: "ngram", "lookahead", "self", or the draft model's name."""
         ...
 
     @property
     def free(self) -> bool:
-        """Whether drafts cost next to no time."""
+        """Whether drafting takes almost no time."""
         ...
 
     @property

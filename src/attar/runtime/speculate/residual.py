@@ -1,7 +1,7 @@
-"""What remains of p when a draft was refused: arithmetic on single rows, in float64.
+"""The residual distribution after a rejected draft: arithmetic on single rows, in float64.
 
-A row of the draft may be shorter or longer than the target's (vocabularies padded to different sizes): after
-its end there are zeros, and what the target does not have cannot be drawn.
+A row of q may be shorter or longer than p (vocabularies padded to different sizes): beyond its end q is 0,
+tokens beyond the end of p cannot be drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attar.runtime.speculate.draft import Floats
 
 
 def mass(p: Floats, token: int) -> float:
-    """p of a token; 0 after the row's end."""
+    """p of a token; 0 beyond the row's end."""
     return float(p[token]) if token < len(p) else 0.0
 
 
@@ -38,15 +38,14 @@ def without(p: Floats, tokens: Iterable[int]) -> Floats:
     return left
 
 
-def normal(weights: Floats, p: Floats, refused: Iterable[int]) -> Floats:
-    """Weights of sum 1.
+def normal(weights: Floats, p: Floats, rejected: Iterable[int]) -> Floats:
+    """Weights normalised to sum 1.
 
-    Where nothing is left (p and q equal but for rounding): p without the refused tokens; where nothing is
-    left of that either: p.
+    If all are 0 (p and q equal up to rounding): p without the rejected tokens; if that is 0 too: p.
     """
-    for some in (weights, without(p, refused)):
-        total = some.sum()
+    for row in (weights, without(p, rejected)):
+        total = row.sum()
         if total > 0:
-            weights_of_one: Floats = some / total
-            return weights_of_one
+            normalised: Floats = row / total
+            return normalised
     return p

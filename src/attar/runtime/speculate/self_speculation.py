@@ -1,13 +1,13 @@
-"""A model that drafts for itself: its own copy with int4 weights, or without some of its layers.
+"""Self-speculation: the draft model is the target's copy with int4 weights, or without some of its layers.
 
-    int4      all layers, weights rounded to 4 bits, a scale for each 32 inputs; run by the compiled step, and
-              read from the checkpoint once more
-    layers    part of the layers, first and last among them, the others spread evenly. No weight is copied:
-              the copy's modules, or its list of packed layers, hold the very tensors of the target
+    int4      all layers, weights rounded to 4 bits, a scale for each 32 inputs; run by the compiled step,
+              loaded from the checkpoint again
+    layers    part of the layers: the first, the last, and others at even distances. No weight is copied: the
+              modules, or the list of packed layers, share the tensors of the target
 
-Both keep keys and values of their own. "int4" is taken where the compiled step runs the model and its weights
-are not packed already; else "layers" (Zhang et al., arXiv 2309.08168, who search for the layers; here they
-are spread, and how well it drafts is the chooser's to measure).
+Both have a KV cache of their own. "int4" is used where the compiled step runs the model and its weights are
+not packed already; else "layers" (Zhang et al., arXiv 2309.08168, who search for the best layers; here they
+are fixed, and the policy measures the acceptance rate).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def load_self_draft(
     kv_tokens: int | None = None,
     **settings: Any,
 ) -> DraftModel:
-    """A draft model made of the target's own checkpoint; what it takes of memory is in ``nbytes``.
+    """A draft model made from the target's own checkpoint; ``nbytes`` has its memory.
 
     Args:
-        model: that the target was loaded from.
-        target: it, loaded.
-        way: int4, layers, or auto: int4 where it can be had.
+        model: from which the target was loaded.
+        target: the loaded target.
+        way: int4, layers, or auto: int4 where possible.
         share: of the layers that "layers" keeps, in (0, 1).
-        kv_tokens: tokens that its pool holds; None: as many as the target's.
+        kv_tokens: capacity of its KV pool in tokens; None: that of the target's.
         settings: of :class:`DraftModel`.
 
     Raises:
         SettingsError: a setting out of range.
-        ModelError: int4 is asked for and cannot be had, or "layers" of a model of one layer.
+        ModelError: int4 is not possible, or "layers" of a model with one layer.
     """
     if way not in WAYS:
         raise SettingsError("way", way, "auto, int4 or layers")
@@ -78,16 +78,16 @@ def load_self_draft(
 
 
 def draft_of(draft: Loaded, target: Loaded, **settings: Any) -> DraftModel:
-    """A draft model of a model that was loaded beside the target.
+    """A draft model of another loaded model.
 
     Args:
-        draft: with any tokenizer; nothing may evict in it.
-        target: what it drafts for.
+        draft: with any tokenizer, without eviction.
+        target: for which it drafts.
         settings: of :class:`DraftModel`.
 
     Raises:
         SettingsError: the draft's keys and values are evicted.
-        ModelError: its tokenizer has next to nothing in common with the target's.
+        ModelError: its tokenizer shares too few tokens with the target's.
     """
     if draft.eviction is not None:
         raise SettingsError("eviction of the draft", type(draft.eviction).__name__, "None")
@@ -97,13 +97,13 @@ def draft_of(draft: Loaded, target: Loaded, **settings: Any) -> DraftModel:
 
 
 def vocabulary_of(target: Loaded) -> int:
-    """V: columns of the target's logits that stand for a token."""
+    """V: columns of the target's logits without padding."""
     columns = target.runner.vocabulary
     return columns if target.tokenizer is None else min(columns, len(target.tokenizer))
 
 
 def spread(layers: int, share: float) -> tuple[int, ...]:
-    """Which layers stay: about that share and not all, first and last among them where two stay."""
+    """The layers to keep: about that share but not all; the first, and from two on also the last."""
     count = min(max(ceil(share * layers), 1), layers - 1)
     if count == 1:
         return (0,)
@@ -111,9 +111,9 @@ def spread(layers: int, share: float) -> tuple[int, ...]:
 
 
 def without_layers(model: Any, keep: tuple[int, ...]) -> Any:
-    """A copy of a model with some of its layers; all tensors are the model's own.
+    """A copy of a model with some of its layers, which shares all tensors with the model.
 
-    Modules without children are shared, those above them are copied. Neither model may be changed.
+    Modules without children are shared, their parents are copied. Neither model may be modified afterwards.
     """
     leaves = [module for module in model.modules() if not any(module.children())]
     tensors = [*model.parameters(), *model.buffers()]
@@ -180,7 +180,7 @@ def _kept(target: Loaded, layers: int, share: float) -> tuple[int, ...]:
 
 
 def _packed(runner: Compiled) -> bool:
-    """Whether the products are of less than 8 bits a weight."""
+    """Whether the linear layers have less than 8 bits a weight."""
     products = [layer.down for layer in runner.weights.layers]
     return sum(module.nbytes for module in products) < sum(
         module.rows * module.columns for module in products

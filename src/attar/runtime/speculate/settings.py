@@ -19,7 +19,7 @@ class SpeculationSettings:
     Args:
         speculate: a name of METHODS; None: by ``draft``, or not at all.
         draft: a model that drafts; None: none.
-        drafts: of one text in a pass at most; None: what suits the method.
+        drafts: of one sequence in a pass at most; None: the method's default.
         verification: coupled, exact, or None: coupled where a request has a seed, else exact.
 
     Raises:
@@ -34,10 +34,10 @@ class SpeculationSettings:
     def __post_init__(self) -> None:
         if self.speculate is not None and self.speculate not in METHODS:
             close = nearest(self.speculate, METHODS)
-            wish = f" (did you mean {close}?)" if close else ""
-            raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{wish}")
+            suggestion = f" (did you mean {close}?)" if close else ""
+            raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
         if self.speculate is not None and self.draft is not None:
-            raise SettingsError("speculate", self.speculate, "None beside a draft model: one of them drafts")
+            raise SettingsError("speculate", self.speculate, "None with a draft model: one of them drafts")
         if self.drafts is not None and self.drafts < 1:
             raise SettingsError("drafts", self.drafts, "at least 1")
         if self.verification not in (None, *MODES):
@@ -57,7 +57,7 @@ class SpeculationSettings:
             SettingsError: names both settings, with the sentence.
         """
         if self:
-            drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or text
+            drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or a name
             how = ("draft", drafter) if self.speculate is None else ("speculate", self.speculate)
             check_together({**features, "speculation": how, "tree": how})
 
@@ -71,17 +71,17 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Methods of speculation beside plain decoding."""
+    """Methods of speculation to compare with plain decoding."""
 
-    speculate: tuple[str, ...] = _option((), "measure this method of speculation beside plain decoding",
+    speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
                                          choices=METHODS)  # fmt: skip
-    draft: tuple[str, ...] = _option((), "measure this draft model beside plain decoding")
+    draft: tuple[str, ...] = _option((), "measure this draft model against plain decoding")
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )
     verification: str | None = _option(None, "coupled or exact; none: coupled, for every prompt has a seed",
                                        choices=MODES)  # fmt: skip
-    fixed: bool = _option(False, "always make so many drafts, also where they do not pay")
+    fixed: bool = _option(False, "always draft this many tokens, also where they do not pay")
     prompts: int = _option(4, "prompts of each set")
     sets: tuple[str, ...] = _option(SETS, "a set of prompts", choices=SETS)
     prompt_file: str | None = _option(
@@ -102,5 +102,5 @@ class ProfileSettings:
 
     @property
     def asked(self) -> bool:
-        """Whether there is anything to measure beside plain decoding."""
+        """Whether any method is measured."""
         return bool(self.speculate or self.draft)

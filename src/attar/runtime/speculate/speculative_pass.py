@@ -17,15 +17,15 @@ from attar.runtime.speculate.verify import VerificationMode
 
 @dataclass(frozen=True, eq=False)
 class SpeculativePass:
-    """A pass.
+    """A pass of the target with speculation.
 
     Args:
-        drafts: in it, by sequence.
+        drafts: by sequence.
         decoding: the sequences that decode.
         prompt_tokens: of the pass.
-        drafting: seconds of the proposer; 0 where it was not asked.
+        drafting: seconds of the proposer; 0 if it was not called.
         prefills: whether a draft model prefilled a sequence.
-        began: when it began, on the speculator's clock.
+        began: start of the pass on the speculator's clock.
     """
 
     drafts: dict[int, Draft] = field(default_factory=dict)
@@ -41,12 +41,12 @@ RESTING = SpeculativePass()
 
 
 def decodes_one(sequence: Running) -> bool:
-    """Whether it decodes its next token: not a prompt, nor a sequence that will fork."""
+    """Whether it decodes its next token: it is not prefilling, and will not fork."""
     return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
 
 
 def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> int:
-    """Drafts that a sequence may have, ``most`` at most; see ``Speculator.plan`` for ``inside``."""
+    """Drafts that a sequence may have, at most ``most``; see ``Speculator.plan`` for ``inside``."""
     limits, manager = scheduler.limits, scheduler.manager
     longest = min(most, (limits.chunk or limits.step_tokens) - 1, sequence.limit - len(sequence.tokens) - 1)
     if inside:
@@ -55,55 +55,60 @@ def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool
     return max(longest, 0)
 
 
-def mode_of(text: Completion, verification: VerificationMode | None) -> VerificationMode:
-    """As configured; else coupled where the request has a seed, and exact where it has none."""
-    return verification or ("exact" if text.params.seed is None else "coupled")
+def mode_of(completion: Completion, verification: VerificationMode | None) -> VerificationMode:
+    """As configured; else coupled for a request with a seed, and exact without one."""
+    return verification or ("exact" if completion.params.seed is None else "coupled")
 
 
-def noise_of(sequence: Running, text: Completion) -> Noise:
-    """Of the sequence in this round."""
-    return Noise(text.seed, text.sample, len(sequence.tokens))
+def noise_of(sequence: Running, completion: Completion) -> Noise:
+    """The noise of the sequence in this round."""
+    return Noise(completion.seed, completion.sample, len(sequence.tokens))
 
 
 @dataclass(eq=False)
 class GuardedRules:
-    """A completion's rules as a proposer gets them; an error in them is the completion's, not the proposer's.
+    """The rules of a completion for a proposer; records whether an error came from them.
 
     Args:
-        text: whose; what is wrong with it comes out when its token is drawn.
-        failed: whether they did.
+        completion: its rules; their error is raised again when its token is sampled.
+        failed: whether they raised an error.
     """
 
-    text: Completion
+    completion: Completion
     failed: bool = False
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         try:
-            return self.text.row(drafted)
+            return self.completion.row(drafted)
         except Exception:
             self.failed = True
             raise
 
     def key(self, ahead: int = 0) -> int:
         """The noise key ``ahead`` positions after the next."""
-        return self.text.key(ahead)
+        return self.completion.key(ahead)
 
 
 def draft_request(
-    sequence: Running, most: int, proposer: Proposer, rules: GuardedRules, mode: VerificationMode, wide: bool
+    sequence: Running,
+    most: int,
+    proposer: Proposer,
+    rules: GuardedRules,
+    mode: VerificationMode,
+    siblings: bool,
 ) -> DraftRequest:
-    """The request for a sequence; with rules only where the proposer draws."""
-    shown: SamplingRules | None = None
+    """The draft request of a sequence; with rules only if the proposer draws."""
+    passed: SamplingRules | None = None
     if proposer.draws:
-        exact = mode == "exact" and not rules.text.params.greedy
-        shown = DraftRules(rules, noise_of(sequence, rules.text)) if exact else rules
-    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)
+        exact = mode == "exact" and not rules.completion.params.greedy
+        passed = DraftRules(rules, noise_of(sequence, rules.completion)) if exact else rules
+    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, passed, siblings)
 
 
 @dataclass
 class SpeculationCounts:
-    """What happened since the start.
+    """Counts since the start.
 
     Attributes:
         accepted_at: accepted tokens at each position of a draft, from the first.
@@ -115,11 +120,11 @@ class SpeculationCounts:
     accepted_at: list[int] = field(default_factory=list)
 
     def copy(self) -> SpeculationCounts:
-        """The counts as they are now, for another thread."""
+        """A snapshot for another thread."""
         return replace(self, accepted_at=list(self.accepted_at))
 
     def note(self, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+        """Count a verified draft."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted

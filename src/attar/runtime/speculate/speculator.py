@@ -1,21 +1,20 @@
-"""Speculation inside the engine: joins a proposer, the policy and the verifier with the loop.
+"""Speculation in the engine's loop: connects a proposer, the policy and verification.
 
-    schedule    tokens and prompts are planned → plan(): drafts for the sequences that decode, in what is
-                left of the step's tokens and of the free blocks; so drafts delay no prompt and preempt
-                no sequence
+    schedule    decode tokens and prompt chunks are planned → plan(): drafts for the sequences that decode, in
+                the remaining step tokens and free blocks: drafts delay no prompt and preempt no sequence
     run, commit
-    draw        judge(): the accepted drafts of a sequence, and the token after them
-    note        proposer and policy learn from the pass
-    append      the accepted path's slots are moved together, the rest is truncated
+    sample      verify(): the accepted drafts of a sequence, and the token after them
+    note        the proposer and the policy learn from the pass
+    append      the accepted path's slots are moved together, the others are truncated
 
-Where nothing pays, even asking does not: then some passes are as without speculation, and the
-last of these is measured, so that what is compared with it stays true (``_rests``).
+Where no draft pays, the proposer's own time does not pay either: some passes then run without speculation,
+and the last of them is measured, which keeps the time of plain passes current (``_resting_pass``).
 
-A sequence that ended, or lost its blocks, is forgotten before the next drafts are made. Sequences fork with
+The state of a sequence that ended or was preempted is dropped before the next proposal. Sequences fork with
 their first token, before anything is drafted for them.
 
-A proposer that fails ends no request: from then on nothing is drafted, and ``failure`` has the reason. So
-with any other failure here, after which the caller calls ``stop``; only ``judge`` raises, for its sequence.
+A failing proposer ends no request: from then on nothing is drafted, and ``failure`` has the error. For any
+other failure the caller calls ``stop``; only ``verify`` raises, for its sequence.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from attar.runtime.speculate.speculative_pass import (
     mode_of,
     noise_of,
 )
-from attar.runtime.speculate.target import Nodes
+from attar.runtime.speculate.target import CompletionLogits
 from attar.runtime.speculate.verify import VerificationMode, verify
 
-WIDE_EVERY = 4  # passes between two with siblings, where none pay
+SIBLINGS_EVERY = 4  # passes between two with siblings, where none pay
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +80,20 @@ class Speculator:
         self.stopped = False
         self._known: dict[int, None] = {}
         self._round = SpeculativePass()
-        self._asking = self._prefills = False  # of this pass
-        self._uncut: dict[int, Draft] = {}  # drafts of the pass before siblings were cut
-        self._since_wide = WIDE_EVERY
-        self._spent = 0.0  # seconds spent here that were not charged yet: the next proposal is
+        self._proposes = self._prefills = False  # of this pass
+        self._uncut: dict[int, Draft] = {}  # drafts of the pass with all siblings
+        self._since_siblings = SIBLINGS_EVERY
+        self._spent = 0.0  # own seconds, charged with the next proposal
         self._pause = self._resting = 0  # passes without speculation, and those that remain
 
     def plan(
         self,
         planned: Planned,
         scheduler: Scheduler,
-        text: Callable[[Running], Completion],
+        completion: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
-        """Adds drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
+        """Add drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
         reserved too.
 
         Args:
@@ -107,7 +106,7 @@ class Speculator:
         if rested and self._resting_pass():
             return planned
         began = self.clock()
-        self._asking = self._prefills = False
+        self._proposes = self._prefills = False
         self.follow(scheduler.running)
         decoding = [one for one, _ in planned if decodes_one(one)]
         total = sum(share for _, share in planned)
@@ -117,7 +116,7 @@ class Speculator:
         drafts: dict[int, Draft] = {}
         if self.failure is None and not rested and any(rooms):
             for one, draft in zip(
-                decoding, self._proposed(decoding, rooms, left, prompt_tokens, text), strict=True
+                decoding, self._proposed(decoding, rooms, left, prompt_tokens, completion), strict=True
             ):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
@@ -126,7 +125,7 @@ class Speculator:
                     one.parents = None if draft.is_chain else list(draft.parents)
         now = self.clock()
         spent = now - began + self._spent
-        drafting, self._spent = (spent, 0.0) if self._asking else (0.0, spent)
+        drafting, self._spent = (spent, 0.0) if self._proposes else (0.0, spent)
         ids = tuple(one.id for one in decoding)
         self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, now)
         return [(one, share + len(one.drafts)) for one, share in planned]
@@ -135,7 +134,7 @@ class Speculator:
         """Whether a sequence has drafts in the pass."""
         return output.sequence.id in self._round.drafts
 
-    def judge(self, output: StepOutput, logits: Tensor, text: Completion) -> SampledTokens:
+    def verify(self, output: StepOutput, logits: Tensor, completion: Completion) -> SampledTokens:
         """The accepted tokens of a sequence's draft, and the one after them.
 
         Raises:
@@ -144,8 +143,10 @@ class Speculator:
         sequence, draft = output.sequence, self._round.drafts[output.sequence.id]
         rows = output.rows[-output.draws :]
         assert sequence.drafts == list(draft.tokens), f"sequence {sequence.id} ran other drafts"
-        nodes = Nodes(logits[rows.start : rows.stop], text, draft, text)
-        verdict = verify(draft, nodes, noise_of(sequence, text), mode_of(text, self.verification))
+        target = CompletionLogits(logits[rows.start : rows.stop], completion, draft, completion)
+        verdict = verify(
+            draft, target, noise_of(sequence, completion), mode_of(completion, self.verification)
+        )
         self.counts.note(len(draft), len(verdict.path))
         return SampledTokens(
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
@@ -158,7 +159,7 @@ class Speculator:
         if self._round is RESTING:
             return
         now = self.clock()
-        took = now - self._round.began
+        seconds = now - self._round.began
         feedback = [
             self._feedback(output, one, logits)
             for output, one in zip(outputs, drawn, strict=True)
@@ -169,7 +170,7 @@ class Speculator:
         if self._round.prefills:
             self.prefill.charge(self.policy, len(self._round.decoding), drafting)
             drafting = 0.0
-        self.policy.note(decoded, took, drafting, self._round.prompt_tokens)
+        self.policy.note(decoded, seconds, drafting, self._round.prompt_tokens)
         count_siblings(self.policy.acceptance, decoded, self._uncut)
         self._uncut = {}
         if self.failure is None:
@@ -177,8 +178,8 @@ class Speculator:
                 self.proposer.observe(feedback)
             except Exception as failure:
                 self._fail(failure)
-        asking = 0.0 if self._round.drafts else self._round.drafting
-        self._pause = self._resting = self.policy.rest(len(decoded), asking)
+        proposing = 0.0 if self._round.drafts else self._round.drafting
+        self._pause = self._resting = self.policy.passes_to_skip(len(decoded), proposing)
         self._spent += self.clock() - now
 
     def stop(self, failure: Exception) -> None:
@@ -196,12 +197,12 @@ class Speculator:
         self._known = now
 
     def _resting_pass(self) -> bool:
-        """Whether the coming pass is one without proposals, learning and measurement."""
+        """Whether the next pass runs without proposals and measurement."""
         self._resting -= 1
         if self._resting:
             self._round = RESTING
         else:
-            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is noted as any other
+            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is measured
         return self._resting > 0
 
     def _proposed(
@@ -210,13 +211,13 @@ class Speculator:
         rooms: list[int],
         left: int,
         prompt_tokens: int,
-        text: Callable[[Running], Completion],
+        completion: Callable[[Running], Completion],
     ) -> list[Draft | None]:
         """The drafts that pay, for each sequence."""
         ids, nothing = [one.id for one in decoding], [None] * len(decoding)
         if not self.policy.open:
             return [*nothing]
-        self._asking, free, wide = True, self.proposer.free, False
+        self._proposes, free, siblings = True, self.proposer.free, False
         if not free:
             rooms = [self._prefilled_limit(one, most) for one, most in zip(decoding, rooms, strict=True)]
             branches = getattr(self.proposer, "branches", 1)
@@ -224,11 +225,11 @@ class Speculator:
             rooms = [sum(kind < LEVELS for kind in one) for one in kinds]
             if not any(rooms):
                 return [*nothing]
-            wide = self._wide(kinds)
+            siblings = self._with_siblings(kinds)
             self._prefills = self.prefill.begin(ids, rooms, [len(one.tokens) for one in decoding])
-        rules = [GuardedRules(text(one)) for one in decoding]
+        rules = [GuardedRules(completion(one)) for one in decoding]
         requests = [
-            draft_request(one, most, self.proposer, its, mode_of(its.text, self.verification), wide)
+            draft_request(one, most, self.proposer, its, mode_of(its.completion, self.verification), siblings)
             for one, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
@@ -242,12 +243,14 @@ class Speculator:
             return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
         return self.policy.select(ids, drafts, prompt_tokens, whole=self.proposer.learns_tree)
 
-    def _wide(self, kinds: Sequence[set[int]]) -> bool:
-        """Whether siblings are drafted: where some are run, and now and then to learn of them."""
-        self._since_wide += 1
-        wide = self._since_wide >= WIDE_EVERY or any(kind >= LEVELS for one in kinds for kind in one)
-        self._since_wide = 0 if wide else self._since_wide
-        return wide
+    def _with_siblings(self, kinds: Sequence[set[int]]) -> bool:
+        """Whether to draft siblings: where some pay, and every few passes to learn their rates."""
+        self._since_siblings += 1
+        pay = any(kind >= LEVELS for one in kinds for kind in one)
+        if not pay and self._since_siblings < SIBLINGS_EVERY:
+            return False
+        self._since_siblings = 0
+        return True
 
     def _prefilled_limit(self, sequence: Running, most: int) -> int:
         """``most`` where the draft model has prefilled the sequence or should, else 0."""
@@ -256,7 +259,7 @@ class Speculator:
         return most if self.prefill.pays(self.policy, sequence.id, most, count, remaining) else 0
 
     def _fitting(self, draft: Draft, left: int) -> Draft | None:
-        """The part that fits in the step; where the proposer learns from its whole tree, all or nothing."""
+        """The part that fits in the step; all or nothing if the proposer learns from its whole tree."""
         return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
 
     def _feedback(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
@@ -274,8 +277,8 @@ class Speculator:
 
 
 def _reserved(sequence: Running, scheduler: Scheduler, count: int) -> bool:
-    """Whether the next slots are writable. An error is the sequence's own: it is raised again when the
-    scheduler reserves slots, and ends the request."""
+    """Whether slots are reserved. An error is raised again when the scheduler reserves the slots of the
+    sequence, and ends its request there."""
     try:
         return scheduler.manager.reserve(sequence.id, count)
     except Exception:

@@ -1,4 +1,4 @@
-"""The target after the nodes of a draft: logits that are warped when a row is needed."""
+"""The target model after the nodes of a draft: rows of logits, warped when verification reaches them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from attar.runtime.speculate.proposer import SamplingRules
 class TargetLogits:
     """The logits of a pass over a draft.
 
-    A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
-    path cost nothing; where a greedy request changes no logits, the likeliest of all rows is found at once.
+    A row is warped as in plain decoding, with the sequence continued by the path to its node. Rows off the
+    accepted path are not computed; if a greedy request changes no logits, one argmax covers all rows.
 
     Args:
         logits: (n + 1, V), row i after node i; not modified.
-        rules: the text's warps and noise.
+        rules: warps and noise of the completion.
 
     Raises:
         NumericsError: from ``token`` and ``p``, where the row's logits are NaN or infinite.
@@ -56,35 +56,35 @@ class TargetLogits:
 
     @cached_property
     def _first(self) -> SamplingRow:
-        """What decides the row after node 0; where it changes no logits, no later one does."""
+        """The warps of the row after node 0; if they change no logits, no later ones do."""
         return self.rules.row()
 
     @cached_property
     def _likeliest(self) -> tuple[list[int], list[float]] | None:
-        """Of every row the likeliest token and its logit; None where they are not plain decoding's."""
+        """The likeliest token of every row and its logit; None where plain decoding takes another."""
         return argmax(self.logits.float()) if self.greedy and not self._first.adjusts else None
 
     def _row(self, node: int) -> SamplingRow:
-        return self.rules.row(self.draft.text(self.draft.path(node)))
+        return self.rules.row(self.draft.path_tokens(self.draft.path(node)))
 
 
-BEHIND = -1  # stands for a token after the end; no draft is it
+PAST_END = -1  # in place of a token after the end of the completion; no draft equals it
 
 
 @dataclass(frozen=True, eq=False)
-class Nodes(TargetLogits):
-    """Args: as of :class:`TargetLogits`, and the text itself."""
+class CompletionLogits(TargetLogits):
+    """Logits of a pass; after the end of the completion every draft is rejected."""
 
-    text: Completion
+    completion: Completion
 
     def token(self, node: int) -> int:
-        return BEHIND if self._over(node) else super().token(node)
+        return PAST_END if self._ended(node) else super().token(node)
 
     def p(self, node: int) -> Floats:
-        if self._over(node):  # any law will do
+        if self._ended(node):  # any distribution: these tokens are cut off
             size = self.logits.shape[1]
             return np.full(size, 1 / size, dtype=np.float32)
         return super().p(node)
 
-    def _over(self, node: int) -> bool:
-        return self.text.ends_within(self.draft.text(self.draft.path(node)))
+    def _ended(self, node: int) -> bool:
+        return self.completion.ends_within(self.draft.path_tokens(self.draft.path(node)))

@@ -1,12 +1,12 @@
 """Verification: which drafts are accepted, by mode and rule.
 
-    greedy request, coupled mode, or a fixed draft    coupled.py     the target's own token is followed
+    greedy request, coupled mode, or a fixed draft    follow         accepted if equal to the target's token
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
 
-All give tokens with the target's distribution. Coupled gives even the text of plain decoding itself; exact
-accepts more where the draft has a q, at the price that the text depends on what was drafted. p is always the
-distribution after all warps, with penalties and grammar as they are after the drafted path.
+All give tokens with the target's distribution. Coupled verification gives the very tokens of plain decoding;
+exact verification accepts more where the draft has a q, but the tokens then depend on the drafts. p is always
+the distribution after all warps, with penalties and grammar as they are after the drafted path.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from attar.runtime.speculate.tree import walk
 
 
 def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
-    """Walk as long as the target's own token is among the drafts.
+    """Descend the tree while the target's own token is among the children.
 
     Args:
-        draft: of any rule; q is not looked at.
-        token: what plain decoding takes after a node 0..n; asked for once for each node walked.
+        draft: of any rule; q is not used.
+        token: plain decoding's token after a node 0..n; called once for each node on the path.
     """
     node = 0
     path: list[int] = []
@@ -41,7 +41,7 @@ VerificationMode = Literal["coupled", "exact"]
 
 
 class Target(Protocol):
-    """The target model after the nodes of a draft; evaluated only where the verifier goes."""
+    """The target model after the nodes of a draft; evaluated only on the accepted path."""
 
     @property
     def greedy(self) -> bool:
@@ -49,7 +49,7 @@ class Target(Protocol):
         ...
 
     def token(self, node: int) -> int:
-        """What plain decoding would take after the node: the likeliest, or the draw with TOKEN noise."""
+        """Plain decoding's token after the node: the likeliest, or the draw with TOKEN noise."""
         ...
 
     def p(self, node: int) -> Floats:

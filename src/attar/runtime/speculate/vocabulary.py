@@ -1,19 +1,19 @@
-"""Draft and target model with different tokenizers: the tokens that both have, by the bytes they stand for.
+"""Draft and target model with different tokenizers: the intersection of their vocabularies, by token bytes.
 
     one tokenizer       ids are equal; the logits may have more or fewer columns (padding, added tokens)
-    two tokenizers      ids of equal bytes, or of one special role, are paired; the draft's logits reach the
-                        target's ids through the pairs, every other target id has -inf
+    two tokenizers      ids with equal bytes, or the same special role, are paired; the draft's logits move
+                        to the target ids of the pairs, all other target ids have -inf
 
-So q is a distribution over target ids, and verification is exact whatever the draft model was given. It is
-given the sequence: token by token where every new one has a pair, else all of it is encoded again by the
-draft's tokenizer. Where that is not possible (the text ends inside of a character) nothing is drafted.
+So q is a distribution over target ids, and verification is exact for any input of the draft model. Its input
+is the sequence: new tokens are mapped by their pairs if all have one, else the whole sequence is decoded and
+encoded again by the draft's tokenizer. If the text ends inside a character, nothing is drafted.
 
-A token stands for bytes. Byte-level tokenizers write each byte as a character ("Ġthe"), those of
-SentencePiece a blank as "▁" and single bytes as "<0x0A>". Special tokens stand for their spelling, and are
-paired by role where they begin or end a sequence. Nothing is matched by similarity.
+Byte-level tokenizers write each byte of a token as a character ("Ġthe"), those of SentencePiece a blank as
+"▁" and single bytes as "<0x0A>". Special tokens are compared by spelling, and paired by role where they begin
+or end a sequence. Nothing is matched by similarity.
 
 Source: vLLM's ``v1/spec_decode/vocab_mapping.py`` (token-level intersection, arXiv 2502.05202). Differs:
-bytes are compared and not strings; new tokens go through the pairs as long as all have one.
+bytes are compared, not strings; new tokens are mapped by pairs as long as all have one.
 
 Letters: R rows, V columns of the target, D of the draft.
 """
@@ -41,23 +41,23 @@ _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTES = {character: bytes([byte]) for byte, character in BYTE_ALPHABET.items()}
 
 TokenBytes = bytes | str
-"""What a token stands for: bytes, or the spelling of a special token."""
+"""The bytes of a token, or the spelling of a special token."""
 
 
 class TokenTranslator(Protocol):
-    """Follows one sequence for the draft model."""
+    """Translates one sequence to the draft model's tokens."""
 
     def translate(self, tokens: Sequence[int]) -> list[int] | None:
         """The sequence in the draft's tokens, a new list; None: not possible now.
 
         Args:
-            tokens: the target's, all so far; a sequence only grows.
+            tokens: all of the target's so far; between calls they only grow.
         """
         ...
 
 
 class VocabularyMapping(Protocol):
-    """Between the draft's tokens and the target's."""
+    """Mapping between the draft's tokens and the target's."""
 
     def translator(self) -> TokenTranslator:
         """For a new sequence."""
@@ -68,7 +68,7 @@ class VocabularyMapping(Protocol):
         ...
 
     def draft_id(self, token: int) -> int:
-        """The draft's id of a target token that it has."""
+        """The draft's id of a target token that is paired."""
         ...
 
 
@@ -82,7 +82,7 @@ class SameVocabulary:
         return self
 
     def translate(self, tokens: Sequence[int]) -> list[int]:
-        """The sequence; the draft's last token replaces those that it lacks."""
+        """The sequence; tokens that the draft lacks are replaced by its last one."""
         if self.draft >= self.target:
             return list(tokens)
         return [min(token, self.draft - 1) for token in tokens]
@@ -97,17 +97,17 @@ class SameVocabulary:
 
 
 class SharedVocabulary:
-    """Two tokenizers.
+    """The mapping between two tokenizers.
 
     Args:
-        draft: the draft's, of transformers' fast ones. target: the target's.
-        columns: D and V; tokens beyond are left out.
+        draft: the draft's, a fast one of transformers. target: the target's.
+        columns: D and V; ids beyond are left out.
 
     Attributes:
-        pairs: (draft id, target id) of the tokens of both; each id stands in one.
+        pairs: (draft id, target id) of the shared tokens; each id is in one pair.
 
     Raises:
-        ModelError: a tokenizer is of a kind that is not supported, or next to nothing is in both.
+        ModelError: a tokenizer's kind is not supported, or the vocabularies share too few tokens.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class SharedVocabulary:
         return None if -1 in ids else ids
 
     def encoded(self, tokens: Sequence[int]) -> list[int] | None:
-        """A sequence in the draft's tokens; None where it ends inside of a character.
+        """A sequence encoded in the draft's tokens; None where it ends inside a character.
 
-        Special tokens that have no pair are left out.
+        Special tokens without a pair are left out.
         """
         ids: list[int] = []
         text = ""
@@ -173,7 +173,7 @@ class SharedTranslator:
         self._translated: list[int] = []
 
     def translate(self, tokens: Sequence[int]) -> list[int] | None:
-        """New tokens by their pairs where there is something to continue and all have one; else all anew."""
+        """New tokens are mapped by their pairs if all have one; else the whole sequence is encoded again."""
         new = self._vocabulary.mapped(tokens[self._length :]) if self._translated else None
         translated = self._vocabulary.encoded(tokens) if new is None else self._translated + new
         if translated is None:
@@ -185,10 +185,10 @@ class SharedTranslator:
 def map_vocabularies(
     draft: Any, target: Any, columns: tuple[int, int], names: tuple[str, str] = ("draft", "target")
 ) -> VocabularyMapping:
-    """The mapping between two models.
+    """The mapping between the vocabularies of two models.
 
     Args:
-        draft: its tokenizer. target: the target's. None where a model has none: then ids are equal.
+        draft, target: tokenizers; None where a model has none: then ids are equal.
         columns: of their logits, D and V.
 
     Raises:
@@ -205,7 +205,7 @@ def map_vocabularies(
 
 
 def ids_by_bytes(tokenizer: Any, columns: int, name: str) -> dict[TokenBytes, int]:
-    """Ids by what they stand for; of equal ones a word before a fallback byte, then the smallest id.
+    """Ids by token bytes; of equal ones a piece before a byte fallback, then the smallest id.
 
     Raises:
         ModelError: the tokenizer has no fast form, or is neither byte-level nor of SentencePiece's kind.
@@ -240,7 +240,7 @@ def ids_by_bytes(tokenizer: Any, columns: int, name: str) -> dict[TokenBytes, in
 def paired(
     draft: Any, target: Any, draft_ids: dict[TokenBytes, int], target_ids: dict[TokenBytes, int]
 ) -> list[tuple[int, int]]:
-    """(draft id, target id): roles first, then equal bytes; no id stands twice."""
+    """(draft id, target id): roles first, then equal bytes; every id at most once."""
     candidates = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]
     candidates += [(draft_ids[key], target_ids[key]) for key in draft_ids if key in target_ids]
     known_drafts, known_targets = frozenset(draft_ids.values()), frozenset(target_ids.values())
@@ -259,7 +259,7 @@ def token_bytes(token: str) -> bytes:
 
 
 def special_prefix(tokenizer: Any) -> list[int]:
-    """Special tokens that a tokenizer puts before a text."""
+    """Special tokens that a tokenizer puts in front."""
     special = frozenset(tokenizer.all_special_ids)
     ids = [int(token) for token in tokenizer("a")["input_ids"]]
     plain = next((index for index, token in enumerate(ids) if token not in special), 0)

@@ -25,7 +25,7 @@ def test_h2o_against_brute_force():
 
 def test_h2o_is_due_when_the_budget_is_full():
     method = H2O(heavy=6, recent=4, slack=3)
-    assert [method.due(places, True) for places in (9, 13, 14)] == [None, None, 10]
+    assert [method.due(positions, True) for positions in (9, 13, 14)] == [None, None, 10]
     assert (method.budget, method.most(5, 16)) == (10, 18)
 
 
@@ -79,11 +79,11 @@ def test_reread_is_due_once_the_prompt_is_done():
     assert [method.due(*case) for case in ((300, False), (200, True), (201, True))] == [None, None, 200]
 
 
-def streaming_blocks(method, places, block_size):
-    """Blocks that a sequence of so many places holds after a step."""
-    first = max(0, places - method.window)  # the manager releases entries [S, first), in whole blocks
+def streaming_blocks(method, positions_held, block_size):
+    """Blocks that a sequence with that many positions holds after a step."""
+    first = max(0, positions_held - method.window)  # the manager releases entries [S, first), in whole blocks
     freed = max(0, first // block_size - -(-method.sinks // block_size))
-    return -(-places // block_size) - freed
+    return -(-positions_held // block_size) - freed
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(4, 6), (0, 5), (3, 1), (9, 8)])
@@ -91,13 +91,16 @@ def test_streaming_holds_the_blocks_it_says(sinks, window):
     method, size = Streaming(sinks=sinks, window=window), 4
     manager = BlockManager(40, size, window=method.window, sinks=method.sinks)
     manager.admit(0, [1])
-    for places in range(1, 80):
+    for positions in range(1, 80):
         assert manager.reserve(0, 1)
-        manager.commit(0, 1, list(range(places)))
+        manager.commit(0, 1, list(range(positions)))
         held = {block for block in manager.table(0).blocks if block >= 0}
-        assert len(held) == streaming_blocks(method, places, size)
-        seen = [*range(min(sinks, places)), *range(max(0, places - window + 1), places)]  # by the next token
-        assert all(manager.table(0).blocks[place // size] >= 0 for place in seen)
+        assert len(held) == streaming_blocks(method, positions, size)
+        seen = [
+            *range(min(sinks, positions)),
+            *range(max(0, positions - window + 1), positions),
+        ]  # by the next token
+        assert all(manager.table(0).blocks[index // size] >= 0 for index in seen)
         assert len(held) * size <= method.most(1, size)
 
 

@@ -137,17 +137,17 @@ def test_int8_beats_fp8_on_smooth_rows_and_loses_with_outliers():
 
 
 @pytest.mark.parametrize(
-    ("name", "each"),
+    ("name", "token_bytes"),
     [
         *(("float32", 64), ("bfloat16", 32), ("float16", 32), ("int8", 16 + 4), ("fp8", 16 + 4)),
         *(("kivi4", ((8 + 2) + (8 + 4)) / 2), ("kivi2", ((4 + 2) + (4 + 4)) / 2)),
     ],
 )
-def test_bytes(name, each):
+def test_bytes(name, token_bytes):
     """Bytes of a token and head; KIVI: 4 bytes for 32 tokens of a channel, or 16 channels of a token."""
     store = make_store(name, GEOMETRY, CPU)
     tokens = 2 * 6 * 32
-    assert store.nbytes == tokens * 3 * 2 * each
+    assert store.nbytes == tokens * 3 * 2 * token_bytes
 
 
 def test_unknown_names_and_shapes_that_do_not_fit():

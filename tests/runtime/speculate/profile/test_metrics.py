@@ -55,11 +55,11 @@ def test_theory_is_met_where_acceptance_is_the_same_everywhere() -> None:
 
 
 def test_speedup_of_pairs() -> None:
-    made = speedup([2.0, 4.0], [1.0, 1.0])
-    assert made.value == pytest.approx(math.sqrt(8)) and made.pairs == 2
+    ratio = speedup([2.0, 4.0], [1.0, 1.0])
+    assert ratio.value == pytest.approx(math.sqrt(8)) and ratio.pairs == 2
     # half of log 2 apart: standard error log(2) / 2, one degree of freedom
-    assert made.high / made.value == pytest.approx(math.exp(12.706 * math.log(2) / 2))
-    assert made.low * made.high == pytest.approx(made.value**2)
+    assert ratio.high / ratio.value == pytest.approx(math.exp(12.706 * math.log(2) / 2))
+    assert ratio.low * ratio.high == pytest.approx(ratio.value**2)
     one = speedup([3.0], [1.5])
     assert one.value == one.low == one.high == pytest.approx(2)
 
@@ -68,8 +68,8 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     draws, held = random.Random(1), 0
     for _ in range(2000):
         logs = [draws.gauss(0.5, 0.2) for _ in range(5)]
-        made = speedup([math.exp(each) for each in logs], [1.0] * 5)
-        held += made.low <= math.exp(0.5) <= made.high
+        ratio = speedup([math.exp(log) for log in logs], [1.0] * 5)
+        held += ratio.low <= math.exp(0.5) <= ratio.high
     assert 0.935 < held / 2000 < 0.965
 
 

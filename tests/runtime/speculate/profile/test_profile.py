@@ -25,7 +25,7 @@ TOKENS = 24
 
 
 class Knows:
-    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; so many drafts."""
+    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number."""
 
     name, free, draws, learns_tree = "knows", False, False, False
 
@@ -44,7 +44,7 @@ class Knows:
     def _proposed(self, wish: DraftRequest) -> Draft | None:
         text = next(all for all in self.texts.values() if list(all[: len(wish.tokens)]) == list(wish.tokens))
         ahead = text[len(wish.tokens) : len(wish.tokens) + wish.most]
-        tokens = [(each + (place >= self.right)) % 50 for place, each in enumerate(ahead)]
+        tokens = [(item + (index >= self.right)) % 50 for index, item in enumerate(ahead)]
         return Draft.chain(tokens) if tokens else None
 
 
@@ -57,14 +57,16 @@ def engine() -> Engine:
 def texts(engine: Engine) -> dict[tuple[int, ...], Sequence[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     llm = LLM.of(Loaded(FakeRunner()))
-    prompts = [prompt for each in PROMPTS.values() for prompt in each]
+    prompts = [prompt for item in PROMPTS.values() for prompt in item]
     return {
         tuple(prompt): [*prompt, *result.token_ids]
         for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True)
     }
 
 
-def made(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]], batches: Sequence[int]) -> Profile:
+def profile_of(
+    engine: Engine, texts: dict[tuple[int, ...], Sequence[int]], batches: Sequence[int]
+) -> Profile:
     def knows(right: int, most: int) -> Speculator:
         return Speculator(Knows(texts, right), FixedPolicy(most), most=most)
 
@@ -73,46 +75,46 @@ def made(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]], batches: S
 
 
 @pytest.fixture(scope="module")
-def found(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> Profile:
-    return made(engine, texts, (1,))
+def measured(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> Profile:
+    return profile_of(engine, texts, (1,))
 
 
-def row(found: Profile, kind: str, method: str) -> ProfileRow:
-    return next(each for each in found.rows if (each.set, each.method) == (kind, method))
+def row(measured: Profile, kind: str, method: str) -> ProfileRow:
+    return next(item for item in measured.rows if (item.set, item.method) == (kind, method))
 
 
-def test_plain_decoding_is_one_token_a_pass(found: Profile) -> None:
-    plain = row(found, "b", PLAIN)
+def test_plain_decoding_is_one_token_a_pass(measured: Profile) -> None:
+    plain = row(measured, "b", PLAIN)
     assert (plain.texts, plain.same, plain.tokens_per_pass, plain.theory) == (3, 3, 1.0, 1.0)
     assert plain.speedup is plain.acceptance is plain.chance is None and plain.histogram == ()
 
 
-def test_passes_are_those_that_were_made(found: Profile) -> None:
+def test_passes_are_those_that_were_made(measured: Profile) -> None:
     # 23 tokens behind the first: five passes of 4, then 2 drafts and their token
-    everything = row(found, "a", "all")
+    everything = row(measured, "a", "all")
     assert everything.histogram == (0, 0, 2 * 2, 2 * 2 * 5)
     assert everything.chance == everything.acceptance == 1 and everything.tokens_per_pass == 23 / 6
     assert everything.theory == pytest.approx(23 / 6)
-    nothing = row(found, "b", "none")
+    nothing = row(measured, "b", "none")
     assert nothing.chance == 0 and nothing.tokens_per_pass == 1
     # the last token is decoded without drafts: there is no room for any
     assert nothing.histogram == (2 * 3 * 22,)
-    some = row(found, "b", "two of three")
+    some = row(measured, "b", "two of three")
     assert some.chance is not None and 0.6 < some.chance < 0.8
     assert some.theory != expected_tokens(some.chance, 3)  # the last passes are shorter
-    assert all(each.same == each.texts for each in found.rows)
+    assert all(item.same == item.texts for item in measured.rows)
 
 
-def test_everything_is_put_back(engine: Engine, found: Profile) -> None:
+def test_everything_is_put_back(engine: Engine, measured: Profile) -> None:
     assert engine.speculator is None and engine.idle
     engine.check()
     second_engine(engine, None).check()
 
 
 def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
-    found = made(engine, texts, (2,))
-    assert row(found, "a", "all").histogram == (0, 0, 2 * 2, 2 * 2 * 5)
-    assert all(each.same == each.texts and each.batch == 2 for each in found.rows)
+    measured = profile_of(engine, texts, (2,))
+    assert row(measured, "a", "all").histogram == (0, 0, 2 * 2, 2 * 2 * 5)
+    assert all(item.same == item.texts and item.batch == 2 for item in measured.rows)
 
 
 def test_a_proposer_that_breaks_is_an_error(engine: Engine, broken_proposers: list[str]) -> None:
@@ -123,15 +125,15 @@ def test_a_proposer_that_breaks_is_an_error(engine: Engine, broken_proposers: li
     assert broken_proposers.pop().startswith("speculation is off: knows failed")
 
 
-def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
+def test_the_picture_is_one_file_with_every_method(measured: Profile) -> None:
     from xml.etree import ElementTree
 
-    drawn = speculation_picture(found.to_dict())
+    drawn = speculation_picture(measured.to_dict())
     root = ElementTree.fromstring(drawn)
-    words = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = [item.text or "" for item in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a", "b", "all", "none"} <= set(words)
-    assert words.count("two of three") == 2 + 1, "beside each of its bars, and above its histogram"
-    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in each.text]
+    assert words.count("two of three") == 2 + 1, "next to each of its bars, and above its histogram"
+    bars = [item for item in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in item.text]
     assert len(bars) == 2
 
 
@@ -141,6 +143,8 @@ def test_passes_that_rest_are_counted_too(
     """While the budget is closed no pass is metered; each still counts as one token."""
     policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}))
     policy.budget.note(1e6, 0.0)
-    made = Speculator(Knows(texts, 9), policy, most=4)
-    found = row(profile(engine, "fake", {"rests": made}, {"a": PROMPTS["a"]}, tokens=TOKENS), "a", "rests")
-    assert found.tokens_per_pass == 1.0 and found.histogram == () and found.same == 2
+    profile_of = Speculator(Knows(texts, 9), policy, most=4)
+    measured = row(
+        profile(engine, "fake", {"rests": profile_of}, {"a": PROMPTS["a"]}, tokens=TOKENS), "a", "rests"
+    )
+    assert measured.tokens_per_pass == 1.0 and measured.histogram == () and measured.same == 2

@@ -20,7 +20,7 @@ from attar.runtime.speculate.settings import SETS as NAMES
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, list[str]]:
+def sets_of_prompts() -> dict[str, list[str]]:
     return prompt_sets(NAMES, 3)
 
 
@@ -28,23 +28,28 @@ def test_the_settings_name_every_set() -> None:
     assert tuple(SETS) == NAMES
 
 
-def test_the_same_prompts_each_time_and_others_with_another_seed(made: dict[str, list[str]]) -> None:
-    assert prompt_sets(("json", "code"), 3) == {name: made[name] for name in ("json", "code")}
-    assert prompt_sets(("code",), 3, seed=1)["code"] != made["code"]
-    for prompts in made.values():
+def test_the_same_prompts_each_time_and_others_with_another_seed(
+    sets_of_prompts: dict[str, list[str]],
+) -> None:
+    assert prompt_sets(("json", "code"), 3) == {name: sets_of_prompts[name] for name in ("json", "code")}
+    assert prompt_sets(("code",), 3, seed=1)["code"] != sets_of_prompts["code"]
+    for prompts in sets_of_prompts.values():
         assert len(set(prompts)) == 3 and all(0 < len(prompt) <= 2 * LENGTH for prompt in prompts)
 
 
-def test_sets_are_what_they_say(made: dict[str, list[str]]) -> None:
-    assert all(prompt.endswith("\n") for prompt in made["code"])
-    assert all(prompt.endswith(" ") for prompt in made["prose"])
-    for prompt in made["json"]:
+def test_sets_are_what_they_say(sets_of_prompts: dict[str, list[str]]) -> None:
+    assert all(prompt.endswith("\n") for prompt in sets_of_prompts["code"])
+    assert all(prompt.endswith(" ") for prompt in sets_of_prompts["prose"])
+    for prompt in sets_of_prompts["json"]:
         first = prompt[prompt.index("{") : prompt.index("},\n  {") + 1]
         assert set(json.loads(first)) == {"id", "name", "tags", "size", "active"}
-    for prompt in made["repetition"]:
+    for prompt in sets_of_prompts["repetition"]:
         size = next(size for size in range(len(prompt)) if 2 * size + size // 3 == len(prompt))
         assert prompt[:size] == prompt[size : 2 * size] and prompt.startswith(prompt[2 * size :])
-    grams = [made["random"][0][place : place + 3] for place in range(len(made["random"][0]) - 2)]
+    grams = [
+        sets_of_prompts["random"][0][index : index + 3]
+        for index in range(len(sets_of_prompts["random"][0]) - 2)
+    ]
     assert len(set(grams)) > 0.98 * len(grams)
 
 
@@ -61,14 +66,14 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
         {"question_id": 82, "category": "writing", "turns": ["Draft."]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    found = read_questions(file)
-    assert found[0] == SpecBenchQuestion(81, "writing", ("Compose.", "Rewrite.")) and len(found) == 3
-    assert question_sets(found, 1) == {"writing": ["Compose."], "qa": ["Who?"]}
-    assert question_sets(found, 2)["writing"] == ["Compose.", "Draft."]
+    actual = read_questions(file)
+    assert actual[0] == SpecBenchQuestion(81, "writing", ("Compose.", "Rewrite.")) and len(actual) == 3
+    assert question_sets(actual, 1) == {"writing": ["Compose."], "qa": ["Who?"]}
+    assert question_sets(actual, 2)["writing"] == ["Compose.", "Draft."]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
@@ -79,10 +84,10 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
         ('{"question_id": true, "category": "a", "turns": ["a"]}', "question_id"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text('{"question_id": 1, "category": "a", "turns": ["a"]}\n' + line)
-    with pytest.raises(DataError, match=f"q.jsonl:2: .*{said}"):
+    with pytest.raises(DataError, match=f"q.jsonl:2: .*{message}"):
         read_questions(file)
 
 

@@ -1,16 +1,16 @@
-"""Passes that were counted, and the figures that are made of them: plain arithmetic.
+"""Counted passes, and the figures computed from them.
 
-A pass of a sequence has d drafts in a tree of depth k (0 and 0 where nothing was drafted), of which n were
-accepted, and brings n + 1 tokens.
+A pass of a sequence has d drafts in a tree of depth k (0 and 0 without a draft), of which n are accepted, and
+gives n + 1 tokens.
 
     acceptance rate     accepted / drafted, of all branches
-    a                   of the depths that were tried, the share at which a draft was taken:
-                        accepted / (accepted + passes that stopped before their depth)
-    tokens a pass       mean of n + 1, passes without drafts among them
+    a                   acceptance rate at the depths that were reached:
+                        accepted / (accepted + passes with n < k)
+    tokens a pass       mean of n + 1, passes without drafts included
     theory              mean of (1 - a^(k+1)) / (1 - a): tokens a pass if a were the same at every depth
 
-The theory is above what is measured where acceptances come together (half of the passes whole, half nothing),
-below it where the first draft is the surest.
+The theory is above the measured mean where acceptances are correlated (half of the passes all, half none),
+below it where the first drafts have the highest rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AcceptanceCounts:
     counts: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     def note(self, drafted: int, depth: int, accepted: int) -> None:
-        """One more."""
+        """Count a pass."""
         assert 0 <= accepted <= depth <= drafted, f"{accepted} accepted at depth {depth} of {drafted} drafts"
         self.counts[drafted, depth, accepted] += 1
 
@@ -53,12 +53,12 @@ class AcceptanceCounts:
 
     @property
     def accepted(self) -> int:
-        """Drafts that became text."""
+        """Accepted drafts."""
         return sum(accepted * count for (_, _, accepted), count in self.counts.items())
 
     @property
     def rate(self) -> float | None:
-        """Accepted of drafted; None where nothing was drafted."""
+        """Accepted / drafted; None where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
@@ -75,7 +75,7 @@ class AcceptanceCounts:
 
     @property
     def theory(self) -> float | None:
-        """Tokens a pass from a and the depths alone."""
+        """Tokens a pass computed from a and the depths."""
         if not self.total:
             return None
         chance = self.chance or 0.0
@@ -132,11 +132,11 @@ class ProfileRow:
     """A method on a set.
 
     Attributes:
-        texts: how many were asked for; same: of them equal to plain decoding's.
+        texts: completions; same: of them equal to those of plain decoding.
         tokens_per_s: decoded, all rounds together.
         speedup, low, high: over plain decoding, with 95 % of confidence; None for plain decoding itself.
         acceptance: accepted of drafted; chance: a; None where nothing was drafted.
-        tokens_per_pass, theory: of one text, measured and from a.
+        tokens_per_pass, theory: of one sequence, measured and from a.
         draft_share: of the time, spent in the proposer.
         histogram: passes with 0, 1, 2, ... accepted drafts.
     """

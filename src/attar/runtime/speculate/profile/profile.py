@@ -1,14 +1,15 @@
-"""Plain decoding and methods of speculation over sets of prompts, in turn.
+"""Plain decoding and methods of speculation over sets of prompts, interleaved.
 
-Each prompt is answered by every method in each round, one after the other (A B C, then B C A), with the same
-weights and the same pool, so that a machine that slows down slows all of them. Every method answers a round
-under a salt of its own: neither cached prefixes nor a shared n-gram table know a text from another round;
-inside a round a table may learn from prompt to prompt, as in a server.
+Every method completes each prompt in each round, in rotating order (A B C, then B C A), with the same weights
+and the same pool, so that a slower machine slows down all of them. Every method has its own salt in each
+round: neither the prefix cache nor a shared n-gram table has a completion of another round; within a round a
+table may learn from prompt to prompt, as in a server.
 
-What is timed is decoding: from the moment when all texts of the batch have their first token. Seconds a token
-of a prompt are the median of its rounds; the speedup is the geometric mean over the prompts (``passes.py``).
-With temperature 0, or a seed, the texts must be those of plain decoding; how many are is in ``same``. A
-runner that rounds differently for several tokens at once may differ where two tokens are nearly as likely.
+Only decoding is timed, after all sequences of the batch have their first token. Seconds a token of a prompt
+are the median of its rounds; the speedup is the geometric mean over the prompts (``metrics.py``). With
+temperature 0, or a seed, the completions must equal those of plain decoding; ``same`` counts those that do.
+They may differ for a runner that rounds passes over several tokens differently, where two tokens are nearly
+as likely.
 """
 
 from __future__ import annotations
@@ -32,12 +33,7 @@ from attar.runtime.speculate.speculator import Speculator
 
 
 class FixedPolicy(DraftPolicy):
-    """K drafts wherever there is room; of a tree the first K, of a tree that is learnt from all or none.
-
-    Args:
-        most: K.
-        latency: learns what each size takes.
-    """
+    """Always K drafts (``most``): the first K of a tree; all of a tree that the proposer learns from."""
 
     def __init__(self, most: int, latency: Latency | None = None) -> None:
         super().__init__(latency or Latency(), most, LossBudget(math.inf))
@@ -46,7 +42,7 @@ class FixedPolicy(DraftPolicy):
     def open(self) -> bool:
         return True
 
-    def rest(self, batch: int, asking: float) -> int:
+    def passes_to_skip(self, batch: int, proposing: float) -> int:
         return 0
 
     def choose(
@@ -55,7 +51,7 @@ class FixedPolicy(DraftPolicy):
         limits: Sequence[int],
         prompt_tokens: int = 0,
         branches: int = 1,
-        room: int | None = None,
+        room: float = math.inf,
     ) -> list[set[int]]:
         return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
@@ -80,13 +76,10 @@ class FixedPolicy(DraftPolicy):
 
 
 class MeteredProposer:
-    """Counts.
-
-    Args:
-        proposer: who is watched.
+    """Counts the passes of a proposer.
 
     Attributes:
-        passes: of all sequences, from their second token on: the first is the prompt's.
+        passes: of all sequences, from their second token on; the first comes from the prefill.
         seconds: of proposing and observing.
     """
 
@@ -137,13 +130,13 @@ class MeteredProposer:
 
 
 PLAIN = "plain"
-LEAST = 8  # tokens of a text: end tokens before are passed over
+LEAST = 8  # tokens of a completion: earlier end tokens are ignored
 PromptBatch = tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class _MethodRuns:
-    """One method on one set: seconds and tokens of each batch of prompts by round, and what it wrote."""
+    """One method on one set: seconds and tokens of each batch of prompts by round, and the completions."""
 
     seconds: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -176,13 +169,13 @@ def profile(
     Args:
         methods: speculators made for this engine's runner, by the names that the rows have.
         sets: prompts as token ids.
-        batches: texts that run together.
-        tokens: of each text at most.
+        batches: sequences that run together.
+        tokens: of each completion at most.
 
     Raises:
-        DataError: a text fails.
+        DataError: a request fails.
         SettingsError: a prompt and its tokens do not fit into the context.
-        Exception: what broke a proposer.
+        Exception: of a proposer.
     """
     params = SamplingParams(temperature=temperature, max_tokens=tokens, min_tokens=min(LEAST, tokens), seed=0)
     engines = {PLAIN: second_engine(engine)} | {
@@ -191,15 +184,15 @@ def profile(
     rows = []
     for batch in batches:
         work = {kind: _batches(prompts, batch) for kind, prompts in sets.items()}
-        seen = _runs(engines, work, params, rounds, progress)
-        for (kind, method), one in seen.items():
-            rows.append(_row(kind, method, batch, seen[kind, PLAIN], one, rounds))
+        runs = _runs(engines, work, params, rounds, progress)
+        for (kind, method), one in runs.items():
+            rows.append(_row(kind, method, batch, runs[kind, PLAIN], one, rounds))
     runner = type(engine.runner).__name__.lower()
     return Profile(name, runner, tokens, rounds, temperature, tuple(rows))
 
 
 def second_engine(engine: Engine, speculator: Speculator | None = None) -> Engine:
-    """Another engine on the same model and memory; one of them runs at a time."""
+    """Another engine on the same model and KV pool; one of them runs at a time."""
     return Engine(
         engine.runner,
         engine.scheduler,
@@ -219,10 +212,10 @@ def _runs(
 ) -> dict[tuple[str, str], _MethodRuns]:
     """All methods on all batches of prompts, in turn; a first round of one batch is not counted."""
     order = list(engines)
-    seen = {(kind, method): _MethodRuns() for kind in work for method in order}
+    runs = {(kind, method): _MethodRuns() for kind in work for method in order}
     first = next(batch for batches in work.values() for batch in batches)
     for method in order:
-        _answer(engines[method], first, params, f"{method} first", _MethodRuns())
+        _complete(engines[method], first, params, f"{method} first", _MethodRuns())
     with progress.task("bench", total=rounds * len(order) * sum(map(len, work.values()))) as task:
         for turn in range(rounds):
             for kind, batches in work.items():
@@ -230,20 +223,20 @@ def _runs(
                     start = (turn + index) % len(order)
                     for method in order[start:] + order[:start]:
                         salt = f"{method} {turn}"
-                        _answer(engines[method], batch, params, salt, seen[kind, method], index)
+                        _complete(engines[method], batch, params, salt, runs[kind, method], index)
                         task.advance()
-    return seen
+    return runs
 
 
-def _answer(
+def _complete(
     engine: Engine,
     batch: PromptBatch,
     params: SamplingParams,
     salt: str,
-    seen: _MethodRuns,
+    runs: _MethodRuns,
     index: int = 0,
 ) -> None:
-    """One batch of prompts once; what it took and wrote is noted."""
+    """Complete one batch of prompts, and add times and completions to ``runs``."""
     speculator, meter = engine.speculator, None
     if speculator is not None:
         meter = speculator.proposer = MeteredProposer(speculator.proposer)
@@ -253,42 +246,42 @@ def _answer(
         if speculator.failure is not None:
             raise speculator.failure
     later, seconds = decoded(requests)
-    while len(seen.seconds) <= index:
-        seen.seconds.append([])
-        seen.tokens.append([])
-    seen.seconds[index].append(seconds)
-    seen.tokens[index].append(later)
-    seen.texts += [one.tokens for one in requests]
+    while len(runs.seconds) <= index:
+        runs.seconds.append([])
+        runs.tokens.append([])
+    runs.seconds[index].append(seconds)
+    runs.tokens[index].append(later)
+    runs.texts += [one.tokens for one in requests]
     if meter is not None:
-        seen.passes.counts += meter.passes.counts
-        seen.drafting += meter.seconds
+        runs.passes.counts += meter.passes.counts
+        runs.drafting += meter.seconds
     counted = 0 if meter is None else meter.passes.total + meter.passes.accepted
     written = sum(len(one.tokens) - 1 for one in requests)
-    seen.passes.counts[0, 0, 0] += max(written - counted, 0)  # passes that were not metered: a token each
+    runs.passes.counts[0, 0, 0] += max(written - counted, 0)  # passes that were not metered: a token each
 
 
 def _row(
-    kind: str, method: str, batch: int, plain: _MethodRuns, seen: _MethodRuns, rounds: int
+    kind: str, method: str, batch: int, plain: _MethodRuns, runs: _MethodRuns, rounds: int
 ) -> ProfileRow:
-    indices = range(len(seen.seconds))
-    gain = None if seen is plain else speedup(plain.pace(indices), seen.pace(indices))
-    seconds = sum(map(sum, seen.seconds))
+    indices = range(len(runs.seconds))
+    gain = None if runs is plain else speedup(plain.pace(indices), runs.pace(indices))
+    seconds = sum(map(sum, runs.seconds))
     return ProfileRow(
         kind,
         method,
         batch,
-        len(seen.texts) // rounds,
-        sum(a == b for a, b in zip(_by_round(plain, rounds), _by_round(seen, rounds), strict=True)),
-        sum(map(sum, seen.tokens)) / seconds,
+        len(runs.texts) // rounds,
+        sum(a == b for a, b in zip(_by_round(plain, rounds), _by_round(runs, rounds), strict=True)),
+        sum(map(sum, runs.tokens)) / seconds,
         None if gain is None else gain.value,
         None if gain is None else gain.low,
         None if gain is None else gain.high,
-        seen.passes.rate,
-        seen.passes.chance,
-        seen.passes.tokens_per_pass,
-        seen.passes.theory,
-        seen.drafting / seconds,
-        seen.passes.histogram,
+        runs.passes.rate,
+        runs.passes.chance,
+        runs.passes.tokens_per_pass,
+        runs.passes.theory,
+        runs.drafting / seconds,
+        runs.passes.histogram,
     )
 
 
@@ -297,7 +290,7 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[PromptBatch]:
     return [tuple(tuple(prompt) for prompt in prompts[start : start + size]) for start in starts]
 
 
-def _by_round(seen: _MethodRuns, rounds: int) -> list[list[list[int]]]:
-    """Of every prompt its texts, round by round."""
-    count = len(seen.texts) // rounds
-    return [seen.texts[index::count] for index in range(count)]
+def _by_round(runs: _MethodRuns, rounds: int) -> list[list[list[int]]]:
+    """The completions of every prompt, by round."""
+    count = len(runs.texts) // rounds
+    return [runs.texts[index::count] for index in range(count)]

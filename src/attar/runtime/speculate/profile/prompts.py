@@ -2,13 +2,13 @@
 
     code         source of the standard library (the split that attar:tiny never saw), cut at a line
     prose        the longest docstrings of some of its files, cut at a word
-    json         records of one shape with random values, cut inside a record
+    json         records of one schema with random values, cut inside a record
     repetition   a passage of code twice, and its first third again
-    random       printable bytes with no pattern: where drafts must fail
+    random       printable bytes without a pattern, where drafts must fail
 
-The same Python gives the same prompts. Spec-Bench's files are read too (Xia et al., 2024): a JSON object a
-line with ``question_id``, ``category`` and ``turns``; categories are the sets, and the first turn is asked,
-for the later ones need answers.
+The same Python version gives the same prompts. Spec-Bench's files are read too (Xia et al., 2024): a JSON
+object a line with ``question_id``, ``category`` and ``turns``; categories are the sets, and first turns the
+prompts, as later turns need the model's answers.
 """
 
 from __future__ import annotations

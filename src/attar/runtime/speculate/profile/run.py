@@ -41,7 +41,7 @@ def run_profile(
         chosen: methods and prompts.
         bench: tokens, rounds and the prompts' seed.
         engine: how the target is run.
-        batches: texts that run together.
+        batches: sequences that run together.
 
     Raises:
         as :class:`attar.runtime.llm.LLM`, :func:`read_questions` and :func:`profile`.
@@ -73,7 +73,7 @@ def run_profile(
 
 
 def held_out_note(tokenizer: Any, sets: Mapping[str, Sequence[Sequence[int]]], models: Sequence[str]) -> str:
-    """Which sets of prompts the models' lineages have read, by the records beside their cards.
+    """Which sets of prompts the models were trained on, by the records of their lineage.
 
     A draft model that was trained on the prompts is accepted more often than it will be on other text.
 
@@ -95,8 +95,8 @@ def make_methods(
 ) -> dict[str, Speculator]:
     """A speculator for each method and number of drafts, by what people call them."""
     methods = {}
-    asked = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
-    for option in asked:
+    options = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
+    for option in options:
         for most in chosen.drafts or (None,):
             wanted = SpeculationSettings(**option, drafts=most, verification=chosen.verification)
             speculator = make_speculator(wanted, loaded, model, **alike)
