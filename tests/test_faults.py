@@ -69,7 +69,8 @@ def finish(model, out):
                 ended[list(began)[-1]] = time.monotonic()
             began[actual[1]] = time.monotonic()
     assert process.wait() == 0
-    ended[list(began)[-1]] = time.monotonic()
+    if began:  # a run whose stages are all done only writes its report
+        ended[list(began)[-1]] = time.monotonic()
     return {name: ended[name] - began[name] for name in began}
 
 
