@@ -150,7 +150,7 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
         hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    return _sweep(task, batches, solver, layers, precision)
+    return _swept(task, sweep(task.checkpoint, batches, solver, **_sweep_options(task, layers, precision)))
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:
@@ -169,27 +169,28 @@ def sweep_blocks(task: RoundingTask) -> RoundedModel:
         start=gptq_start if options.start in ("gptq", "qronos") else None,
         masks=_masks(task) or None,
     )
-    return _sweep(task, task.batches(), solver, grids, precision)
-
-
-def _sweep(
-    task: RoundingTask, batches: list[Tensor], solver: Any, layers: Mapping[str, Any], precision: str
-) -> RoundedModel:
-    """The codes of the Linears in ``layers``, by module name."""
-    swept = sweep(
-        task.checkpoint,
-        batches,
-        solver,
-        work=task.work / "blocks",
-        select=layers.__contains__,
-        precision=precision,
-        after_blocks=task.after_blocks,
-        device=torch.device(pick_device(task.settings.device)),
-        progress=task.progress,
-        what=task.settings.method,
+    return _swept(
+        task, sweep(task.checkpoint, task.batches(), solver, **_sweep_options(task, grids, precision))
     )
-    codes = SweepCodes(task.plan, swept)
-    return RoundedModel(codes, codes.reports, precision=swept.precision)
+
+
+def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Arguments of a sweep that rounds ``layers``, by module name."""
+    return {
+        "work": task.work / "blocks",
+        "select": layers.__contains__,
+        "precision": precision,
+        "after_blocks": task.after_blocks,
+        "device": torch.device(pick_device(task.settings.device)),
+        "progress": task.progress,
+        "what": task.settings.method,
+    }
+
+
+def _swept(task: RoundingTask, result: SweepResult) -> RoundedModel:
+    """The codes of a sweep."""
+    codes = SweepCodes(task.plan, result)
+    return RoundedModel(codes, codes.reports, precision=result.precision)
 
 
 def train(task: RoundingTask) -> RoundedModel:
