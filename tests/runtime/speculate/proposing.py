@@ -27,7 +27,7 @@ class Eager(DraftPolicy):
     def passes_to_skip(self, batch, proposing):
         return 0
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
         return [{kind_of(0, depth) for depth in range(1, limit + 1)} for limit in limits]
 
     def select(self, sequences, drafts, prompt_tokens=0, whole=False):

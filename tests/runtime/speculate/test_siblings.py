@@ -32,10 +32,10 @@ def teach(policy: DraftPolicy, sequence: int, rates: dict[int, float]) -> None:
 
 
 def siblings(
-    policy: DraftPolicy, sequences: list[int], limits: list[int], room: int | None = None
+    policy: DraftPolicy, sequences: list[int], limits: list[int], free: int | None = None
 ) -> list[set[int]]:
     """Of the chosen kinds those that are no chain."""
-    chosen = policy.choose(sequences, limits, branches=4, room=room)
+    chosen = policy.choose(sequences, limits, branches=4, free=free)
     return [{kind for kind in kinds if kind >= LEVELS} for kinds in chosen]
 
 
@@ -63,8 +63,8 @@ def test_the_most_likely_first_within_the_limit() -> None:
     assert siblings(policy, [0], [2]) == [set()]
     assert siblings(policy, [0], [3]) == [{SECOND[0]}], "S_0 a_2 is more than S_1 a_2"
     assert siblings(policy, [0], [4]) == [set(SECOND)]
-    assert siblings(policy, [0], [8], room=4) == [set(SECOND)], "in the step too"
-    assert siblings(policy, [0], [8], room=1) == [set()]
+    assert siblings(policy, [0], [8], free=4) == [set(SECOND)], "in the step too"
+    assert siblings(policy, [0], [8], free=1) == [set()]
 
 
 def test_the_time_of_drafting_is_part_of_the_pass() -> None:

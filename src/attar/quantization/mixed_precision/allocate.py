@@ -217,7 +217,7 @@ def _search(
     """
     slack += 1e-12 * (1.0 + abs(slack))
     bits, loss, cost = (torch.zeros(1, dtype=kind) for kind in (torch.int64, torch.float64, torch.float64))
-    room = budget - sum(options[0].bits for options in kept)
+    spare = budget - sum(options[0].bits for options in kept)
     history: list[Tensor] = []
     missed = math.inf
     for options in kept:
@@ -229,7 +229,7 @@ def _search(
             (have[:, None] + add).flatten()
             for have, add in ((bits, more), (loss, loses), (cost, reduced.clamp(min=0.0)))
         )
-        where = _undominated(bits, loss, (bits <= room) & (cost <= slack))
+        where = _undominated(bits, loss, (bits <= spare) & (cost <= slack))
         if len(where) > states:
             ranked = torch.argsort(cost[where], stable=True)
             missed = min(missed, float(cost[where[ranked[states]]]))

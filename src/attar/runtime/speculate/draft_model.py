@@ -208,10 +208,10 @@ class DraftModel:
 
     def _run(self, drafts: Sequence[GrowingDraft]) -> None:
         """Run the tokens that are not in the tables, fewest first; completed sequences get a draft."""
-        room, parts = self.step_tokens, []
+        free, parts = self.step_tokens, []
         for draft in sorted(drafts, key=self._left):
-            count = min(self._left(draft), room)
-            room -= count
+            count = min(self._left(draft), free)
+            free -= count
             if count:
                 parts.append((draft, count, count == self._left(draft)))
         tokens: list[int] = []

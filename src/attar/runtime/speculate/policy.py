@@ -131,14 +131,14 @@ class DraftPolicy:
         return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
 
     def choose(
-        self, sequences: Ints, limits: Ints, prompt_tokens: int = 0, branches: int = 1, room: float = math.inf
+        self, sequences: Ints, limits: Ints, prompt_tokens: int = 0, branches: int = 1, free: float = math.inf
     ) -> list[set[int]]:
         """Kinds of the drafts, chain and siblings, that a draft model should make for each sequence: at most
-        its limit, ``branches`` after one token, and ``room`` in the batch."""
+        its limit, ``branches`` after one token, and ``free`` in the batch."""
         limits = [min(limit, self.most) for limit in limits]
         rows = enumerate(zip(sequences, limits, strict=True))
         trees = [one for row, (sequence, limit) in rows for one in self._tree(row, sequence, limit, branches)]
-        return [set(kinds) for kinds in self._best(sequences, trees, limits, prompt_tokens, room)]
+        return [set(kinds) for kinds in self._best(sequences, trees, limits, prompt_tokens, free)]
 
     def select(
         self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0, whole: bool = False
@@ -213,7 +213,7 @@ class DraftPolicy:
         return [Candidate(survivals[n], row, draft.depths[n], n) for n in range(1, len(survivals))]
 
     def _best(
-        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, room: float
+        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, free: float
     ) -> list[list[int]]:
         """The nodes of each sequence that are run."""
         kept: list[list[int]] = [[] for _ in sequences]
@@ -223,7 +223,7 @@ class DraftPolicy:
         run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
         best, count, counts, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
         for one in nodes:
-            if one.survival < LEAST or len(front) == room:
+            if one.survival < LEAST or len(front) == free:
                 break
             if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
                 continue

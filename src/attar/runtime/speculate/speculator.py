@@ -112,11 +112,11 @@ class Speculator:
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         prompt_tokens = total - len(decoding)
-        rooms = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
+        limits = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
         drafts: dict[int, Draft] = {}
-        if self.failure is None and not rested and any(rooms):
+        if self.failure is None and not rested and any(limits):
             for one, draft in zip(
-                decoding, self._proposed(decoding, rooms, left, prompt_tokens, completion), strict=True
+                decoding, self._proposed(decoding, limits, left, prompt_tokens, completion), strict=True
             ):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
@@ -208,7 +208,7 @@ class Speculator:
     def _proposed(
         self,
         decoding: Sequence[Running],
-        rooms: list[int],
+        limits: list[int],
         left: int,
         prompt_tokens: int,
         completion: Callable[[Running], Completion],
@@ -219,18 +219,18 @@ class Speculator:
             return [*nothing]
         self._proposes, free, siblings = True, self.proposer.free, False
         if not free:
-            rooms = [self._prefilled_limit(one, most) for one, most in zip(decoding, rooms, strict=True)]
+            limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
             branches = getattr(self.proposer, "branches", 1)
-            kinds = self.policy.choose(ids, rooms, prompt_tokens, branches, left)
-            rooms = [sum(kind < LEVELS for kind in one) for one in kinds]
-            if not any(rooms):
+            kinds = self.policy.choose(ids, limits, prompt_tokens, branches, left)
+            limits = [sum(kind < LEVELS for kind in one) for one in kinds]
+            if not any(limits):
                 return [*nothing]
             siblings = self._with_siblings(kinds)
-            self._prefills = self.prefill.begin(ids, rooms, [len(one.tokens) for one in decoding])
+            self._prefills = self.prefill.begin(ids, limits, [len(one.tokens) for one in decoding])
         rules = [GuardedRules(completion(one)) for one in decoding]
         requests = [
             draft_request(one, most, self.proposer, its, mode_of(its.completion, self.verification), siblings)
-            for one, most, its in zip(decoding, rooms, rules, strict=True)
+            for one, most, its in zip(decoding, limits, rules, strict=True)
         ]
         try:
             drafts = self.proposer.propose(requests)

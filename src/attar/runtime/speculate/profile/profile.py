@@ -51,7 +51,7 @@ class FixedPolicy(DraftPolicy):
         limits: Sequence[int],
         prompt_tokens: int = 0,
         branches: int = 1,
-        room: float = math.inf,
+        free: float = math.inf,
     ) -> list[set[int]]:
         return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
