@@ -29,8 +29,16 @@ SCRIPT = textwrap.dedent(
     """
     import json, sys
     import numpy as np
-    from llama_cpp import Llama
+    from llama_cpp import Llama, llama_cpp
 
+    default = llama_cpp.llama_model_default_params
+
+    def without_repacking():  # its kernels for AMX crash on some machines
+        params = default()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_model_default_params = without_repacking
     job = json.load(sys.stdin)
     for kind, file in job["files"].items():
         model = Llama(file, n_ctx=1024, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
