@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +61,10 @@ def reset_peak(device: str = "cpu") -> bool:
 
 def peak_rss_bytes() -> int:
     """Peak resident memory since the last reset, in bytes."""
-    try:
+    with suppress(OSError):  # no /proc
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # no /proc: ask the C library
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 

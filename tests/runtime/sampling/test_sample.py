@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from attar.runtime.sampling import sample as sampling
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import ACCEPT, TOKEN, draw, noise_key, sample, uniforms
 from attar.runtime.sampling.warp import SamplingRow, warp
@@ -108,3 +110,16 @@ def test_only_those_that_can_win_are_looked_at_and_it_changes_nothing() -> None:
         with np.errstate(divide="ignore"):
             race = [np.log(uniforms(key, every)) / row for key, row in zip(keys, p.numpy(), strict=True)]
         assert draw(p, keys) == [int(item.argmax()) for item in race]
+
+
+def test_rows_sampled_together_as_on_a_gpu_get_the_tokens_of_single_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
+    params = [
+        SamplingParams(temperature=t, top_k=k) for t, k in ((1.0, 0), (0.0, 0), (0.7, 20), (1.3, 5), (0, 0))
+    ]
+    rows, keys = [SamplingRow(one) for one in params], [noise_key(index, 0, 7) for index in range(5)]
+    single = sample(logits, rows, keys)
+    monkeypatch.setattr(sampling, "_parts", lambda indices, device: [indices])
+    assert sample(logits, rows, keys) == single

@@ -100,12 +100,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[int]) -> 
         best = likeliest(adjust(logits[greedy], [rows[index] for index in greedy]))
         tokens |= zip(greedy, best, strict=True)
     random = [index for index, row in enumerate(rows) if not row.params.greedy]
-    # on a CPU one row at a time stays in its cache
-    for part in [random] if logits.device.type != "cpu" else [[index] for index in random]:
+    for part in _parts(random, logits.device.type):
         some = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # a view of one row
         p = warp(some, [rows[index] for index in part])
         tokens |= zip(part, draw(p, [keys[index] for index in part]), strict=True)
     return [tokens[index] for index in range(len(rows))]
+
+
+def _parts(rows: list[int], device: str) -> list[list[int]]:
+    """Rows that are warped together: all of them; on a CPU one at a time, which stays in its cache."""
+    return [[row] for row in rows] if device == "cpu" else [rows]
 
 
 def _draw_one(p: NDArray[np.float32], key: int) -> int:
