@@ -1,6 +1,5 @@
 """The verb prune, from folder to folder."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -122,7 +121,8 @@ def test_the_least_ratio_that_removes_something_is_named(total, settings, ratio)
     problem = nothing_removed(total, asked)
     kept = kept_units(total, prune_settings(**{**settings, "ratio": ratio}))
     assert kept < total == kept_units(total, prune_settings(**{**settings, "ratio": ratio - 1e-4}))
-    assert f"--ratio {ratio:g} removes " in problem.hint and f"--ratio {asked.options.ratio:g}" in problem.message
+    assert f"--ratio {ratio:g} removes " in problem.hint
+    assert f"--ratio {asked.options.ratio:g}" in problem.message
 
 
 def test_where_nothing_can_be_removed_no_ratio_is_named():

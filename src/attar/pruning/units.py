@@ -47,7 +47,7 @@ def prune_units(task: PruneTask) -> None:
     if count == total:
         raise nothing_removed(total, settings)
     cut = structure.cut(source.config, anatomy, count, task.options)
-    for note in (_share(total, count, settings), precision_note(source)):
+    for note in (_share(total, count, settings.method, task.options.ratio), precision_note(source)):
         if note:
             progress.log(note)
     batches = task.batches()
@@ -73,24 +73,25 @@ def prune_units(task: PruneTask) -> None:
 
 def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
     """The error of a ratio that removes no unit; its hint is the smallest ratio that removes some."""
+    options: Any = settings.options
     noun = STRUCTURES[settings.method].noun
-    problem = f"--ratio {settings.options.ratio:g} removes none of the {total} {noun} of a layer"
-    multiple = getattr(settings.options, "multiple_of", 0) or 1
+    problem = f"--ratio {options.ratio:g} removes none of the {total} {noun} of a layer"
+    multiple = getattr(options, "multiple_of", 0) or 1
     fewer = math.ceil(total / multiple) - 1  # multiples below the total
     if fewer == 0:
         return UsageError(problem, hint="one must stay" if total == 1 else "a smaller --multiple-of")
     half = (total - (fewer + 0.5) * multiple) / total  # beyond this ratio fewer are kept
     ratio = (math.floor(half * 10_000 + 1e-6) + 1) / 10_000
-    removed = total - STRUCTURES[settings.method].count(total, replace(settings.options, ratio=ratio))
+    removed = total - STRUCTURES[settings.method].count(total, replace(options, ratio=ratio))
     return UsageError(problem, hint=f"--ratio {ratio:g} removes {removed} of {total}")
 
 
-def _share(total: int, count: int, settings: PruneSettings) -> str:
+def _share(total: int, count: int, method: str, ratio: float) -> str:
     """The ratio asked for and the ratio of whole units, on one line."""
     removed = total - count
     return (
-        f"prune {settings.method}: asked for {settings.options.ratio:.1%}, removes {removed / total:.1%}: "
-        f"{removed} of {total} {STRUCTURES[settings.method].noun} of each layer"
+        f"prune {method}: asked for {ratio:.1%}, removes {removed / total:.1%}: "
+        f"{removed} of {total} {STRUCTURES[method].noun} of each layer"
     )
 
 
