@@ -332,5 +332,5 @@ def test_bf16_weights_and_arithmetic(tmp_path):
     assert all(0 <= one.kl < math.inf for one in measured)
     case.model.float()
     exact = case.measure(tmp_path / "x.json", dtype=torch.bfloat16)
-    coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.grid == "W2A16"]
+    coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.option == "W2A16"]
     assert all(a == pytest.approx(b, rel=0.2) for a, b in coarse)
