@@ -1,16 +1,12 @@
 """What pruning costs and brings: attar's methods, llm-compressor's on the same rows, in one run.
 
-    python benchmarks/prune.py --parts zeros time units recipe speed [--model attar:tiny|DIR]
+    python benchmarks/prune.py --parts zeros time [--model attar:tiny|DIR]
         [--data valid.txt --test test.txt] [--work DIR] [--cached] [--again attar/alps ...]
 
     zeros   magnitude, Wanda, SparseGPT, ALPS and mended masks at each sparsity: perplexity, KL to the
             original in nats a token, next-token accuracy kept; peers on the same calibration rows
     time    SparseGPT: seconds of the call and peak memory, by turns with the peer; for a shape of 1.1 B
             parameters from a few layers
-    units   neurons, heads, hidden width, layers and a mixed plan with the same share of parameters removed:
-            before and after a recovery of equal tokens
-    recipe  recipes/half-int8.yaml: how much quality half the parameters in int8 keep
-    speed   tokens/s of 2:4 weights against dense ones, by benchmarks/decode.py
 
 Every pruning is a process of its own; what it leaves is measured here by the same code in float32. A peer's
 weights are rounded to the type in which the model is stored, as attar's are. Cells that are done stand in
@@ -22,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -36,11 +33,15 @@ from attar.errors import AttarError
 PARTS = {
     "zeros": "prune_zeros:zeros",
     "time": "prune_zeros:time",
-    "units": "prune_units:units",
-    "recipe": "prune_units:recipe",
-    "speed": "prune_zeros:speed",
 }
 WORK = Path("~/.cache/attar/prune").expanduser()
+
+
+def part(name: str) -> Callable[[Bench], str]:
+    """The function of a part: it returns Markdown."""
+    module, _, function = PARTS[name].partition(":")
+    part: Callable[[Bench], str] = getattr(import_module(module), function)
+    return part
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -64,12 +65,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", nargs="*", type=int, default=[2, 4], help="of time: the layers of that shape"
     )
-    parser.add_argument(
-        "--ratios", nargs="+", type=float, default=[0.25, 0.5], help="of units: parameters removed"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=100, help="of units: of the recovery, 8 x 256 tokens each"
-    )
     parser.add_argument("--work", type=Path, default=WORK, help="folder of models and finished cells; kept")
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="TOOL[/METHOD]")
@@ -83,9 +78,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(args, open_checkpoint(args.model), quality.read_cache(args.work / "prune.jsonl"))
     for name in args.parts:
-        module, _, function = PARTS[name].partition(":")
         try:
-            print(getattr(import_module(module), function)(bench), end="\n\n", flush=True)
+            print(part(name)(bench), end="\n\n", flush=True)
         except AttarError as error:
             raise SystemExit(f"{name}: {error}") from None
 
