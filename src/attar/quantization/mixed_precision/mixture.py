@@ -31,17 +31,16 @@ from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
 from attar.quantization.mixed_precision.measurements import Measurement, SensitivityKey
 from attar.quantization.mixed_precision.sensitivity import (
-    MEMORY,
     CandidateGrid,
     RoundFunction,
     measure,
     nearest_mse,
-    reference_of,
     rounded,
     shared_groups,
 )
 from attar.quantization.plan import group_size, plan
 from attar.quantization.settings import QuantizeSettings
+from attar.walks.reference import MEMORY, reference_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
