@@ -127,9 +127,11 @@ def cut_model(model: Any, plan: CutPlan) -> Any:
     if plan.hidden is not None:
         changes = {**_hidden_changes(model, anatomy, len(plan.hidden)), **changes}
     try:
-        return rebuild(model, state, changes, plan.hidden)
+        new = rebuild(model, state, changes, plan.hidden)
+        _check_head_width(new, anatomy)
     except ModelError as error:
         raise _refusal(model, anatomy, plan, changes, error) from error
+    return new
 
 
 def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
@@ -233,6 +235,13 @@ def _check_layers(model: Any, plan: CutPlan) -> None:
             f"{config.model_type}: its attention is scaled by the layer's index, so layers cannot move",
             hint="use method neurons",
         )
+
+
+def _check_head_width(new: Any, anatomy: Anatomy) -> None:
+    """Raise where the new config means heads of another width, in a narrower residual stream."""
+    before, after = (blocks[0].attention.head_dim for blocks in (anatomy.blocks, discover(new).blocks))
+    if before != after:
+        raise ModelError(f"{anatomy.family}: its config means heads of {after} instead of {before}")
 
 
 def _state_of(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> dict[str, Tensor]:
