@@ -92,7 +92,7 @@ def test_a_norm_of_the_masked_model_sees_the_kept_channels_alone():
 
 @pytest.mark.parametrize("family", RIGID)
 def test_a_width_that_the_config_cannot_say_is_refused_by_name(family):
-    with pytest.raises(ModelError, match="the residual stream cannot be 48 wide: no transformers config") as e:
+    with pytest.raises(ModelError, match="the residual stream cannot be 48 wide: no transformers") as e:
         keep_hidden(tiny_models.build(family), range(48))
     assert "remove heads with it" in e.value.hint and "\n" not in e.value.message
 

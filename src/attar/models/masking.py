@@ -43,7 +43,9 @@ def masked_units(model: Any, plan: CutPlan) -> Iterator[None]:
                 continue
             if plan.heads is not None:
                 attention = block.attention
-                kept = [column for head in plan.heads[block.index] for column in attention.query_columns(head)]
+                kept = [
+                    column for head in plan.heads[block.index] for column in attention.query_columns(head)
+                ]
                 _mask_input(stack, model, attention.o.name, attention.o.in_features, kept)
             if plan.neurons is not None:
                 _mask_input(stack, model, block.mlp.down.name, block.mlp.neurons, plan.neurons[block.index])
