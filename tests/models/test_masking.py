@@ -1,4 +1,4 @@
-"""The masked model computes what the cut model does, for every structure, family and mixture of structures."""
+"""The masked model computes what the cut model does: every structure, family and mixture of structures."""
 
 import pytest
 import torch

@@ -67,8 +67,8 @@ def stream_norms(model: nn.Module, anatomy: Anatomy) -> list[str]:
 
 
 def stream_writers(model: nn.Module, anatomy: Anatomy) -> list[str]:
-    """Names of the modules whose outputs are channels of the residual stream: embeddings, the projections that
-    end attention and MLP, and Linears of that width around the blocks."""
+    """Names of the modules whose outputs are channels of the residual stream: embeddings, the
+    projections that end attention and MLP, and Linears of that width around the blocks."""
     names = [name for block in anatomy.blocks for name in (block.attention.o.name, block.mlp.down.name)]
     for name, module in model.named_modules():
         outside = not str(name).startswith(f"{anatomy.blocks_name}.") and name != anatomy.head

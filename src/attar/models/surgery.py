@@ -276,7 +276,7 @@ def _per_layer_lists(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> di
 def _head_changes(
     model: Any, anatomy: Anatomy, blocks: Sequence[Block], heads: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Config entries for the heads that the blocks keep; the head width too, whose default depends on them."""
+    """Config entries for the heads that the blocks keep; the head width too: its default depends on them."""
     count = same_count(heads, "heads")
     pairs = zip(blocks, heads, strict=True)
     groups = same_count([groups_of_heads(block.attention, kept) for block, kept in pairs], "KV head groups")
@@ -330,8 +330,8 @@ def _hidden_error(anatomy: Anatomy, plan: CutPlan, error: ModelError) -> ModelEr
     attention, width = anatomy.blocks[0].attention, len(plan.hidden or ())
     heads = len(plan.heads[0]) if plan.heads is not None else attention.heads
     message = (
-        f"{anatomy.family}: the residual stream cannot be {width} wide: no transformers config of this family "
-        f"means {heads} heads of {attention.head_dim} in a width of {width}"
+        f"{anatomy.family}: the residual stream cannot be {width} wide: no transformers config of this "
+        f"family means {heads} heads of {attention.head_dim} in a width of {width}"
     )
     if attention.heads * attention.head_dim != anatomy.hidden_size:
         return ModelError(error.message, hint="use method neurons")
