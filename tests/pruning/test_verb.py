@@ -1,11 +1,6 @@
 """What holds for every method of ``attar prune``, from folder to folder."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
