@@ -11,6 +11,7 @@ from attar.sparsity import Sparsity, parse_sparsity
     ("text", "sparsity"),
     [
         ("0.5", Sparsity(0.5)),
+        (0.5, Sparsity(0.5)),
         ("70%", Sparsity(0.7)),
         ("2:4", Sparsity(0.5, 2, 4)),
         ("1:4", Sparsity(0.75, 1, 4)),
@@ -21,7 +22,7 @@ def test_what_a_text_means(text, sparsity):
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "1", "1.5", "-0.1", "4:4", "0:4", "5:4", "half", "", "nan", "2:4:8", "2:999"]
+    "text", [0, 1.5, "0", "1", "1.5", "-0.1", "4:4", "0:4", "5:4", "half", "", "nan", "2:4:8", "2:999"]
 )
 def test_other_texts_are_refused_by_the_settings_name(text):
     with pytest.raises(SettingsError, match=r"amount.*N:M such as 2:4"):

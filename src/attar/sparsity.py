@@ -70,13 +70,13 @@ class Sparsity:
         return _largest(rows, kept).reshape(scores.shape)
 
 
-def parse_sparsity(text: str, name: str = "sparsity") -> Sparsity:
-    """The amount that a text such as ``0.5``, ``50%`` or ``2:4`` stands for.
+def parse_sparsity(amount: float | str, name: str = "sparsity") -> Sparsity:
+    """The amount that ``0.5``, ``50%`` or ``2:4`` stands for.
 
     Raises:
         SettingsError: it is none; names the setting ``name``.
     """
-    text = text.strip()
+    text = str(amount).strip()
     if pattern := _PATTERN.fullmatch(text):
         kept, of = int(pattern[1]), int(pattern[2])
         if not 0 < kept < of <= 256:
