@@ -148,7 +148,9 @@ def layer_cuts(full: PlanSizes, structures: Sequence[str], layers: int) -> Itera
             yield CutMeasurement("layers", layer, 0, 1)
         for structure in ("heads", "neurons"):
             units = getattr(full, structure)
-            kept = {max(round(share * units), 1) for share in LAYER_AMOUNTS} if structure in structures else ()
+            kept = (
+                {max(round(share * units), 1) for share in LAYER_AMOUNTS} if structure in structures else ()
+            )
             for count in sorted(kept, reverse=True):
                 if count < units:
                     yield CutMeasurement(structure, layer, count, units)
@@ -197,7 +199,9 @@ def distance(reference: ReferenceModel, causal: bool) -> tuple[float, float | No
     kl = loss = 0.0
     for number, tokens in enumerate(reference.batches):
         logits = reference.run(number)
-        kl += float(token_kl(reference.logits[number].flatten(0, 1).to(logits.device), logits.flatten(0, 1)).sum())
+        kl += float(
+            token_kl(reference.logits[number].flatten(0, 1).to(logits.device), logits.flatten(0, 1)).sum()
+        )
         if causal:
             loss += float(next_token_loss(logits, tokens.to(logits.device))) * len(tokens)
     kl = kl / reference.tokens if math.isfinite(kl) else math.inf

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, nest
@@ -80,10 +82,51 @@ class NeuronSettings(UnitSettings):
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
 
 
-METHOD_SETTINGS: dict[str, type] = {"heads": HeadSettings, "neurons": NeuronSettings}
+@dataclass(frozen=True, kw_only=True)
+class MixedSettings:
+    """Remove heads, neurons, channels and layers together, as much of each as costs least quality."""
+
+    ratio: float = _option(0.25, "fraction of the parameters removed, 0 to below 1; without size and speed")
+    size: str = _option("", "most bytes of the result's weights, such as 100MB")
+    speed: str = _option("", "least speed of decoding at batch 1 over the original's, such as 1.5x")
+    scan: str = _option("", "file of the measured cuts, for other runs; empty: not kept")
+    candidates: int = _option(
+        1, "plans that are compared after a short distillation from the original; 1: by their KL alone"
+    )
+    candidate_steps: int = _option(100, "optimizer steps of each of these distillations")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("ratio", self.ratio, 0.0, 0.9999, "the fraction removed: at least 0 and below 1")
+        byte_count("size", self.size)
+        if self.speed:
+            speed_factor(self.speed)
+        if self.size and self.speed:
+            raise SettingsError("speed", self.speed, "left out with a size: a plan has one budget")
+        check_range("candidates", self.candidates, 1, 64, "between 1 and 64")
+        check_range("candidate_steps", self.candidate_steps, 1, 2**40, "at least 1")
+
+
+def speed_factor(text: str) -> float:
+    """The factor of a speed such as ``1.5x``.
+
+    Raises:
+        SettingsError: no such speed, or none above 1.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*x?\s*", text)
+    if not match or float(match[1]) <= 1.0:
+        raise SettingsError("speed", text, "a factor above 1, such as 1.5x")
+    return float(match[1])
+
+
+METHOD_SETTINGS: dict[str, type] = {
+    "heads": HeadSettings,
+    "neurons": NeuronSettings,
+    "mixed": MixedSettings,
+}
 """The options of each method. What the methods do is in stage.METHODS."""
 
-PruneMethodSettings = UnitSettings | ZerosSettings
+PruneMethodSettings = UnitSettings | ZerosSettings | MixedSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +136,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
-        "heads: groups of query heads with their KV head; neurons: of the MLP",
+        "heads: groups of query heads with their KV head; neurons: of the MLP; mixed: as much of each as "
+        "costs least quality, by a scan",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(

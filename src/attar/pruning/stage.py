@@ -13,6 +13,7 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
+from attar.pruning.mixed import prune_mixed
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.pruning.task import PruneTask
 from attar.pruning.units import prune_units
@@ -48,5 +49,9 @@ def prune(
     return open_checkpoint(out)
 
 
-METHODS: dict[str, Callable[[PruneTask], None]] = {"heads": prune_units, "neurons": prune_units}
+METHODS: dict[str, Callable[[PruneTask], None]] = {
+    "heads": prune_units,
+    "neurons": prune_units,
+    "mixed": prune_mixed,
+}
 """What each method does; its options are in settings.METHOD_SETTINGS."""
