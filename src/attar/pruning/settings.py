@@ -28,8 +28,8 @@ def _ratio() -> Any:
 class ZerosSettings:
     """Set single weights of the blocks' Linears to zero."""
 
-    sparsity: str = _option(
-        "0.5", "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
+    sparsity: float | str = _option(
+        0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
     ignore: tuple[str, ...] = field(
         default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
