@@ -2,9 +2,9 @@
 
 Rankings turn when models recover: of two plans of a size, the worse one may be the better one after training
 (Minitron, Muralidharan et al. 2024, arXiv 2407.14679, section 4; Puzzle, Bercovich et al. 2024, arXiv
-2411.19146). Each candidate is cut from the original, trained on KL(original || cut) for some steps, and judged
-by that KL on held-out text. Of the best one the cut before training is kept: ``attar recover`` follows, with
-more tokens.
+2411.19146). Each candidate is cut from the original, trained on KL(original || cut) for some steps, and
+judged by that KL on held-out text. Of the best one the cut before training is kept: ``attar recover``
+follows, with more tokens.
 
 A finished candidate is a file in the work folder, and an unfinished one resumes from its last state.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ from attar.data.seen import note_texts, record
 from attar.errors import DataError, ModelError
 from attar.models.load import load_tokenizer
 from attar.models.surgery import cut_model
-from attar.pruning.settings import MixedSettings
 from attar.walks.objectives import distillation_loss, soft_loss, token_kl
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
@@ -42,7 +40,7 @@ LEARNING_RATE = 2e-4  # that of attar recover
 def compare_candidates(
     task: PruneTask, study: CutStudy, scanned: CutScan, trials: Sequence[PlanTrial]
 ) -> tuple[PlanTrial, list[dict[str, Any]]]:
-    """The plan that is best after training, and for each candidate its sizes, its held-out KL before and after.
+    """The plan that is best after training; for each candidate its sizes, its held-out KL before and after.
 
     Args:
         trials: plans within the budget, the best first.
@@ -54,7 +52,8 @@ def compare_candidates(
     if not study.space.anatomy.causal:
         raise ModelError("candidates are causal models: an encoder is not distilled", hint="--candidates 1")
     options, full = task.options, study.space.full
-    chosen = pick_candidates(trials, [trial.sizes.cut_structures(full) for trial in trials], options.candidates)
+    cuts = [trial.sizes.cut_structures(full) for trial in trials]
+    chosen = pick_candidates(trials, cuts, options.candidates)
     study.model.requires_grad_(False)
     rows, held_out = _texts(task)
     table = []
@@ -77,7 +76,8 @@ def compare_candidates(
             after = held_out_kl(study.model, student.eval(), held_out)
             write_json(file, {"kl_before": before, "kl_after": after})
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
-        table.append({"plan": trial.sizes.text(full), "kl": trial.kl, "parameters": trial.parameters, **read_json(file)})
+        known = {"plan": trial.sizes.text(full), "kl": trial.kl, "parameters": trial.parameters}
+        table.append(known | read_json(file))
     best = min(range(len(chosen)), key=lambda index: table[index]["kl_after"])
     for number, row in enumerate(table):
         row["chosen"] = number == best
@@ -112,7 +112,7 @@ def held_out_kl(original: nn.Module, cut: nn.Module, rows: Tensor, batch: int = 
 def _texts(task: PruneTask) -> tuple[Tensor, Tensor]:
     """Training rows, and rows of the calibration split that no score and no scan has read."""
     settings, options = task.settings, task.options
-    tokenizer, length = load_tokenizer(task.source), row_length(task.settings.sequence_length, task.source.config)
+    tokenizer, length = load_tokenizer(task.source), row_length(settings.sequence_length, task.source.config)
     count = options.candidate_steps * settings.batch_size
     judged = max(HELD_OUT // length, 1)
     records = [

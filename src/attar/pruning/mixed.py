@@ -1,6 +1,7 @@
-"""The method ``mixed``: heads, neurons, channels and layers together, as much of each as costs least quality.
+"""The method ``mixed``: heads, neurons, channels and layers together, as much of each as costs least
+quality.
 
-1. The units of every structure are ranked by the criterion; the layers, by the KL that leaving each out costs.
+1. The units of every structure are ranked by the criterion; the layers, by the KL of leaving each out.
 2. Each structure is cut alone by several amounts, and the KL measured (scan.py).
 3. Every plan is costed exactly; the sum of the scanned KLs ranks those within the budget (plans.py).
 4. The best few, and the best of each single structure, are measured as a whole; the least KL wins, or, with
@@ -78,6 +79,7 @@ class CutStudy:
         model: dense, float32, on its device.
         batches: int64 (B, S), of at most :data:`ROWS` rows.
         precision: of the passes.
+        file: of the scan.
     """
 
     source: Checkpoint
@@ -86,7 +88,7 @@ class CutStudy:
     ranking: UnitRanking
     batches: list[Tensor]
     precision: str
-    key: ScanKey
+    file: ScanFile
 
     def masked(self, sizes: PlanSizes, layers: Sequence[int], alone: int | None = None) -> Any:
         """A context in which the model computes what the cut one does."""
@@ -150,14 +152,14 @@ def prune_mixed(task: PruneTask) -> None:
         AttarError: the budget is out of reach, or removes nothing.
     """
     source, options, output, progress = task.source, task.options, task.output, task.progress
-    study = cut_study(source, task.settings, task.batches(), progress)
-    space = study.space
+    space = plan_space(source.config)
     planned = planned_model(space, range(space.full.layers), stored_precision(source))
     plan_budget(planned, options).check(planned, space.grid)
+    path = Path(options.scan) if options.scan else output.work / "scan.json"
+    study = cut_study(source, space, task.settings, task.batches(), path, progress)
     if note := precision_note(source):
         progress.log(note)
-    path = Path(options.scan) if options.scan else output.work / "scan.json"
-    scanned = scan_cuts(study, path, output.work / "reference", progress)
+    scanned = scan_cuts(study, output.work / "reference", progress)
     trials = try_plans(study, scanned, options, output.work / "reference", progress)
     best = min(trials, key=lambda trial: trial.kl)
     if options.candidates > 1:
@@ -184,54 +186,66 @@ def prune_mixed(task: PruneTask) -> None:
 
 def scan(
     model: str | Path | Checkpoint, path: Path, settings: PruneSettings, *, progress: Progress = SILENT
-) -> tuple[CutScan, str]:
-    """Scan a model: every structure cut by several amounts, all layers alike and each layer alone.
+) -> tuple[dict[str, Any], str]:
+    """Scan a model: every structure cut by several amounts, all layers alike and each layer alone. Returns
+    the measurements for JSON, and as tables in text.
 
     Args:
         path: file of the measurements; what it holds is not measured again.
-
-    Returns:
-        the scan, and its tables in text.
 
     Raises:
         AttarError: bad input; ``path`` belongs to another model, text or setting.
     """
     source = open_checkpoint(model)
     settings = fit(settings, source, progress)
-    study = cut_study(source, settings, calibration(source, settings), progress)
-    for structure, reason in study.space.refused.items():
+    space = plan_space(source.config)
+    for structure, reason in space.refused.items():
         progress.log(f"note: {structure} cannot be cut: {reason}")
-    scanned = scan_cuts(study, path, hidden(path, "work"), progress)
-    return scanned, scan_table(scanned.rows, scanned.shares())
+    study = cut_study(source, space, settings, calibration(source, settings), path, progress)
+    scanned = scan_cuts(study, hidden(path, "work"), progress)
+    rows = [to_json(row) for row in scanned.rows]
+    return {"path": str(path), "measurements": rows}, scan_table(scanned.rows, scanned.shares())
 
 
 def cut_study(
-    source: Checkpoint, settings: PruneSettings, batches: Sequence[Tensor], progress: Progress
+    source: Checkpoint,
+    space: PlanSpace,
+    settings: PruneSettings,
+    batches: Sequence[Tensor],
+    path: Path,
+    progress: Progress,
 ) -> CutStudy:
-    """Load the model, see what may be cut from it, and rank its units on all batches."""
+    """Load the model, and rank its units on all batches; ``path`` is the file of the scan.
+
+    Raises:
+        ModelError: the model has no head, or the file belongs to another scan.
+    """
     model = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         raise ModelError(
             f"{source.path}: no language-model head, so a cut has no KL", hint="--method layers or neurons"
         )
-    space, precision = plan_space(model), resolve(settings.precision, model.device)
-    ranking = rank_units(model, space, source, batches, precision, progress)
-    rows = torch.cat(list(batches))[:ROWS]
+    precision = resolve(settings.precision, model.device)
+    rows = torch.cat(list(batches))
     key = ScanKey(
         model=source.fingerprint(),
         data=sha256_text(f"{fingerprint(settings.data)} {settings.bos}"),
-        tokens=rows.numel(),
+        tokens=rows[:ROWS].numel(),
         sequence_length=rows.shape[1],
         seed=settings.seed,
+        samples=len(rows),
         criterion=CRITERION,
         precision=precision,
     )
-    return CutStudy(source, model, space, ranking, list(rows.split(settings.batch_size)), precision, key)
+    file = ScanFile(path, key)
+    ranking = rank_units(model, space, source, batches, precision, progress)
+    measured = list(rows[:ROWS].split(settings.batch_size))
+    return CutStudy(source, model, space, ranking, measured, precision, file)
 
 
-def scan_cuts(study: CutStudy, path: Path, work: Path, progress: Progress) -> CutScan:
+def scan_cuts(study: CutStudy, work: Path, progress: Progress) -> CutScan:
     """Measure all cuts that the file does not hold yet."""
-    space, file = study.space, ScanFile(path, study.key)
+    space, file = study.space, study.file
     alone = list(layer_cuts(space.full, space.structures, space.full.layers))
     even = list(even_cuts(space.measured, space.full))
     missing = [cut for cut in (*alone, *even) if cut.identity not in file.known]
@@ -319,22 +333,25 @@ def _scanned_grid(grid: PlanGrid, known: Any) -> PlanGrid:
 
 def _trial_json(trial: PlanTrial, full: PlanSizes) -> dict[str, Any]:
     """A trial for the card."""
-    kept = {name: getattr(trial.sizes, name) for name in STRUCTURES}
-    numbers = {"predicted_kl": trial.predicted, "kl": trial.kl, "loss": trial.loss}
-    sizes = {"parameters": trial.parameters, "bytes": trial.bytes, "predicted_speed": trial.speed}
-    finite = {
-        name: None if value is None or not math.isfinite(value) else value for name, value in numbers.items()
+    return {
+        "plan": trial.sizes.text(full),
+        **trial.sizes._asdict(),
+        "predicted_kl": trial.predicted,
+        "kl": trial.kl if math.isfinite(trial.kl) else None,
+        "loss": trial.loss,
+        "parameters": trial.parameters,
+        "bytes": trial.bytes,
+        "predicted_speed": trial.speed,
     }
-    return {"plan": trial.sizes.text(full), **kept, **finite, **sizes}
 
 
 def _trial_text(scanned: CutScan, trial: PlanTrial) -> str:
     """What a plan costs and loses, on one line."""
     share = 1 - trial.parameters / scanned.planned.parameters(scanned.planned.full)
     return (
-        f"removes {share:.1%} of the parameters, {bytes_text(trial.bytes)}, decodes about {trial.speed:.2f}x as "
-        f"fast (predicted from the bytes it reads); KL {trial.kl:.4f}, predicted {trial.predicted:.4f} as the sum "
-        "of its parts"
+        f"removes {share:.1%} of the parameters, {bytes_text(trial.bytes)}, decodes about {trial.speed:.2f}x "
+        f"as fast (predicted from the bytes read); KL {trial.kl:.4f}, the sum of its parts "
+        f"{trial.predicted:.4f}"
     )
 
 

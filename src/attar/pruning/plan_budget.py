@@ -67,7 +67,7 @@ def plan_budget(planned: PlannedModel, options: MixedSettings) -> PlanBudget:
 
     def removed(sizes: PlanSizes) -> str:
         share = 1 - planned.parameters(sizes) / whole
-        return f"{int(share * 1000) / 1000:g} removed" if sizes != planned.full else f"{whole:,} parameters"
+        return f"{int(share * 1000) / 1000:g}" if sizes != planned.full else f"{whole:,} parameters"
 
     limit = (1 - options.ratio) * whole
     return PlanBudget("ratio", options.ratio, parameter_cost, limit, lambda _: True, removed)

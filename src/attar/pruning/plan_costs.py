@@ -1,6 +1,7 @@
 """What a plan of structured pruning costs, exactly: elements of every tensor, bytes of the file.
 
-    elements(plan) = sum_t prod_i (d_ti - sum_s c_tis r_s)        bytes(plan) = 8 + header + elements * itemsize
+    elements(plan) = sum_t prod_i (d_ti - sum_s c_tis r_s)
+    bytes(plan) = 8 + header + elements * itemsize
 
 Letters: s structure (heads, neurons, hidden); r_s its units that go; t tensor of the checkpoint, d_ti its
 sizes before; c_tis what one unit of s takes from size i, known from a cut of a model without weights, so that
@@ -48,8 +49,8 @@ class PlannedTensor:
     """A tensor of the checkpoint.
 
     Attributes:
-        name: below its block, or below the model.
-        block: number of its block; None: outside the blocks.
+        name: in the file of the uncut model.
+        block: number of its block, which its name has too; None: outside the blocks.
         dtype: the format's name, ``BF16``; bits: of an element.
         shrink: for each size, what a removed unit of heads, neurons and hidden takes from it.
         looked_up: read one row a token (an embedding that is not the head, too).
@@ -66,8 +67,8 @@ class PlannedTensor:
     def reduced(self, removed: Sequence[int | Tensor]) -> list[int | Tensor]:
         """Its sizes without these units of heads, neurons and hidden: numbers, or tensors that broadcast."""
         return [
-            size - sum(taken * count for taken, count in zip(taking, removed, strict=True))
-            for size, taking in zip(self.shape, self.shrink, strict=True)
+            size - sum(less * count for less, count in zip(by_unit, removed, strict=True))
+            for size, by_unit in zip(self.shape, self.shrink, strict=True)
         ]
 
 
@@ -93,13 +94,11 @@ class PlannedModel:
     """All tensors of the uncut model, and how cuts shrink them.
 
     Attributes:
-        blocks_name: path of the blocks; the number of a block and the tensor's name follow.
         removal: layers in the order in which they go.
     """
 
     full: PlanSizes
     tensors: tuple[PlannedTensor, ...]
-    blocks_name: str
     removal: tuple[int, ...]
 
     def kept_layers(self, count: int) -> list[int]:
@@ -112,9 +111,11 @@ class PlannedModel:
         numbers = {old: new for new, old in enumerate(self.kept_layers(sizes.layers))}
         for tensor in self.tensors:
             if tensor.block is None or tensor.block in numbers:
-                prefix = "" if tensor.block is None else f"{self.blocks_name}.{numbers[tensor.block]}."
+                name, old = tensor.name, tensor.block
+                if old is not None:
+                    name = name.replace(f".{old}.", f".{numbers[old]}.", 1)
                 shape = tuple(int(size) for size in tensor.reduced(removed))
-                yield prefix + tensor.name, tensor.dtype, tensor.bits, shape
+                yield name, tensor.dtype, tensor.bits, shape
 
     def file_bytes(self, sizes: PlanSizes) -> int:
         """Bytes of the cut model's ``model.safetensors`` as transformers writes it."""
@@ -136,7 +137,7 @@ class PlannedModel:
         return int(self.over(PlanGrid(*((size,) for size in sizes)), read_cost).item())
 
     def over(self, grid: PlanGrid, cost: Callable[[PlannedTensor], float]) -> Tensor:
-        """The summed cost of every plan of a grid, float64 (heads, neurons, hidden, layers): exact up to 2^53.
+        """The summed cost of every plan of a grid, float64 (heads, neurons, hidden, layers); exact to 2^53.
 
         Args:
             cost: of one element of a tensor.

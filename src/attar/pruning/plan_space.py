@@ -1,5 +1,5 @@
-"""The plans that a model allows: which structures its config can have fewer of, in which numbers, and how each
-stored tensor shrinks. Everything is tried on a model without weights.
+"""The plans that a model allows: which structures its config can have fewer of, in which numbers, and how
+each stored tensor shrinks. Everything is tried on a model without weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from attar.checkpoint.tensors import BITS, stored_dtype
 from attar.errors import ModelError
@@ -17,7 +18,6 @@ from attar.models.anatomy import discover
 from attar.models.cut_plan import CutPlan, heads_of_groups
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy
-from attar.models.rebuild import named_config
 from attar.models.surgery import cut_model, head_counts
 from attar.pruning.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlannedModel, PlannedTensor, PlanSizes
 from attar.pruning.plans import steps
@@ -101,13 +101,13 @@ def first_units(full: PlanSizes) -> UnitRanking:
     return UnitRanking(heads, neurons, range(full.hidden))
 
 
-def plan_space(model: Any) -> PlanSpace:
-    """What may be cut from a model.
+def plan_space(config: Mapping[str, Any]) -> PlanSpace:
+    """What may be cut from the model of a parsed config.json.
 
     Raises:
         ModelError: its layers differ in size, or nothing can be cut.
     """
-    empty = empty_model(named_config(model))
+    empty = empty_model(config)
     anatomy = discover(empty)
     sizes = {(block.attention.kv_heads, block.mlp.neurons) for block in anatomy.blocks}
     if len(sizes) > 1:
@@ -120,7 +120,8 @@ def plan_space(model: Any) -> PlanSpace:
     space = PlanSpace(empty, anatomy, full, {}, measured, grid)
     refused = {}
     for name in STRUCTURES:
-        smallest = min(getattr(measured, name))
+        units, smallest = getattr(full, name), min(getattr(measured, name))
+        smallest = smallest if smallest < units else max(round(LEAST[name] * units), 1)
         least = full._replace(**{name: smallest})
         plan = space.cut_plan(least, first_units(full), range(least.layers))
         refusal = "one must stay" if least == full else _refusal(empty, plan)
@@ -189,29 +190,38 @@ def planned_model(space: PlanSpace, removal: Sequence[int], storage: torch.dtype
         for name, (shape, _) in _shapes(cut).items():
             for number, (old, new) in enumerate(zip(before[name][0], shape, strict=True)):
                 shrunk[name][number][axis] = (old - new) // removed
-    tensors = tuple(
-        _planned(space.anatomy, name, shape, tuple(map(tuple, shrunk[name])), dtype, storage)
-        for name, (shape, dtype) in before.items()
-    )
-    return PlannedModel(space.full, tensors, space.anatomy.blocks_name, tuple(removal))
+    tensors = []
+    for name, (shape, dtype) in before.items():
+        stored = stored_dtype(storage if dtype.is_floating_point else dtype)
+        tensors.append(
+            PlannedTensor(
+                name=_file_name(space.empty, name),
+                block=_block_of(space.anatomy, name),
+                dtype=stored,
+                bits=BITS[stored],
+                shape=shape,
+                shrink=tuple(map(tuple, shrunk[name])),
+                looked_up=_is_looked_up(space.anatomy, name.rpartition(".")[0]),
+            )
+        )
+    return PlannedModel(space.full, tuple(tensors), tuple(removal))
 
 
-def _planned(
-    anatomy: Anatomy,
-    name: str,
-    shape: tuple[int, ...],
-    shrink: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    storage: torch.dtype,
-) -> PlannedTensor:
-    stored = stored_dtype(storage if dtype.is_floating_point else dtype)
-    module = name.rpartition(".")[0]
-    looked_up = module == anatomy.positions or (module == anatomy.embedding and not anatomy.tied)
-    inside, prefix = name.removeprefix(f"{anatomy.blocks_name}."), f"{anatomy.blocks_name}."
-    number, _, leaf = inside.partition(".")
-    block = int(number) if name.startswith(prefix) else None
-    leaf = leaf if block is not None else name
-    return PlannedTensor(leaf, block, stored, BITS[stored], shape, shrink, looked_up)
+def _block_of(anatomy: Anatomy, name: str) -> int | None:
+    """Number of the block that a tensor belongs to."""
+    prefix = f"{anatomy.blocks_name}."
+    return int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
+
+
+def _is_looked_up(anatomy: Anatomy, module: str) -> bool:
+    """Whether one row of the module's weight is read for a token."""
+    return module == anatomy.positions or (module == anatomy.embedding and not anatomy.tied)
+
+
+def _file_name(model: Any, name: str) -> str:
+    """A tensor's name in the files that transformers writes (GPT-NeoX's head has an older one there)."""
+    names = list(revert_weight_conversion(model, {name: model.state_dict()[name]}))
+    return str(names[0]) if len(names) == 1 else name
 
 
 def _shapes(model: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

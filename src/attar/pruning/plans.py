@@ -2,9 +2,9 @@
 
     KL(plan) ~ sum_s KL_s(n_s)
 
-Letters: s structure (heads, neurons, hidden, layers); n_s its units that stay; KL_s the model's KL with s alone
-cut (scan.py), measured at some n_s. Between two of them sqrt(KL) is interpolated, because a small change costs
-the square of its size.
+Letters: s structure (heads, neurons, hidden, layers); n_s its units that stay; KL_s the model's KL with s
+alone cut (scan.py), measured at some n_s. Between two of them sqrt(KL) is interpolated, because a small
+change costs the square of its size.
 
 The sum is an approximation, as in mixed precision: cuts act on each other. So the few plans of the smallest
 sums are measured before one is chosen (mixed.py), and plans that cut a single structure are among them.
@@ -100,8 +100,8 @@ def shortlist(
 
 
 def steps(full: int, multiple: int, least: int, most: int) -> tuple[int, ...]:
-    """At most ``most`` numbers of units from ``least`` to ``full``, evenly spread, as multiples where they are
-    not ``full``; ascending."""
+    """At most ``most`` numbers of units from ``least`` to ``full``, evenly spread, as multiples but for
+    ``full``; ascending."""
     if full <= least:
         return (full,)
     wanted = [least + (full - least) * number / (most - 1) for number in range(most)]

@@ -9,7 +9,8 @@ The file is replaced after every measurement, so a killed scan goes on after the
 same bytes:
 
     {"format": "attar scan", "version": 1,
-     "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "criterion", "precision"},
+     "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "samples", "criterion",
+             "precision"},
      "measurements": [{"structure", "layer": number or null (all alike), "kept": units that stay,
                        "of": all units, "kl": nats a token (null: infinite), "loss": or null}, ...]}
 """
@@ -27,7 +28,8 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.units import table
 from attar.errors import CheckpointError, ModelError
 from attar.progress import ProgressTask
-from attar.pruning.plans import STRUCTURES, PlanGrid, PlanSizes, QualityCurve
+from attar.pruning.plan_costs import STRUCTURES, PlanGrid, PlanSizes
+from attar.pruning.plans import QualityCurve
 from attar.walks.objectives import next_token_loss, token_kl
 from attar.walks.reference import ReferenceModel
 
@@ -42,7 +44,7 @@ class ScanKey:
     Attributes:
         model: fingerprint of the checkpoint.
         data: name (or fingerprint) of the text; tokens: number of tokens that were run.
-        criterion: that chose the units of each structure.
+        samples: calibration rows on which the units were ranked; criterion: by what.
     """
 
     model: str
@@ -50,6 +52,7 @@ class ScanKey:
     tokens: int
     sequence_length: int
     seed: int
+    samples: int
     criterion: str
     precision: str
 
