@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +25,67 @@ def _ratio() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ZerosSettings:
-    """Set single weights of the blocks' Linears to zero."""
+    """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
     sparsity: str = _option(
         "0.5", "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
+    allocation: str = _option(
+        "uniform",
+        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by the "
+        "KL that pruning each group of layers alone costs",
+        ("uniform", "owl", "measured"),
+    )
     ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
+        default=(),
+        metadata={
+            "help": "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
+        },
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        parse_sparsity(self.sparsity)
+        amount = parse_sparsity(self.sparsity)
+        if amount.of and self.allocation != "uniform":
+            allowed = f"uniform with {amount}: every layer has the pattern; a fraction such as 0.5 can differ"
+            raise SettingsError("allocation", self.allocation, allowed)
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise where a pattern is no regular expression, though it says so."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeSettings(ZerosSettings):
+    """The smallest weights."""
+
+    scope: str = _option(
+        "layer", "weights are compared within a layer, or over all layers at once", ("layer", "global")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope != "global":
+            return
+        if parse_sparsity(self.sparsity).of:
+            allowed = f"layer with {self.sparsity}: N:M compares the inputs of one row"
+            raise SettingsError("scope", self.scope, allowed)
+        if self.allocation != "uniform":
+            allowed = (
+                f"layer with allocation {self.allocation}: one threshold over all layers spreads the zeros"
+            )
+            raise SettingsError("scope", self.scope, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandaSettings(ZerosSettings):
+    """The smallest products of a weight and the norm of its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +130,12 @@ class NeuronSettings(UnitSettings):
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
 
 
-METHOD_SETTINGS: dict[str, type] = {"heads": HeadSettings, "neurons": NeuronSettings}
+METHOD_SETTINGS: dict[str, type] = {
+    "magnitude": MagnitudeSettings,
+    "wanda": WandaSettings,
+    "heads": HeadSettings,
+    "neurons": NeuronSettings,
+}
 """The options of each method. What the methods do is in stage.METHODS."""
 
 PruneMethodSettings = UnitSettings | ZerosSettings
@@ -93,6 +148,7 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
+        "magnitude, wanda: zeros where weights are small, or small for their inputs; "
         "heads: groups of query heads with their KV head; neurons: of the MLP",
         tuple(METHOD_SETTINGS),
     )
