@@ -27,8 +27,8 @@ def _ratio() -> Any:
 class ZerosSettings:
     """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
-    sparsity: str = _option(
-        "0.5", "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
+    sparsity: float | str = _option(
+        0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
     allocation: str = _option(
         "uniform",
