@@ -23,13 +23,11 @@ from attar.models.device import pick_device
 from attar.pruning.criteria.magnitude import global_zeros
 from attar.pruning.criteria.owl import block_zeros, outlier_share
 from attar.pruning.criteria.wanda import InputNorms, observe_norms, wanda_scores
-from attar.pruning.linears import PrunedLinear
+from attar.pruning.linears import Linears, PrunedLinear
 from attar.pruning.sensitivity import measured_fractions
 from attar.pruning.task import PruneTask
 from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.sweep import sweep
-
-Linears = Mapping[str, PrunedLinear]
 
 
 def amounts_of(

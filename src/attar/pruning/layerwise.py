@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.pruning.criteria.wanda import InputNorms, wanda_scores
-from attar.pruning.linears import PrunedLinear
-from attar.quantization.hessian import Hessian, output_error
+from attar.pruning.linears import Amounts, Linears
+from attar.quantization.hessian import Hessian, factorize, output_error
 from attar.sparsity import Sparsity
 from attar.walks.sweep import Solution
 
@@ -30,12 +30,14 @@ class LayerPruner:
         amounts: how many zeros, by module name.
         solver: also changes the weights that stay; None: Wanda's scores, and weights stay as they are.
         options: the solver's further arguments.
+        factored: the solver also takes the factor of the Hessian.
     """
 
-    linears: Mapping[str, PrunedLinear]
-    amounts: Mapping[str, Sparsity]
+    linears: Linears
+    amounts: Amounts
     solver: PruneSolver | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    factored: bool = False
 
     @property
     def original(self) -> bool:
@@ -48,10 +50,12 @@ class LayerPruner:
 
     def solve(self, weights: dict[str, Tensor], statistics: InputNorms | Hessian) -> dict[str, Solution]:
         """Prune the weights (N, K) of Linears that read the same inputs."""
-        value = statistics.value()
+        value, shared = statistics.value(), dict(self.options)
+        if self.factored:
+            shared["factor"] = factorize(value, shared["damp"], act_order=False)
         solutions = {}
         for name, weight in weights.items():
-            stored = self._pruned(weight, value, self.amounts[name]).to(self.linears[name].dtype)
+            stored = self._pruned(weight, value, self.amounts[name], shared).to(self.linears[name].dtype)
             if not torch.isfinite(stored).all():
                 raise NumericsError(
                     f"{name}: a pruned weight is not finite in {stored.dtype}", hint="a larger --damp"
@@ -65,11 +69,11 @@ class LayerPruner:
         """The stored weight (N, K)."""
         return tensors["weight"]
 
-    def _pruned(self, weight: Tensor, value: Tensor, amount: Sparsity) -> Tensor:
+    def _pruned(self, weight: Tensor, value: Tensor, amount: Sparsity, shared: Mapping[str, Any]) -> Tensor:
         if not amount.zeros:
             return weight
         if self.solver is not None:
-            return self.solver(weight, value, amount, **self.options)
+            return self.solver(weight, value, amount, **shared)
         return weight.masked_fill(~amount.mask(wanda_scores(weight, value), by_row=True), 0.0)
 
     def _error(

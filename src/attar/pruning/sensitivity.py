@@ -1,12 +1,12 @@
 """Fractions of zeros for each layer, by the KL that pruning its group alone costs the model
 (walks/sensitivity.py), under a total.
 
-    minimise sum_g kl[g, s_g]    under   sum_g n_g s_g >= s sum_g n_g        (mixed_precision/allocate.py: exact)
+    minimise sum_g kl[g, s_g]    under   sum_g n_g s_g >= s sum_g n_g
 
-Letters: g group of Linears with the same inputs (q, k and v; gate and up), n_g its weights, s_g its fraction of
-zeros, s the fraction asked for. kl is measured at tenths and interpolated between them, linear in its logarithm.
-Masks are magnitude's for magnitude, Wanda's for all other methods: a better solver improves every fraction, so
-the order of the groups holds.
+Letters: g group of Linears with the same inputs (q, k and v; gate and up), n_g its weights, s_g its fraction
+of zeros, s the fraction asked for. The choice is exact (mixed_precision/allocate.py). kl is measured at
+tenths and interpolated between them, linear in its logarithm. Masks are magnitude's for magnitude,
+Wanda's for all other methods: a better solver improves every fraction, so the order of the groups holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.criteria.wanda import observe_norms, wanda_scores
-from attar.pruning.linears import PrunedLinear
+from attar.pruning.linears import Linears
 from attar.pruning.task import PruneTask
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate
 from attar.sparsity import Sparsity
@@ -39,16 +39,19 @@ from attar.walks.sensitivity import (
 
 REACH = 0.25  # fractions further from the one asked for are not measured
 STEP = 0.02  # between two fractions to choose from
+BLENDS = (0.0, 0.5, 1.0)  # shares of the choice in what is measured as a whole; the rest is equal fractions
 
 Pruning = Callable[[str, float], NewWeight]
 """``pruning(module, fraction)``: what becomes of a module's weight."""
 
 
 def measured_fractions(
-    task: PruneTask, linears: Mapping[str, PrunedLinear], asked: Sparsity
+    task: PruneTask, linears: Linears, asked: Sparsity
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The fraction of each layer by module name; for the card the predicted and the measured KL, and that of
-    the same fraction in every layer.
+    """The fraction of each layer by module name; for the card its KL, and that of equal fractions.
+
+    The sum of the groups' KLs is an approximation, so the choice, equal fractions, and the middle of both are
+    measured as a whole, and the best one is taken.
 
     Raises:
         DataError: there is not enough text.
@@ -69,13 +72,15 @@ def measured_fractions(
     )
     chosen = choose(measurements, sizes, asked.zeros)
     by_module = {module: float(chosen.choice[group]) for group in groups for module in groups[group]}
-    uniform = dict.fromkeys(by_module, asked.zeros)
-    kl, same = (_kl(task, inputs, pruning, one) for one in (by_module, uniform))
-    task.progress.log(
-        f"allocation: KL {kl:.4g} by the measured sensitivities, {same:.4g} with equal fractions"
-    )
-    report = {"predicted": chosen.loss, "measured": kl, "uniform": same, "gap": chosen.gap}
-    return by_module, {**report, "measurements": inputs.file.name}
+    tried: dict[float, tuple[float, dict[str, float]]] = {}
+    for part in BLENDS:
+        blend = {name: asked.zeros + part * (own - asked.zeros) for name, own in by_module.items()}
+        tried[part] = _kl(task, inputs, pruning, blend), blend
+    best = min(tried, key=lambda part: tried[part][0])
+    kl, same = tried[best][0], tried[0.0][0]
+    task.progress.log(f"allocation: KL {kl:.4g}; with equal fractions {same:.4g}")
+    report = {"predicted": chosen.loss, "gap": chosen.gap, "measurements": inputs.file.name}
+    return tried[best][1], {"kl": kl, "kl_uniform": same, "blend": best, **report}
 
 
 def measured_at(zeros: float) -> list[float]:
@@ -101,7 +106,7 @@ def choose(measurements: Sequence[Measurement], sizes: Mapping[str, int], zeros:
 
 
 def _options(curve: Mapping[float, float], size: int) -> Iterator[Option]:
-    """What a group can have: the measured fractions, and steps between them. Bits are the weights that stay."""
+    """The measured fractions of a group, and steps between them; bits are the weights that stay."""
     points = sorted(curve)
     for low, high in zip(points, points[1:] or points, strict=False):
         steps = max(round((high - low) / STEP), 1)
@@ -112,9 +117,7 @@ def _options(curve: Mapping[float, float], size: int) -> Iterator[Option]:
             yield Option(f"{fraction:.4f}", size - round(size * fraction), loss)
 
 
-def _pruning(
-    method: str, inputs: SensitivityInputs, linears: Mapping[str, PrunedLinear]
-) -> tuple[str, Pruning]:
+def _pruning(method: str, inputs: SensitivityInputs, linears: Linears) -> tuple[str, Pruning]:
     """How weights are pruned for a measurement, and its name."""
     if method == "magnitude":
         return "magnitude", lambda module, fraction: partial(_by_magnitude, amount=Sparsity(fraction))
@@ -124,7 +127,7 @@ def _pruning(
     )
 
 
-def _norms(inputs: SensitivityInputs, linears: Mapping[str, PrunedLinear]) -> dict[str, Tensor]:
+def _norms(inputs: SensitivityInputs, linears: Linears) -> dict[str, Tensor]:
     """||X_j||_2 (K,) of each layer's inputs in the dense model."""
     hooked = observe_norms(inputs.model, {name: linear.shape[1] for name, linear in linears.items()})
     with torch.no_grad():

@@ -32,8 +32,8 @@ class ZerosSettings:
     )
     allocation: str = _option(
         "uniform",
-        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by the "
-        "KL that pruning each group of layers alone costs",
+        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by "
+        "the KL that pruning each group of layers alone costs",
         ("uniform", "owl", "measured"),
     )
     ignore: tuple[str, ...] = field(
@@ -77,15 +77,24 @@ class MagnitudeSettings(ZerosSettings):
             allowed = f"layer with {self.sparsity}: N:M compares the inputs of one row"
             raise SettingsError("scope", self.scope, allowed)
         if self.allocation != "uniform":
-            allowed = (
-                f"layer with allocation {self.allocation}: one threshold over all layers spreads the zeros"
-            )
+            allowed = f"layer with allocation {self.allocation}: one threshold spreads the zeros itself"
             raise SettingsError("scope", self.scope, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandaSettings(ZerosSettings):
     """The smallest products of a weight and the norm of its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPTSettings(ZerosSettings):
+    """The weights whose loss the remaining ones of the row compensate best."""
+
+    damp: float = _option(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +142,7 @@ class NeuronSettings(UnitSettings):
 METHOD_SETTINGS: dict[str, type] = {
     "magnitude": MagnitudeSettings,
     "wanda": WandaSettings,
+    "sparsegpt": SparseGPTSettings,
     "heads": HeadSettings,
     "neurons": NeuronSettings,
 }
@@ -148,7 +158,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
-        "magnitude, wanda: zeros where weights are small, or small for their inputs; "
+        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
+        "compensated by others; "
         "heads: groups of query heads with their KV head; neurons: of the MLP",
         tuple(METHOD_SETTINGS),
     )

@@ -34,15 +34,15 @@ def global_zeros(weights: Mapping[str, Callable[[], Tensor]], zeros: int) -> dic
         zeros: at most the number of all weights.
     """
     upper = {name: _histogram(_bits(load()) >> 16) for name, load in weights.items()}
-    bin, below = _bin_of(upper, zeros)
+    start, below = _bin_of(upper, zeros)
     lower = {}
     for name, load in weights.items():
         bits = _bits(load())
-        lower[name] = _histogram(bits[bits >> 16 == bin] & (HALF - 1))
+        lower[name] = _histogram(bits[bits >> 16 == start] & (HALF - 1))
     last, within = _bin_of(lower, zeros - below)
-    counts = {name: int(upper[name][:bin].sum() + lower[name][:last].sum()) for name in weights}
+    counts = {name: int(upper[name][:start].sum() + lower[name][:last].sum()) for name in weights}
     ties = zeros - below - within
-    for name in reversed(weights):
+    for name in reversed(list(weights)):
         taken = min(int(lower[name][last]), ties)
         counts[name] += taken
         ties -= taken
@@ -62,5 +62,5 @@ def _histogram(values: Tensor) -> Tensor:
 def _bin_of(histograms: Mapping[str, Tensor], count: int) -> tuple[int, int]:
     """The bin in which the ``count``-th smallest value lies, and the number of values in the bins before."""
     cumulative = torch.stack(list(histograms.values())).sum(0).cumsum(0)
-    bin = int(torch.searchsorted(cumulative, count))
-    return bin, int(cumulative[bin - 1]) if bin else 0
+    number = int(torch.searchsorted(cumulative, count))
+    return number, int(cumulative[number - 1]) if number else 0

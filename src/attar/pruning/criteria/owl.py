@@ -24,7 +24,7 @@ MULTIPLE, REACH = 5.0, 0.08  # M and lambda of the paper
 
 def outlier_share(scores: Sequence[Tensor], multiple: float = MULTIPLE) -> float:
     """D_l of the scores (N, K) of a block's matrices."""
-    count = sum(part.numel() for part in scores)
+    count = sum(int(part.numel()) for part in scores)
     mean = sum(float(part.sum(dtype=torch.float64)) for part in scores) / count
     return sum(int((part > multiple * mean).sum()) for part in scores) / count
 
