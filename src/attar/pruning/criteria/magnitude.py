@@ -43,9 +43,9 @@ def global_zeros(weights: Mapping[str, Callable[[], Tensor]], zeros: int) -> dic
     counts = {name: int(upper[name][:start].sum() + lower[name][:last].sum()) for name in weights}
     ties = zeros - below - within
     for name in reversed(list(weights)):
-        taken = min(int(lower[name][last]), ties)
-        counts[name] += taken
-        ties -= taken
+        share = min(int(lower[name][last]), ties)
+        counts[name] += share
+        ties -= share
     return counts
 
 
