@@ -17,9 +17,10 @@ SOLVERS = (
     "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
     "pruning/criteria/gradient.py",
+    "pruning/solvers/sparsegpt.py",
     *(
         f"quantization/grids/{name}.py"
-        for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "scales")
+        for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "real", "scales")
     ),
     *(
         f"quantization/{name}.py"
@@ -82,11 +83,13 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
+    "attar.sparsity",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
+    "quantization/grids/real.py": {"attar.kernels.columns"},
     "quantization/transforms/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/gates.py": {"attar.kernels"},
@@ -160,7 +163,7 @@ def test_packages_import_only_downwards():
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
         "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
         "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
-        "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
+        "pruning": {"distillation", "merging", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},

@@ -90,6 +90,16 @@ class Attention:
             for g in range(n)
         ]
 
+    def query_rows(self, head: int) -> range:
+        """Rows of the stored q weight of one query head."""
+        size = self.heads // self.kv_heads
+        start = head % size * self.head_dim
+        return self.q.run(head // size, self.kv_heads)[start : start + self.head_dim]
+
+    def query_columns(self, head: int) -> range:
+        """Input columns of o of one query head."""
+        return range(head * self.head_dim, (head + 1) * self.head_dim)
+
 
 @dataclass(frozen=True)
 class Mlp:

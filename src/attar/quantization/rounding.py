@@ -37,7 +37,6 @@ from attar.quantization.methods.gptaq import gptaq
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.methods.qronos import qronos
-from attar.quantization.mixed_precision.sensitivity import shared_groups
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import (
     AutoRoundSettings,
@@ -51,6 +50,7 @@ from attar.quantization.settings import (
     YAQASettings,
 )
 from attar.walks.objectives import distillation_loss, soft_loss
+from attar.walks.sensitivity import shared_groups
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 

@@ -402,7 +402,7 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
 def flat_settings(entry: StageEntry) -> Any:
     """A stage's settings with every option as an attribute."""
     settings = entry.settings
-    return SimpleNamespace(**plain(settings)) if entry.stage == "quantize" else settings
+    return SimpleNamespace(**plain(settings)) if entry.stage in ("prune", "quantize") else settings
 
 
 def _layers(settings: Any, shape: Shape) -> int:

@@ -13,7 +13,7 @@ from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, weight_of
 from attar.models.surgery import keep_heads
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import HeadSettings
 from attar.pruning.structures.structure import Structure, UnitCut, units_of
 
 
@@ -26,12 +26,12 @@ def head_units(model: nn.Module, anatomy: Anatomy) -> tuple[list[nn.Module], lis
     return modules, [units_of(*pair) for pair in zip(columns, sizes, strict=True)]
 
 
-def head_count(total: int, settings: PruneSettings) -> int:
+def head_count(total: int, settings: HeadSettings) -> int:
     """KV groups that stay: the nearest number, at least one."""
     return max(round(total * (1.0 - settings.ratio)), 1)
 
 
-def head_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: PruneSettings) -> UnitCut:
+def head_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: HeadSettings) -> UnitCut:
     """How heads are removed; tried on a model without weights.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attar.errors import SettingsError
 from attar.models.parts import Anatomy
 from attar.models.surgery import keep_neurons
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import NeuronSettings
 from attar.pruning.structures.structure import Structure, UnitCut
 
 
@@ -20,7 +20,7 @@ def neuron_units(model: nn.Module, anatomy: Anatomy) -> tuple[list[nn.Module], l
     return modules, [torch.arange(block.mlp.neurons) for block in anatomy.blocks]
 
 
-def neuron_count(total: int, settings: PruneSettings) -> int:
+def neuron_count(total: int, settings: NeuronSettings) -> int:
     """Neurons that stay: about the fraction asked for, as a multiple that quantization groups can use.
 
     Raises:
@@ -48,7 +48,7 @@ def _hits(total: int, wanted: float, multiple: int) -> bool:
     return abs(_nearest(total, wanted, multiple) - wanted) <= 0.25 * (total - wanted)
 
 
-def neuron_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: PruneSettings) -> UnitCut:
+def neuron_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: NeuronSettings) -> UnitCut:
     """Neurons are always removed: every family's config has their number."""
     return keep_neurons
 

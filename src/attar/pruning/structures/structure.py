@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.parts import Anatomy, Block
-from attar.pruning.settings import PruneSettings
 
 UnitCut = Callable[[Any, Sequence[Sequence[int]]], Any]
 
@@ -34,8 +33,8 @@ class Structure:
 
     noun: str
     units: Callable[[nn.Module, Anatomy], tuple[list[nn.Module], list[Tensor]]]
-    count: Callable[[int, PruneSettings], int]
-    cut: Callable[[dict[str, Any], Anatomy, int, PruneSettings], UnitCut]
+    count: Callable[[int, Any], int]
+    cut: Callable[[dict[str, Any], Anatomy, int, Any], UnitCut]
     part: Callable[[Block], str]
 
 
