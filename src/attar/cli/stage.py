@@ -64,8 +64,8 @@ def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
         text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT", required=out),
     ]
     if stage.teacher:
-        help = "the model to agree with, usually the unpruned one"
-        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL", required=True))
+        help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
+        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters

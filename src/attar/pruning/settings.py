@@ -26,18 +26,76 @@ def _ratio() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ZerosSettings:
-    """Set single weights of the blocks' Linears to zero."""
+    """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
     sparsity: float | str = _option(
         0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
+    allocation: str = _option(
+        "uniform",
+        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by "
+        "the KL that pruning each group of layers alone costs",
+        ("uniform", "owl", "measured"),
+    )
     ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
+        default=(),
+        metadata={
+            "help": "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
+        },
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        parse_sparsity(self.sparsity)
+        amount = parse_sparsity(self.sparsity)
+        if amount.of and self.allocation != "uniform":
+            allowed = f"uniform with {amount}: every layer has the pattern; a fraction such as 0.5 can differ"
+            raise SettingsError("allocation", self.allocation, allowed)
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise where a pattern is no regular expression, though it says so."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeSettings(ZerosSettings):
+    """The smallest weights."""
+
+    scope: str = _option(
+        "layer", "weights are compared within a layer, or over all layers at once", ("layer", "global")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope != "global":
+            return
+        if parse_sparsity(self.sparsity).of:
+            allowed = f"layer with {self.sparsity}: N:M compares the inputs of one row"
+            raise SettingsError("scope", self.scope, allowed)
+        if self.allocation != "uniform":
+            allowed = f"layer with allocation {self.allocation}: one threshold spreads the zeros itself"
+            raise SettingsError("scope", self.scope, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandaSettings(ZerosSettings):
+    """The smallest products of a weight and the norm of its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPTSettings(ZerosSettings):
+    """The weights whose loss the remaining ones of the row compensate best."""
+
+    damp: float = _option(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +178,9 @@ def speed_factor(text: str) -> float:
 
 
 METHOD_SETTINGS: dict[str, type] = {
+    "magnitude": MagnitudeSettings,
+    "wanda": WandaSettings,
+    "sparsegpt": SparseGPTSettings,
     "heads": HeadSettings,
     "neurons": NeuronSettings,
     "mixed": MixedSettings,
@@ -136,6 +197,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
+        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
+        "compensated by others; "
         "heads: groups of query heads with their KV head; neurons: of the MLP; mixed: as much of each as "
         "costs least quality, by a scan",
         tuple(METHOD_SETTINGS),
