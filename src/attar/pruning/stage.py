@@ -14,6 +14,7 @@ from attar.data.sources import fingerprint
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.pruning.settings import VERSION, PruneSettings
+from attar.pruning.structures import STRUCTURES
 from attar.pruning.task import PruneTask
 from attar.pruning.units import prune_units
 
@@ -48,5 +49,5 @@ def prune(
     return open_checkpoint(out)
 
 
-METHODS: dict[str, Callable[[PruneTask], None]] = {"heads": prune_units, "neurons": prune_units}
+METHODS: dict[str, Callable[[PruneTask], None]] = dict.fromkeys(STRUCTURES, prune_units)
 """What each method does; its options are in settings.METHOD_SETTINGS."""
