@@ -65,12 +65,14 @@ def recover(
     model: ModelSource,
     out: str | Path,
     *,
-    teacher: ModelSource,
+    teacher: ModelSource | None = None,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Checkpoint:
-    """Train a pruned model to agree with its unpruned ``teacher`` again.
+    """Train a pruned model to agree with its unpruned ``teacher`` again; its zeros stay zero.
+
+    With ``alpha=0`` it learns from the text alone, and needs no teacher.
 
     See :func:`distill` and :class:`attar.distillation.settings.RecoverSettings`.
     """

@@ -35,8 +35,8 @@ def build_stage(verb: str) -> Any:
         text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT", required=True),
     ]
     if stage.teacher:
-        help = "the model to agree with, usually the unpruned one"
-        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL", required=True))
+        help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
+        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(cls)
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
 
