@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint import atomic
 from attar.errors import NumericsError
+from attar.models.masking import stream_norms
 from attar.models.parts import Anatomy
 from attar.progress import SILENT, Progress
 from attar.walks.objectives import Loss
@@ -46,6 +47,10 @@ class UnitWeights:
     def count(self) -> int:
         """How many units the layer has."""
         return int(self.columns.max()) + 1
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums (U,) of values (F,) over the columns of each unit."""
+        return values.new_zeros(self.count).index_add(0, self.columns.to(values.device), values)
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,43 @@ class UnitScoring:
             self.forward(batch)
         return values
 
+    def states(self, batch: Tensor) -> list[Tensor]:
+        """The hidden states (B, S, D) before every block and after the last, float32."""
+        blocks = [block.module for block in self.anatomy.blocks]
+        states: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states.append((args[0] if args else kwargs["hidden_states"]).float())
+
+        hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+        try:
+            last = self.outputs(batch, blocks[-1:], lambda y: y)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [*states, last[0].reshape(states[0].shape)]
+
+    def norms(self) -> list[nn.Module]:
+        """The norms over the residual stream."""
+        return [self.model.get_submodule(name) for name in stream_norms(self.model, self.anatomy)]
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No parameter asks for a gradient, inside the context."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
 
 def _hidden_of(_: tuple[Any, ...], output: Any) -> Tensor:
     """The hidden states that a module returns, some with more in a tuple."""
-    return output if isinstance(output, Tensor) else output[0]
+    hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+    return hidden
 
 
 def _read(file: Path) -> tuple[int, Tensor | None]:

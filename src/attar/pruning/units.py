@@ -24,7 +24,7 @@ from attar.models.masking import masked_units
 from attar.models.parts import Anatomy
 from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import cut_model
-from attar.pruning.criteria import LOSS_CRITERIA
+from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
 from attar.pruning.scoring import UnitScoring
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
 from attar.pruning.settings import PruneSettings
@@ -43,6 +43,7 @@ def prune_units(task: PruneTask) -> None:
     """
     source, settings, output, progress = task.source, task.settings, task.output, task.progress
     structure, options = STRUCTURES[settings.method], task.options
+    name = _criterion(structure, options)
     tokenizer = load_tokenizer(source)
     empty = empty_model(source.config)
     total = structure.total(discover(empty))
@@ -50,7 +51,11 @@ def prune_units(task: PruneTask) -> None:
     if count == total:
         raise nothing_removed(total, settings)
     zeroed = _zeroed(empty, structure, count, options)
-    for note in (_share(total, count, settings), _format_note(structure, total, count), precision_note(source)):
+    for note in (
+        _share(total, count, settings),
+        _format_note(structure, total, count),
+        precision_note(source),
+    ):
         if note:
             progress.log(note)
     loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
@@ -60,7 +65,7 @@ def prune_units(task: PruneTask) -> None:
         anatomy,
         structure.weights(loaded, anatomy),
         task.batches(),
-        training_loss(anatomy, tokenizer),
+        training_loss(anatomy, tokenizer) if name in HEAD_CRITERIA else no_loss,
         output.work,
         precision=resolve(settings.precision, loaded.device, output.work),
         progress=progress,
@@ -78,7 +83,7 @@ def prune_units(task: PruneTask) -> None:
         "kept": count,
         "asked_ratio": options.ratio,
         "removed_ratio": 1 - count / total,
-        "criterion": _criterion(structure, options),
+        "criterion": name,
         "cut": "zeroed in place" if zeroed else "removed",
     }
     if plan.layers is not None:
@@ -167,7 +172,7 @@ def _multiple(options: Any, count: int) -> int:
 
 
 def _zeroed(empty: Any, structure: Structure, count: int, options: Any) -> bool:
-    """Whether the units are zeroed in place, because the config cannot say the result and ``rigid`` allows it.
+    """Whether the units are zeroed in place, as the config cannot say the result and ``rigid`` allows it.
 
     Raises:
         ModelError: the config cannot say the result.
@@ -175,7 +180,8 @@ def _zeroed(empty: Any, structure: Structure, count: int, options: Any) -> bool:
     anatomy = discover(empty)
     rows = len(structure.parts(anatomy))
     uneven = getattr(options, "scope", "layer") == "global" and rows > 1
-    counts = [count - (uneven and row == 0) or 2 for row in range(rows)]
+    first = count if not uneven else count - 1 if count > 1 else count + 1
+    counts = [first, *[count] * (rows - 1)]
     try:
         cut_model(empty, structure.plan(anatomy, [list(range(number)) for number in counts]))
     except ModelError as error:
@@ -206,8 +212,8 @@ def _format_note(structure: Structure, total: int, count: int) -> str | None:
     if total % 256 or not count % 256 or structure.noun not in ("neurons", "channels"):
         return None
     return (
-        f"{count} {structure.noun} are no multiple of 256: GGUF's k-quants store these layers in larger types "
-        f"(--multiple-of 256 avoids it)"
+        f"{count} {structure.noun} are no multiple of 256: GGUF's k-quants store these layers in larger "
+        f"types (--multiple-of 256 avoids it)"
     )
 
 
@@ -227,13 +233,16 @@ def training_loss(anatomy: Anatomy, tokenizer: Any) -> Loss:
     return lambda model, tokens: masked_token_loss(model, tokens, tokenizer.mask_token_id)
 
 
+def no_loss(model: Any, tokens: Tensor) -> Tensor:
+    """For criteria that do not ask for one."""
+    raise AssertionError("the criterion has no loss")
+
+
 def _report(parts: Sequence[str], scores: Tensor, keep: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Per row: how many units were removed, and their share of the row's summed importance."""
     rows = []
     for part, row, kept in zip(parts, scores, keep, strict=True):
         removed = sorted(set(range(len(row))) - set(kept))
         share = float(row[removed].sum() / row.sum().clamp(min=1e-30))
-        rows.append(
-            {"name": part, "removed": len(removed), "kept": len(kept), "importance_removed": share}
-        )
+        rows.append({"name": part, "removed": len(removed), "kept": len(kept), "importance_removed": share})
     return rows

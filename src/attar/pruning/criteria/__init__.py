@@ -30,5 +30,8 @@ UNIT_CRITERIA: dict[str, UnitCriterion] = {
 HIDDEN_CRITERIA: dict[str, UnitCriterion] = {"activation": stream_activation_importance}
 LAYER_CRITERIA: dict[str, UnitCriterion] = {"influence": influence, "kl": layer_kl, "run": run_scores}
 
+HEAD_CRITERIA = ("gradient", "taylor", "kl", "run")
+"""Criteria that need the model's head."""
+
 LOSS_CRITERIA = ("gradient", "taylor")
 """Criteria in units of the loss, which compare units of different layers as they are."""

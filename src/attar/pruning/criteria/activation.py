@@ -1,6 +1,6 @@
 """Importance of heads and neurons from the size of what they compute.
 
-Minitron: Muralidharan et al. 2024, arXiv 2407.14679, section 2.2, as its authors' Model Optimizer computes it:
+Minitron: Muralidharan et al. 2024, arXiv 2407.14679, section 2.2, as its authors' Model Optimizer does it:
 
     a_f = || ( mean_s |x_bsf| )_b ||_2          I_u = || (a_f)_{f in u} ||_2
 
@@ -13,10 +13,13 @@ residual stream. One forward pass, no gradients.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from attar.pruning.scoring import UnitScoring
+if TYPE_CHECKING:
+    from attar.pruning.scoring import UnitScoring
 
 
 def activation_importance(scoring: UnitScoring) -> Tensor:
@@ -25,7 +28,7 @@ def activation_importance(scoring: UnitScoring) -> Tensor:
     def measure(batch: Tensor) -> Tensor:
         squares = scoring.inputs(batch, mean_squares)
         pairs = zip(squares, scoring.weights, strict=True)
-        return torch.stack([sum_by_unit(values, layer.columns, layer.count) for values, layer in pairs])
+        return torch.stack([layer.sums(values) for values, layer in pairs])
 
     return scoring.total("activation", measure).sqrt()
 
@@ -33,8 +36,3 @@ def activation_importance(scoring: UnitScoring) -> Tensor:
 def mean_squares(x: Tensor) -> Tensor:
     """sum_b (mean_s |x_bsf|)^2, float64 (F,), of x (B, S, F)."""
     return x.abs().mean(1).double().square().sum(0)
-
-
-def sum_by_unit(values: Tensor, columns: Tensor, count: int) -> Tensor:
-    """Sums (U,) of values (F,) over the columns of each unit."""
-    return values.new_zeros(count).index_add(0, columns.to(values.device), values)

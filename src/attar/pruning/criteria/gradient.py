@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from attar.pruning.scoring import UnitScoring, UnitWeights
+if TYPE_CHECKING:
+    from attar.pruning.scoring import UnitScoring, UnitWeights
 
 
 @contextmanager
@@ -53,19 +54,6 @@ def masked(weights: Sequence[UnitWeights], masks: Sequence[Tensor]) -> Iterator[
             handle.remove()
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient, inside the context."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-
-
 def gradient_importance(scoring: UnitScoring) -> Tensor:
     """I, float64 (layers, U): mean over sequences of the absolute mask gradient. Does not modify the model.
 
@@ -83,5 +71,5 @@ def gradient_importance(scoring: UnitScoring) -> Tensor:
             gradients = torch.autograd.grad(loss, masks)
         return torch.stack([gradient.abs().double().sum(0) for gradient in gradients])
 
-    with frozen(scoring.model):
+    with scoring.frozen():
         return scoring.total("gradient", measure) / scoring.sequences

@@ -47,9 +47,7 @@ def kl_without(scoring: UnitScoring, runs: Sequence[Sequence[int]], name: str) -
     work = scoring.work / "reference"
     with (
         scoring.progress.task(scoring.what, total=len(runs), done=len(runs) - len(todo)) as task,
-        reference_of(
-            scoring.model, blocks, scoring.batches, scoring.precision, MEMORY, work
-        ) as reference,
+        reference_of(scoring.model, blocks, scoring.batches, scoring.precision, MEMORY, work) as reference,
     ):
         for number in sorted(todo, key=lambda number: runs[number][0]):
             reference.move(runs[number][0])

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attar.pruning.criteria.influence import block_states
 from attar.pruning.criteria.layer_kl import kl_without
 from attar.pruning.scoring import UnitScoring
 
@@ -33,7 +32,7 @@ def run_scores(scoring: UnitScoring) -> Tensor:
     length = layers - scoring.stay
 
     def measure(batch: Tensor) -> Tensor:
-        states = block_states(scoring, batch)
+        states = scoring.states(batch)
         pairs = zip(states, states[length:], strict=False)
         return torch.stack([angles(before, after) for before, after in pairs])
 

@@ -1,7 +1,7 @@
 """Importance of the channels of the residual stream from what its norms put out.
 
-Minitron: Muralidharan et al. 2024, arXiv 2407.14679, section 2.2 ("embedding channels"), as its authors' Model
-Optimizer computes it:
+Minitron: Muralidharan et al. 2024, arXiv 2407.14679, section 2.2 ("embedding channels"), as its authors'
+Model Optimizer does it:
 
     I_d = sum_n || ( mean_s |y_nbsd| )_b ||_2
 
@@ -14,18 +14,18 @@ head, no gradients.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from attar.models.masking import stream_norms
-from attar.pruning.criteria.activation import mean_squares
-from attar.pruning.scoring import UnitScoring
+if TYPE_CHECKING:
+    from attar.pruning.scoring import UnitScoring
 
 
 def stream_activation_importance(scoring: UnitScoring) -> Tensor:
     """I, float64 (1, D). Does not modify the model."""
-    names = stream_norms(scoring.model, scoring.anatomy)
-    norms = [scoring.model.get_submodule(name) for name in names]
+    norms = scoring.norms()
     blank = torch.zeros(scoring.anatomy.hidden_size, dtype=torch.float64, device=scoring.device)
 
     def measure(batch: Tensor) -> Tensor:
@@ -33,3 +33,8 @@ def stream_activation_importance(scoring: UnitScoring) -> Tensor:
         return torch.stack([squares.get(number, blank) for number in range(len(norms))])
 
     return scoring.total("stream-activation", measure).sqrt().sum(0, keepdim=True)
+
+
+def mean_squares(y: Tensor) -> Tensor:
+    """sum_b (mean_s |y_bsd|)^2, float64 (D,), of y (B, S, D)."""
+    return y.abs().mean(1).double().square().sum(0)

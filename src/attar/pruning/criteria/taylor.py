@@ -9,20 +9,22 @@ Letters: u the weights of a unit: of a neuron its rows of up and gate and its co
 rows of q (of k and v, where they go with it) and its columns of o. L_b the loss of a batch.
 
 Differs from the paper: the mean over batches of absolute values, where the authors take one gradient of all
-calibration rows; the sum survives a kill. Biases do not count. A sum before the absolute value over a neuron's
-column of down is the criterion ``gradient``.
+calibration rows; the sum survives a kill. Biases do not count. The criterion ``gradient`` is the sum
+over a neuron's column of down before the absolute value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from attar.models.parts import weight_of
-from attar.pruning.criteria.gradient import frozen
-from attar.pruning.scoring import UnitScoring, UnitWeights
+
+if TYPE_CHECKING:
+    from attar.pruning.scoring import UnitScoring, UnitWeights
 
 
 def taylor_importance(scoring: UnitScoring) -> Tensor:
@@ -45,16 +47,15 @@ def taylor_importance(scoring: UnitScoring) -> Tensor:
             products[module] = product if weight_of(module).shape == parameter.shape else product.T
         return torch.stack([unit_sums(layer, products) for layer in scoring.weights]) * len(batch)
 
-    with frozen(scoring.model):
+    with scoring.frozen():
         return scoring.total("taylor", measure) / scoring.sequences
 
 
 def unit_sums(layer: UnitWeights, products: dict[nn.Module, Tensor]) -> Tensor:
     """Sums over each unit's weights of the products (N, K) of its modules, float64 (U,)."""
-    columns = products[layer.consumer].double().sum(0)
-    total = columns.new_zeros(layer.count).index_add(0, layer.columns.to(columns.device), columns)
+    total = layer.sums(products[layer.consumer].double().sum(0))
     for module, units in layer.producers:
-        rows, units = products[module].double().sum(1), units.to(columns.device)
+        rows, units = products[module].double().sum(1), units.to(total.device)
         total.index_add_(0, units[units >= 0], rows[units >= 0])
     return total
 

@@ -5,8 +5,8 @@ arXiv 2312.11983, WIFN) and FASP (Hu et al. 2025, arXiv 2501.09412) do for struc
 
     I_u = ( sum_{f in u} ||W_:f||_2^2 ||X_f||_2^2 )^1/2
 
-Letters: W (N, F) the projection that follows (o, down); X (T, F) its inputs on all calibration tokens. For one
-column this is the exact norm of what its removal takes from the projection's output.
+Letters: W (N, F) the projection that follows (o, down); X (T, F) its inputs on all calibration tokens. For
+one column this is the exact norm of what its removal takes from the projection's output.
 
 Differs from the papers: columns are summed as squares, so that I_u is that norm for uncorrelated columns of a
 head; FASP adds |W| ||X||. One forward pass, no gradients.
@@ -14,12 +14,15 @@ head; FASP adds |W| ||X||. One forward pass, no gradients.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attar.models.parts import weight_of
-from attar.pruning.criteria.activation import sum_by_unit
-from attar.pruning.scoring import UnitScoring
+
+if TYPE_CHECKING:
+    from attar.pruning.scoring import UnitScoring
 
 
 def weighted_activation_importance(scoring: UnitScoring) -> Tensor:
@@ -29,7 +32,7 @@ def weighted_activation_importance(scoring: UnitScoring) -> Tensor:
     def measure(batch: Tensor) -> Tensor:
         squares = scoring.inputs(batch, token_squares)
         rows = zip(squares, norms, scoring.weights, strict=True)
-        return torch.stack([sum_by_unit(x * w, layer.columns, layer.count) for x, w, layer in rows])
+        return torch.stack([layer.sums(x * w) for x, w, layer in rows])
 
     return scoring.total("weighted-activation", measure).sqrt()
 

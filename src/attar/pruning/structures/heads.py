@@ -45,7 +45,9 @@ def query_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
     return layers
 
 
-def _weights(model: nn.Module, attention: Attention, columns: torch.Tensor, rows: Sequence[Any]) -> UnitWeights:
+def _weights(
+    model: nn.Module, attention: Attention, columns: torch.Tensor, rows: Sequence[Any]
+) -> UnitWeights:
     producers = []
     for part, units in rows:
         module = model.get_submodule(part.name)
@@ -64,9 +66,7 @@ def query_plan(anatomy: Anatomy, keep: Sequence[Sequence[int]]) -> CutPlan:
     rows, heads = iter(keep), []
     for attention in (block.attention for block in anatomy.blocks):
         size = attention.heads // attention.kv_heads
-        heads.append(
-            tuple(group * size + head for group in range(attention.kv_heads) for head in next(rows))
-        )
+        heads.append(tuple(group * size + head for group in range(attention.kv_heads) for head in next(rows)))
     return CutPlan(heads=tuple(heads))
 
 

@@ -62,7 +62,7 @@ def owners_of(indices: Sequence[Sequence[int]], size: int) -> Tensor:
 
 def nearest(total: int, options: Any) -> int:
     """Units that stay: the nearest number, at least one."""
-    return max(round(total * (1.0 - options.ratio)), 1)
+    return max(round(total * (1.0 - float(options.ratio))), 1)
 
 
 def no_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
