@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,20 +23,85 @@ def _ratio() -> Any:
     return _option(0.25, "fraction removed, 0 to below 1")
 
 
+def _scope() -> Any:
+    return _option(
+        "layer",
+        "weights or units are compared within a layer, or over all layers at once (units: where the family's "
+        "config has a number for each layer)",
+        ("layer", "global"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZerosSettings:
-    """Set single weights of the blocks' Linears to zero."""
+    """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
     sparsity: float | str = _option(
         0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
+    allocation: str = _option(
+        "uniform",
+        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by "
+        "the KL that pruning each group of layers alone costs",
+        ("uniform", "owl", "measured"),
+    )
     ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
+        default=(),
+        metadata={
+            "help": "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
+        },
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        parse_sparsity(self.sparsity)
+        amount = parse_sparsity(self.sparsity)
+        if amount.of and self.allocation != "uniform":
+            allowed = f"uniform with {amount}: every layer has the pattern; a fraction such as 0.5 can differ"
+            raise SettingsError("allocation", self.allocation, allowed)
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise where a pattern is no regular expression, though it says so."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeSettings(ZerosSettings):
+    """The smallest weights."""
+
+    scope: str = _scope()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope != "global":
+            return
+        if parse_sparsity(self.sparsity).of:
+            allowed = f"layer with {self.sparsity}: N:M compares the inputs of one row"
+            raise SettingsError("scope", self.scope, allowed)
+        if self.allocation != "uniform":
+            allowed = f"layer with allocation {self.allocation}: one threshold spreads the zeros itself"
+            raise SettingsError("scope", self.scope, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandaSettings(ZerosSettings):
+    """The smallest products of a weight and the norm of its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPTSettings(ZerosSettings):
+    """The weights whose loss the remaining ones of the row compensate best."""
+
+    damp: float = _option(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +131,6 @@ class UnitSettings:
         check_range("rounds", self.rounds, 1, 1000, "between 1 and 1000")
         if self.rounds > 1 and self.criterion == "run":
             raise SettingsError("rounds", self.rounds, "1 for criterion run: its layers go at once")
-
-
-def _scope() -> Any:
-    return _option(
-        "layer",
-        "layer: every layer keeps the same number; global: scores are compared over all layers, for families "
-        "whose config has a number for each",
-        ("layer", "global"),
-    )
 
 
 def _multiple_of() -> Any:
@@ -141,6 +198,9 @@ class LayerSettings(UnitSettings):
 
 
 METHOD_SETTINGS: dict[str, type] = {
+    "magnitude": MagnitudeSettings,
+    "wanda": WandaSettings,
+    "sparsegpt": SparseGPTSettings,
     "heads": HeadSettings,
     "query-heads": QueryHeadSettings,
     "neurons": NeuronSettings,
@@ -159,6 +219,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
+        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
+        "compensated by others; "
         "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
         "the MLP; hidden: channels of the residual stream; layers: whole ones",
         tuple(METHOD_SETTINGS),
