@@ -47,7 +47,9 @@ def study_of(folder, file):
 
     source, settings = open_checkpoint(folder), prune_settings(**SMALL)
     space = plan_space(source.config)
-    return cut_study(source, space, settings, calibration(source, settings), file, SILENT)
+    return cut_study(
+        source, space, settings, calibration(source, settings), file, file.parent / "scores", SILENT
+    )
 
 
 def test_every_measurement_is_that_of_the_cut_model(llama, tmp_path):

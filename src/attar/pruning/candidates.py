@@ -106,7 +106,7 @@ def held_out_kl(original: nn.Module, cut: nn.Module, rows: Tensor, batch: int = 
         for tokens in rows.split(batch):
             p, q = (model(input_ids=tokens.to(device)).logits.flatten(0, 1) for model in (original, cut))
             total += float(token_kl(p, q).sum())
-    return total / rows.numel()
+    return float(total / rows.numel())
 
 
 def _texts(task: PruneTask) -> tuple[Tensor, Tensor]:

@@ -11,31 +11,30 @@ quality.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import hidden
-from attar.checkpoint.hashing import sha256_text
+from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.units import bytes_text
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.masking import masked_units, stream_norms
+from attar.models.masking import masked_units
 from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import cut_model
 from attar.progress import SILENT, Progress
-from attar.pruning.criteria.gradient import gradient_importance
 from attar.pruning.plan_budget import plan_budget
 from attar.pruning.plan_costs import (
     STRUCTURES,
@@ -45,6 +44,7 @@ from attar.pruning.plan_costs import (
 )
 from attar.pruning.plan_space import PlanSpace, UnitRanking, plan_space, planned_model
 from attar.pruning.plans import plans_within, predicted_kl, shortlist
+from attar.pruning.ranking import rank_units
 from attar.pruning.scan import (
     CutMeasurement,
     ScanFile,
@@ -59,9 +59,8 @@ from attar.pruning.scan import (
     to_json,
 )
 from attar.pruning.settings import MixedSettings, PruneSettings
-from attar.pruning.structures import STRUCTURES as UNITS
 from attar.pruning.task import PruneTask, calibration
-from attar.pruning.units import _loss
+from attar.pruning.units import training_loss
 from attar.walks.reference import MEMORY, ReferenceModel, reference_of
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def prune_mixed(task: PruneTask) -> None:
     planned = planned_model(space, range(space.full.layers), stored_precision(source))
     plan_budget(planned, options).check(planned, space.grid)
     path = Path(options.scan) if options.scan else output.work / "scan.json"
-    study = cut_study(source, space, task.settings, task.batches(), path, progress)
+    study = cut_study(source, space, task.settings, task.batches(), path, output.work, progress)
     if note := precision_note(source):
         progress.log(note)
     scanned = scan_cuts(study, output.work / "reference", progress)
@@ -201,8 +200,10 @@ def scan(
     space = plan_space(source.config)
     for structure, reason in space.refused.items():
         progress.log(f"note: {structure} cannot be cut: {reason}")
-    study = cut_study(source, space, settings, calibration(source, settings), path, progress)
-    scanned = scan_cuts(study, hidden(path, "work"), progress)
+    work = hidden(path, "work")
+    study = cut_study(source, space, settings, calibration(source, settings), path, work, progress)
+    scanned = scan_cuts(study, work / "reference", progress)
+    shutil.rmtree(work, ignore_errors=True)
     rows = [to_json(row) for row in scanned.rows]
     return {"path": str(path), "measurements": rows}, scan_table(scanned.rows, scanned.shares())
 
@@ -213,18 +214,21 @@ def cut_study(
     settings: PruneSettings,
     batches: Sequence[Tensor],
     path: Path,
+    work: Path,
     progress: Progress,
 ) -> CutStudy:
-    """Load the model, and rank its units on all batches; ``path`` is the file of the scan.
+    """Load the model, and rank its units on all batches.
+
+    Args:
+        path: file of the scan.
+        work: folder of the units' scores, which survive a kill.
 
     Raises:
         ModelError: the model has no head, or the file belongs to another scan.
     """
     model = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
-    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
-        raise ModelError(
-            f"{source.path}: no language-model head, so a cut has no KL", hint="--method layers or neurons"
-        )
+    anatomy, options = discover(model), cast(MixedSettings, settings.options)
+    loss = training_loss(anatomy, load_tokenizer(source))
     precision = resolve(settings.precision, model.device)
     rows = torch.cat(list(batches))
     key = ScanKey(
@@ -234,11 +238,21 @@ def cut_study(
         sequence_length=rows.shape[1],
         seed=settings.seed,
         samples=len(rows),
-        criterion=CRITERION,
+        criterion=options.criterion,
         precision=precision,
     )
     file = ScanFile(path, key)
-    ranking = rank_units(model, space, source, batches, precision, progress)
+    ranking = rank_units(
+        model,
+        anatomy,
+        space.structures,
+        batches,
+        loss,
+        work / sha256_text(canonical_json(asdict(key)))[:16],
+        criterion=options.criterion,
+        precision=precision,
+        progress=progress,
+    )
     measured = list(rows[:ROWS].split(settings.batch_size))
     return CutStudy(source, model, space, ranking, measured, precision, file)
 
@@ -353,49 +367,3 @@ def _trial_text(scanned: CutScan, trial: PlanTrial) -> str:
         f"as fast (predicted from the bytes read); KL {trial.kl:.4f}, the sum of its parts "
         f"{trial.predicted:.4f}"
     )
-
-
-CRITERION = "gradient"
-
-
-def rank_units(
-    model: Any,
-    space: PlanSpace,
-    source: Checkpoint,
-    batches: Sequence[Tensor],
-    precision: str,
-    progress: Progress,
-) -> UnitRanking:
-    """The units of every structure that can be cut, the most important first."""
-    anatomy = discover(model)
-    loss = _loss(anatomy, load_tokenizer(source))
-    ranked = {}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        for name in ("heads", "neurons"):
-            if name not in space.refused:
-                modules, owners = UNITS[name].units(model, anatomy)
-                scores = gradient_importance(model, modules, owners, loss, batches, progress, f"rank {name}")
-                ranked[name] = torch.argsort(scores, dim=1, descending=True, stable=True).tolist()
-        if "hidden" not in space.refused:
-            scores = _hidden_scores(model, anatomy, batches)
-            ranked["hidden"] = torch.argsort(scores, descending=True, stable=True).tolist()
-    return UnitRanking(**ranked)
-
-
-def _hidden_scores(model: Any, anatomy: Any, batches: Sequence[Tensor]) -> Tensor:
-    totals: dict[str, Tensor] = {}
-
-    def hook(name: str):
-        def add(_, args, output):
-            value = output.float().abs().mean(1).square().sum(0)
-            totals[name] = totals.get(name, 0) + value
-
-        return add
-
-    handles = [model.get_submodule(n).register_forward_hook(hook(n)) for n in stream_norms(model, anatomy)]
-    with torch.no_grad():
-        for batch in batches:
-            model(input_ids=batch.to(model.device))
-    for h in handles:
-        h.remove()
-    return sum(t.sqrt() for t in totals.values())
