@@ -246,8 +246,8 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
 
 def _guided(settings: Any) -> bool:
     """Whether a teacher is run; without, the text alone teaches."""
-    weight: float = getattr(settings, "distill", settings.alpha)  # qat's; its alpha is SmoothQuant's
-    return weight > 0.0
+    weight = getattr(settings, "distill", getattr(settings, "alpha", 1.0))  # qat's alpha is SmoothQuant's
+    return bool(weight > 0.0)
 
 
 def _taught(settings: Any, tokens: float) -> float:
