@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices, nest
+from attar.options import check_choices, listed, nest
 from attar.sparsity import parse_sparsity
 from attar.walks.settings import check_range
 
-VERSION = 3
+VERSION = 4
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -21,6 +21,15 @@ def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 
 def _ratio() -> Any:
     return _option(0.25, "fraction removed, 0 to below 1")
+
+
+def _scope() -> Any:
+    return _option(
+        "layer",
+        "weights or units are compared within a layer, or over all layers at once (units: where the family's "
+        "config has a number for each layer)",
+        ("layer", "global"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +74,7 @@ def _check_pattern(pattern: str) -> None:
 class MagnitudeSettings(ZerosSettings):
     """The smallest weights."""
 
-    scope: str = _option(
-        "layer", "weights are compared within a layer, or over all layers at once", ("layer", "global")
-    )
+    scope: str = _scope()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,18 +111,43 @@ class UnitSettings:
     Every layer keeps the same number where a configuration file has one number for all layers.
     """
 
+    criteria: ClassVar[tuple[str, ...]] = ()  # names of criterion besides auto
+
     ratio: float = _ratio()
+    criterion: str = _option(
+        "auto",
+        "the scores. Heads and neurons: gradient (of a mask), taylor (of the weights), activation, wanda; "
+        "layers: influence, kl (of leaving each out), run (of consecutive layers); auto: the first that is "
+        "named here",
+    )
+    rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
 
     def __post_init__(self) -> None:
         check_choices(self)
         if not 0.0 <= self.ratio < 1.0:
             raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
+        if self.criterion not in ("auto", *self.criteria):
+            raise SettingsError("criterion", self.criterion, listed(("auto", *self.criteria)))
+        check_range("rounds", self.rounds, 1, 1000, "between 1 and 1000")
+        if self.rounds > 1 and self.criterion == "run":
+            raise SettingsError("rounds", self.rounds, "1 for criterion run: its layers go at once")
+
+
+def _multiple_of() -> Any:
+    return _option(
+        0,
+        "keep a multiple of this many; 0: a power of two up to 64 that hits the ratio (within a quarter of "
+        "what is removed)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(UnitSettings):
     """Remove attention heads, in groups: a KV head with its query heads."""
 
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
     rigid: str = _option(
         "error",
         "families whose config has no number for fewer heads (GPT-2, OPT, BERT): refuse them, "
@@ -128,15 +160,41 @@ class HeadSettings(UnitSettings):
 class NeuronSettings(UnitSettings):
     """Remove neurons of the MLPs."""
 
-    multiple_of: int = _option(
-        0,
-        "keep a multiple of this many neurons; 0: a power of two up to 64 that hits the ratio "
-        "(within a quarter of what is removed)",
-    )
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
+    multiple_of: int = _multiple_of()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryHeadSettings(UnitSettings):
+    """Remove query heads, as many of every KV head; the KV heads stay."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSettings(UnitSettings):
+    """Remove channels of the residual stream."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("activation",)
+
+    multiple_of: int = _multiple_of()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(UnitSettings):
+    """Remove whole layers."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("influence", "kl", "run")
 
 
 METHOD_SETTINGS: dict[str, type] = {
@@ -144,7 +202,10 @@ METHOD_SETTINGS: dict[str, type] = {
     "wanda": WandaSettings,
     "sparsegpt": SparseGPTSettings,
     "heads": HeadSettings,
+    "query-heads": QueryHeadSettings,
     "neurons": NeuronSettings,
+    "hidden": HiddenSettings,
+    "layers": LayerSettings,
 }
 """The options of each method. What the methods do is in stage.METHODS."""
 
@@ -160,7 +221,8 @@ class PruneSettings:
         "neurons",
         "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
         "compensated by others; "
-        "heads: groups of query heads with their KV head; neurons: of the MLP",
+        "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
+        "the MLP; hidden: channels of the residual stream; layers: whole ones",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(
