@@ -1,12 +1,14 @@
 """What pruning costs and brings: attar's methods, llm-compressor's on the same rows, in one run.
 
-    python benchmarks/prune.py --parts zeros time [--model attar:tiny|DIR]
+    python benchmarks/prune.py --parts zeros time units [--model attar:tiny|DIR]
         [--data valid.txt --test test.txt] [--work DIR] [--cached] [--again attar/alps ...]
 
     zeros   magnitude, Wanda, SparseGPT, ALPS and mended masks at each sparsity: perplexity, KL to the
             original in nats a token, next-token accuracy kept; peers on the same calibration rows
     time    SparseGPT: seconds of the call and peak memory, by turns with the peer; for a shape of 1.1 B
             parameters from a few layers
+    units   neurons, heads, hidden width, layers and a mixed plan with the same share of parameters removed:
+            before and after a recovery of equal tokens
 
 Every pruning is a process of its own; what it leaves is measured here by the same code in float32. A peer's
 weights are rounded to the type in which the model is stored, as attar's are. Cells that are done stand in
@@ -33,6 +35,7 @@ from attar.errors import AttarError
 PARTS = {
     "zeros": "prune_zeros:zeros",
     "time": "prune_zeros:time",
+    "units": "prune_units:units",
 }
 WORK = Path("~/.cache/attar/prune").expanduser()
 
@@ -65,6 +68,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", nargs="*", type=int, default=[2, 4], help="of time: the layers of that shape"
     )
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, default=[0.25, 0.5], help="of units: parameters removed"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="of units: of the recovery")
     parser.add_argument("--work", type=Path, default=WORK, help="folder of models and finished cells; kept")
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="TOOL[/METHOD]")
@@ -82,6 +89,8 @@ def main() -> None:
             print(part(name)(bench), end="\n\n", flush=True)
         except AttarError as error:
             raise SystemExit(f"{name}: {error}") from None
+        finally:
+            bench.clean()
 
 
 if __name__ == "__main__":

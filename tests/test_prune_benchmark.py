@@ -11,6 +11,7 @@ if BENCHMARKS not in sys.path:
 
 import prune  # noqa: E402
 import prune_cells  # noqa: E402
+import prune_units  # noqa: E402
 import prune_zeros  # noqa: E402
 import quality  # noqa: E402
 from peers import job, launch  # noqa: E402
@@ -112,3 +113,28 @@ def test_times_take_the_smallest_and_memory_the_largest_of_the_rounds():
 def test_a_shape_of_many_layers_lies_on_the_line_through_two_of_few():
     rows = {2: {"seconds": 10.0}, 4: {"seconds": 16.0}}
     assert prune_zeros.at_layers(rows, "seconds", 22) == pytest.approx(70.0)
+
+
+def test_ratios_of_structures_that_remove_the_same_share_of_parameters():
+    tiny = open_checkpoint("attar:tiny")
+    counted = prune_units.elements(tiny)
+    sizes = prune_units.parameters(tiny.config)
+    assert 0 <= counted - sizes["all"] < 0.001 * counted  # the norms
+    assert prune_units.amount(tiny.config, "mixed", 0.25) == (1.0, 0.25)
+    most, ratio = prune_units.amount(tiny.config, "heads", 0.25)
+    assert ratio is None and most == pytest.approx(0.75 * sizes["heads"] / sizes["all"])
+    assert prune_units.amount(tiny.config, "layers", 0.25)[1] == 2 / 8
+    _, ratio = prune_units.amount(tiny.config, "neurons", 0.25)
+    assert ratio * sizes["neurons"] == pytest.approx(0.25 * sizes["all"])
+
+
+def test_units_are_sorted_by_what_recovery_leaves():
+    row = {"perplexity": 9.0, "kept": 0.9, "removed": 0.25, "seconds": 3.0}
+    row |= {"perplexity_after": 8.0, "kept_after": 0.95}
+    done = [
+        (launch.Method("attar", "layers"), {**row, "kl": 0.1, "kl_after": 0.09}),
+        (launch.Method("attar", "neurons"), {**row, "kl": 0.2, "kl_after": 0.03}),
+        (launch.Method("attar", "heads"), {"failed": "no room"}),
+    ]
+    names = [line.split(" | ")[0] for line in prune_units.units_table(0.25, done).splitlines()[2:]]
+    assert names == ["| neurons", "| layers", "| heads"]
