@@ -102,7 +102,7 @@ def label(method: Method) -> str:
 
 
 def time(bench: Bench) -> str:
-    """SparseGPT's seconds and memory on the model, and on a large shape by its layers. CPU seconds decide: what
+    """SparseGPT's time and memory on the model, and on a large shape by its layers. CPU seconds decide: what
     else runs on the machine changes them little."""
     tools = [Method(OURS, "sparsegpt"), *(Method(peer, "sparsegpt") for peer in bench.args.peers)]
     head = ["SparseGPT 50 %", "tool", "call, s", "CPU, s", "peak, MB", "start, MB", "CPU, times attar's"]
