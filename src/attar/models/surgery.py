@@ -269,7 +269,7 @@ def _per_layer_lists(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> di
         for key, value in text_config(model).to_dict().items()
         if isinstance(value, (list, tuple))
         and len(value) == len(anatomy.blocks)
-        and ("layer" in key or key in NEURONS)
+        and ("layer" in key or key in NEURONS or key == "activation_sparsity_pattern")
     }
 
 
