@@ -28,7 +28,7 @@ def recorded(model, modules, rows, outputs=False):
         seen = {}
         hooks = [
             module.register_forward_hook(
-                lambda m, args, y, k=k: seen.__setitem__(k, y if outputs else args[0])
+                lambda m, args, y, k=k, seen=seen: seen.__setitem__(k, y if outputs else args[0])
             )
             for k, module in enumerate(modules)
         ]
@@ -136,9 +136,8 @@ def test_the_run_that_goes_has_the_least_kl_of_those_that_turn_the_stream_least(
     angles, losses = [], []
     p = tiny_models.logits(model, rows).double().log_softmax(-1)
     for start in range(6):
-        pairs = [
-            (a[start][t], b[start + 1][t]) for a, b in zip(inputs, outputs, strict=True) for t in range(9)
-        ]
+        rows_of = zip(inputs, outputs, strict=True)
+        pairs = [(a[start][t], b[start + 1][t]) for a, b in rows_of for t in range(9)]
         angles.append(sum(float(torch.arccos(x @ y / (x.norm() * y.norm()))) for x, y in pairs))
         stay = tuple(layer for layer in range(7) if layer not in (start, start + 1))
         with masked_units(model, CutPlan(layers=stay)):
