@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices, nest
+from attar.options import check_choices, listed, nest
 from attar.sparsity import parse_sparsity
 from attar.walks.settings import check_range
 
-VERSION = 3
+VERSION = 4
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -21,6 +22,15 @@ def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 
 def _ratio() -> Any:
     return _option(0.25, "fraction removed, 0 to below 1")
+
+
+def _scope() -> Any:
+    return _option(
+        "layer",
+        "weights or units are compared within a layer, or over all layers at once (units: where the family's "
+        "config has a number for each layer)",
+        ("layer", "global"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +75,7 @@ def _check_pattern(pattern: str) -> None:
 class MagnitudeSettings(ZerosSettings):
     """The smallest weights."""
 
-    scope: str = _option(
-        "layer", "weights are compared within a layer, or over all layers at once", ("layer", "global")
-    )
+    scope: str = _scope()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,18 +112,43 @@ class UnitSettings:
     Every layer keeps the same number where a configuration file has one number for all layers.
     """
 
+    criteria: ClassVar[tuple[str, ...]] = ()  # names of criterion besides auto
+
     ratio: float = _ratio()
+    criterion: str = _option(
+        "auto",
+        "the scores. Heads and neurons: gradient (of a mask), taylor (of the weights), activation, wanda; "
+        "layers: influence, kl (of leaving each out), run (of consecutive layers); auto: the first that is "
+        "named here",
+    )
+    rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
 
     def __post_init__(self) -> None:
         check_choices(self)
         if not 0.0 <= self.ratio < 1.0:
             raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
+        if self.criterion not in ("auto", *self.criteria):
+            raise SettingsError("criterion", self.criterion, listed(("auto", *self.criteria)))
+        check_range("rounds", self.rounds, 1, 1000, "between 1 and 1000")
+        if self.rounds > 1 and self.criterion == "run":
+            raise SettingsError("rounds", self.rounds, "1 for criterion run: its layers go at once")
+
+
+def _multiple_of() -> Any:
+    return _option(
+        0,
+        "keep a multiple of this many; 0: a power of two up to 64 that hits the ratio (within a quarter of "
+        "what is removed)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(UnitSettings):
     """Remove attention heads, in groups: a KV head with its query heads."""
 
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
     rigid: str = _option(
         "error",
         "families whose config has no number for fewer heads (GPT-2, OPT, BERT): refuse them, "
@@ -128,15 +161,81 @@ class HeadSettings(UnitSettings):
 class NeuronSettings(UnitSettings):
     """Remove neurons of the MLPs."""
 
-    multiple_of: int = _option(
-        0,
-        "keep a multiple of this many neurons; 0: a power of two up to 64 that hits the ratio "
-        "(within a quarter of what is removed)",
-    )
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
+    multiple_of: int = _multiple_of()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryHeadSettings(UnitSettings):
+    """Remove query heads, as many of every KV head; the KV heads stay."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSettings(UnitSettings):
+    """Remove channels of the residual stream."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("activation",)
+
+    multiple_of: int = _multiple_of()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(UnitSettings):
+    """Remove whole layers."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("influence", "kl", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSettings:
+    """Remove heads, neurons, channels and layers together, as much of each as costs least quality."""
+
+    ratio: float = _option(0.25, "fraction of the parameters removed, 0 to below 1; without size and speed")
+    size: str = _option("", "most bytes of the result's weights, such as 100MB")
+    speed: str = _option("", "least speed of decoding at batch 1 over the original's, such as 1.5x")
+    criterion: str = _option("auto", "the scores of heads and neurons")
+    scan: str = _option("", "file of the measured cuts, for other runs; empty: not kept")
+    candidates: int = _option(
+        1, "plans that are compared after a short distillation from the original; 1: by their KL alone"
+    )
+    candidate_steps: int = _option(100, "optimizer steps of each of these distillations")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("ratio", self.ratio, 0.0, 0.9999, "the fraction removed: at least 0 and below 1")
+        if self.criterion not in ("auto", *HeadSettings.criteria):
+            raise SettingsError("criterion", self.criterion, listed(("auto", *HeadSettings.criteria)))
+        byte_count("size", self.size)
+        if self.speed:
+            speed_factor(self.speed)
+        if self.size and self.speed:
+            raise SettingsError("speed", self.speed, "left out with a size: a plan has one budget")
+        check_range("candidates", self.candidates, 1, 64, "between 1 and 64")
+        check_range("candidate_steps", self.candidate_steps, 1, 2**40, "at least 1")
+
+
+def speed_factor(text: str) -> float:
+    """The factor of a speed such as ``1.5x``.
+
+    Raises:
+        SettingsError: no such speed, or none above 1.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*x?\s*", text)
+    if not match or float(match[1]) <= 1.0:
+        raise SettingsError("speed", text, "a factor above 1, such as 1.5x")
+    return float(match[1])
 
 
 METHOD_SETTINGS: dict[str, type] = {
@@ -144,11 +243,15 @@ METHOD_SETTINGS: dict[str, type] = {
     "wanda": WandaSettings,
     "sparsegpt": SparseGPTSettings,
     "heads": HeadSettings,
+    "query-heads": QueryHeadSettings,
     "neurons": NeuronSettings,
+    "hidden": HiddenSettings,
+    "layers": LayerSettings,
+    "mixed": MixedSettings,
 }
 """The options of each method. What the methods do is in stage.METHODS."""
 
-PruneMethodSettings = UnitSettings | ZerosSettings
+PruneMethodSettings = UnitSettings | ZerosSettings | MixedSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +263,9 @@ class PruneSettings:
         "neurons",
         "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
         "compensated by others; "
-        "heads: groups of query heads with their KV head; neurons: of the MLP",
+        "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
+        "the MLP; hidden: channels of the residual stream; layers: whole ones; mixed: as much of each as "
+        "costs least quality, by a scan",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(
