@@ -129,7 +129,8 @@ def sweep_linears(
     amounts: Amounts,
     batches: list[Tensor],
 ) -> tuple[PrunedWeights, Reports]:
-    """One Linear at a time, each with the inputs that it gets after the layers pruned before it."""
+    """One Linear at a time, each with the inputs that it gets after the layers (scores alone: the blocks) pruned
+    before it."""
     method = ZEROS[task.settings.method]
     options = {name: getattr(task.options, name) for name in method.arguments}
     result = sweep(
