@@ -48,7 +48,8 @@ class Solution:
 
     Attributes:
         weight: (N, K) the weight that the rest of the sweep uses.
-        tensors: what is stored, by short name ("codes", "scale").
+        tensors: what is stored, by short name ("codes", "scale"). A "bias" (N,) is the Linear's new bias, and
+            the rest of the sweep uses it.
     """
 
     weight: Tensor
@@ -243,6 +244,13 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]
     return tensors, reports
 
 
+def _put(module: Any, weight: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Give a Linear its new weight (N, K), and its new bias where there is one."""
+    weight_of(module).copy_(weight)
+    if "bias" in tensors:
+        module.bias.copy_(tensors["bias"])
+
+
 class _BlockRunner:
     """One block with its hidden states, and how the model calls it."""
 
@@ -316,7 +324,7 @@ class _BlockRunner:
                 weights = {name: weight_of(self.modules[name]).clone() for name in group}
                 solved = solver.solve(weights, accumulator)
                 for name in group:
-                    weight_of(self.modules[name]).copy_(solved[name].weight)
+                    _put(self.modules[name], solved[name].weight, solved[name].tensors)
                 solutions.update({name: solved[name] for name in group})
             _write(file, solutions)
             self._replace(self.store, passes.outputs())
@@ -336,7 +344,7 @@ class _BlockRunner:
         view = BlockView(self.block.module, names, modules, len(self.store), self)
         solved = solver.solve_block(view)
         for name in names:
-            weight_of(self.modules[name]).copy_(solved[name].weight)
+            _put(self.modules[name], solved[name].weight, solved[name].tensors)
         _write(file, {name: solved[name] for name in names})
         self._replace(self.store, self._outputs(self.block.module, self.store))
 
@@ -346,7 +354,7 @@ class _BlockRunner:
             self._replace(self.originals, self._outputs(self.block.module, self.originals))
         for name, tensors in _read(file)[0].items():
             assert solver is not None, "a sweep without a solver stores nothing"
-            weight_of(self.modules[name]).copy_(solver.restore(name, tensors))
+            _put(self.modules[name], solver.restore(name, tensors), tensors)
         self._replace(self.store, self._outputs(self.block.module, self.store))
 
     def _passes(self, module: nn.Module, store: HiddenStates, groups: list[list[str]]) -> BlockPasses:
