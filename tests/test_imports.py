@@ -16,7 +16,17 @@ SOLVERS = (
     "distillation/objectives/overlap.py",
     "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
-    "pruning/criteria/gradient.py",
+    *(
+        f"pruning/criteria/{name}.py"
+        for name in (
+            "activation",
+            "gradient",
+            "influence",
+            "stream_activation",
+            "taylor",
+            "weighted_activation",
+        )
+    ),
     "pruning/solvers/sparsegpt.py",
     *(
         f"quantization/grids/{name}.py"

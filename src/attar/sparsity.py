@@ -40,6 +40,11 @@ class Sparsity:
     def __str__(self) -> str:
         return f"{self.kept}:{self.of}" if self.of else f"{self.zeros:g}"
 
+    @property
+    def two_of_four(self) -> bool:
+        """Whether every four consecutive inputs keep at most two weights: what the runtime packs."""
+        return bool(self.of) and self.kept <= 2 and (self.of % 4 == 0 or (self.kept, self.of) == (1, 2))
+
     def fits(self, columns: int) -> bool:
         """Whether a matrix of this many inputs can have the pattern."""
         return not self.of or columns % self.of == 0
@@ -57,6 +62,9 @@ class Sparsity:
     def mask(self, scores: Tensor, *, by_row: bool = False) -> Tensor:
         """Where weights stay, bool (N, K); of equal scores the first ones stay.
 
+        A fraction is exact to the matrix's number of weights, also where it is taken by row: rows whose share
+        is no whole number get one zero more or less, in turn.
+
         Args:
             scores: (N, K), the larger the more important; K is a multiple of M.
             by_row: a fraction is taken of each row, not of the whole matrix. N:M always goes by row.
@@ -66,8 +74,15 @@ class Sparsity:
             select = _largest_of_few if self.of <= FEW else _largest
             return select(groups, self.kept).flatten(1)
         rows = scores if by_row else scores.reshape(1, -1)
-        kept = rows.shape[1] - round(rows.shape[1] * self.zeros)
-        return _largest(rows, kept).reshape(scores.shape)
+        count, columns = rows.shape
+        zeros = round(count * columns * self.zeros)
+        mask = _largest(rows, columns - zeros // count)
+        more = [
+            row for row in range(count) if zeros * (row + 1) // count - zeros * row // count > zeros // count
+        ]
+        if more:
+            mask[more] = _largest(rows[more], columns - zeros // count - 1)
+        return mask.reshape(scores.shape)
 
 
 def parse_sparsity(amount: float | str, name: str = "sparsity") -> Sparsity:

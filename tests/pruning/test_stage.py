@@ -13,13 +13,16 @@ from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models import device
 from attar.models.load import load_model
+from attar.models.surgery import keep_neurons
 from attar.progress import Silent
 from attar.pruning import units
+from attar.pruning.selection import keep_most_important
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import METHODS, prune
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import nothing_removed
 from tests import tiny_models
+from tests.pruning.scored import scored
 
 SMALL = {
     "samples": 4,
@@ -66,18 +69,9 @@ def test_heads_are_gone(tmp_path):
 
 def test_the_least_important_go(tmp_path):
     """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
-    from attar.models.anatomy import discover
-    from attar.models.surgery import keep_neurons
-    from attar.pruning.criteria.gradient import gradient_importance, keep_most_important
-    from attar.walks.objectives import next_token_loss
-
     model = load_model(save("llama3", tmp_path))
-    anatomy = discover(model)
     tokens = tiny_models.tokens(model, batch=8, length=16)
-    modules, owners = STRUCTURES["neurons"].units(model, anatomy)
-    scores = gradient_importance(
-        model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens]
-    )
+    scores = scored(model, "neurons", "gradient", [tokens], tmp_path / "work")
     whole = tiny_models.logits(model, tokens)
     far = [
         (

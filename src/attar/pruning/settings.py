@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
-from attar.options import check_choices, nest
+from attar.options import check_choices, listed, nest
 from attar.sparsity import parse_sparsity
 from attar.walks.settings import check_range
 
-VERSION = 3
+VERSION = 4
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -22,20 +23,85 @@ def _ratio() -> Any:
     return _option(0.25, "fraction removed, 0 to below 1")
 
 
+def _scope() -> Any:
+    return _option(
+        "layer",
+        "weights or units are compared within a layer, or over all layers at once (units: where the family's "
+        "config has a number for each layer)",
+        ("layer", "global"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZerosSettings:
-    """Set single weights of the blocks' Linears to zero."""
+    """Set single weights of the blocks' Linears to zero. The model keeps its shapes."""
 
     sparsity: float | str = _option(
         0.5, "how many: a fraction (0.5, 50%), or N:M (2:4: of every 4 consecutive inputs 2 stay)"
     )
+    allocation: str = _option(
+        "uniform",
+        "how a fraction is spread: every layer the same; owl: blocks with outliers keep more; measured: by "
+        "the KL that pruning each group of layers alone costs",
+        ("uniform", "owl", "measured"),
+    )
     ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
+        default=(),
+        metadata={
+            "help": "Linears of the blocks left alone: names, ends of names, or re: and a regular expression"
+        },
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        parse_sparsity(self.sparsity)
+        amount = parse_sparsity(self.sparsity)
+        if amount.of and self.allocation != "uniform":
+            allowed = f"uniform with {amount}: every layer has the pattern; a fraction such as 0.5 can differ"
+            raise SettingsError("allocation", self.allocation, allowed)
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise where a pattern is no regular expression, though it says so."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeSettings(ZerosSettings):
+    """The smallest weights."""
+
+    scope: str = _scope()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope != "global":
+            return
+        if parse_sparsity(self.sparsity).of:
+            allowed = f"layer with {self.sparsity}: N:M compares the inputs of one row"
+            raise SettingsError("scope", self.scope, allowed)
+        if self.allocation != "uniform":
+            allowed = f"layer with allocation {self.allocation}: one threshold spreads the zeros itself"
+            raise SettingsError("scope", self.scope, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandaSettings(ZerosSettings):
+    """The smallest products of a weight and the norm of its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPTSettings(ZerosSettings):
+    """The weights whose loss the remaining ones of the row compensate best."""
+
+    damp: float = _option(0.01, "added to the Hessian's diagonal, as a fraction of its mean")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +111,43 @@ class UnitSettings:
     Every layer keeps the same number where a configuration file has one number for all layers.
     """
 
+    criteria: ClassVar[tuple[str, ...]] = ()  # names of criterion besides auto
+
     ratio: float = _ratio()
+    criterion: str = _option(
+        "auto",
+        "the scores. Heads and neurons: gradient (of a mask), taylor (of the weights), activation, wanda; "
+        "layers: influence, kl (of leaving each out), run (of consecutive layers); auto: the first that is "
+        "named here",
+    )
+    rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
 
     def __post_init__(self) -> None:
         check_choices(self)
         if not 0.0 <= self.ratio < 1.0:
             raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
+        if self.criterion not in ("auto", *self.criteria):
+            raise SettingsError("criterion", self.criterion, listed(("auto", *self.criteria)))
+        check_range("rounds", self.rounds, 1, 1000, "between 1 and 1000")
+        if self.rounds > 1 and self.criterion == "run":
+            raise SettingsError("rounds", self.rounds, "1 for criterion run: its layers go at once")
+
+
+def _multiple_of() -> Any:
+    return _option(
+        0,
+        "keep a multiple of this many; 0: a power of two up to 64 that hits the ratio (within a quarter of "
+        "what is removed)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(UnitSettings):
     """Remove attention heads, in groups: a KV head with its query heads."""
 
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
     rigid: str = _option(
         "error",
         "families whose config has no number for fewer heads (GPT-2, OPT, BERT): refuse them, "
@@ -69,18 +160,53 @@ class HeadSettings(UnitSettings):
 class NeuronSettings(UnitSettings):
     """Remove neurons of the MLPs."""
 
-    multiple_of: int = _option(
-        0,
-        "keep a multiple of this many neurons; 0: a power of two up to 64 that hits the ratio "
-        "(within a quarter of what is removed)",
-    )
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+    scope: str = _scope()
+    multiple_of: int = _multiple_of()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
 
 
-METHOD_SETTINGS: dict[str, type] = {"heads": HeadSettings, "neurons": NeuronSettings}
+@dataclass(frozen=True, kw_only=True)
+class QueryHeadSettings(UnitSettings):
+    """Remove query heads, as many of every KV head; the KV heads stay."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSettings(UnitSettings):
+    """Remove channels of the residual stream."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("activation",)
+
+    multiple_of: int = _multiple_of()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(UnitSettings):
+    """Remove whole layers."""
+
+    criteria: ClassVar[tuple[str, ...]] = ("influence", "kl", "run")
+
+
+METHOD_SETTINGS: dict[str, type] = {
+    "magnitude": MagnitudeSettings,
+    "wanda": WandaSettings,
+    "sparsegpt": SparseGPTSettings,
+    "heads": HeadSettings,
+    "query-heads": QueryHeadSettings,
+    "neurons": NeuronSettings,
+    "hidden": HiddenSettings,
+    "layers": LayerSettings,
+}
 """The options of each method. What the methods do is in stage.METHODS."""
 
 PruneMethodSettings = UnitSettings | ZerosSettings
@@ -93,7 +219,10 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
-        "heads: groups of query heads with their KV head; neurons: of the MLP",
+        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
+        "compensated by others; "
+        "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
+        "the MLP; hidden: channels of the residual stream; layers: whole ones",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(

@@ -13,9 +13,12 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
-from attar.pruning.settings import VERSION, PruneSettings
+from attar.pruning.linears import pruned_linears
+from attar.pruning.settings import VERSION, PruneSettings, ZerosSettings
+from attar.pruning.structures import STRUCTURES
 from attar.pruning.task import PruneTask
 from attar.pruning.units import prune_units
+from attar.pruning.zeros import ZEROS, prune_zeros, sees_text
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -39,8 +42,11 @@ def prune(
         AttarError: see errors.py; no output is left.
     """
     source = open_checkpoint(model)
-    load_tokenizer(source)  # refused before any work
-    settings = fit(settings, source, progress)
+    if isinstance(settings.options, ZerosSettings):
+        pruned_linears(source, settings.options)  # refused before any work
+    if not isinstance(settings.options, ZerosSettings) or sees_text(settings):
+        load_tokenizer(source)
+        settings = fit(settings, source, progress)
     text = fingerprint(settings.data)
     with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
         METHODS[settings.method](PruneTask(source, settings, output, progress))
@@ -48,5 +54,8 @@ def prune(
     return open_checkpoint(out)
 
 
-METHODS: dict[str, Callable[[PruneTask], None]] = {"heads": prune_units, "neurons": prune_units}
+METHODS: dict[str, Callable[[PruneTask], None]] = {
+    **dict.fromkeys(ZEROS, prune_zeros),
+    **dict.fromkeys(STRUCTURES, prune_units),
+}
 """What each method does; its options are in settings.METHOD_SETTINGS."""
