@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -147,6 +147,7 @@ def sweep(
     *,
     work: Path,
     select: Callable[[str], bool] = lambda name: True,
+    skip: Container[int] = (),
     spill_bytes: int = 4 * 2**30,
     waiting_bytes: int | None = None,
     precision: str = "auto",
@@ -164,6 +165,8 @@ def sweep(
         solver: for each Linear, or each block; None: nothing is solved, the hooks of ``prepare`` observe.
         work: folder for finished blocks and spilled activations; the sweep resumes from it.
         select: which Linears, by full module name, are solved.
+        skip: numbers of blocks that the model no longer has: its hidden states pass them unchanged, only the
+            original model's (of solvers that compare with it) go through.
         spill_bytes: hidden states beyond this many bytes are on disk.
         waiting_bytes: memory for passes that wait between two groups; beyond it they start again for each
             group, which takes two to three times as long and no memory. None: a quarter of the memory that is
@@ -201,7 +204,9 @@ def sweep(
             runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting)
             groups = runner.groups(select) if solver is not None else []
             with skeleton.loaded(block):
-                if file.exists():
+                if index in skip:
+                    runner.skip(file)
+                elif file.exists():
                     runner.restore(solver, file)
                 elif hasattr(solver, "solve_block"):
                     runner.solve_whole(cast(BlockSolver, solver), groups, file)
@@ -347,6 +352,12 @@ class _BlockRunner:
             _put(self.modules[name], solved[name].weight, solved[name].tensors)
         _write(file, {name: solved[name] for name in names})
         self._replace(self.store, self._outputs(self.block.module, self.store))
+
+    def skip(self, file: Path) -> None:
+        """Run the original model's hidden states alone; nothing is solved."""
+        if self.originals is not None:
+            self._replace(self.originals, self._outputs(self.block.module, self.originals))
+        _write(file, {})
 
     def restore(self, solver: Solver | BlockSolver | None, file: Path) -> None:
         """Put the weights of a finished block in place."""

@@ -1,18 +1,16 @@
 """Least squares after a cut or a mask: the weights of a Linear that stay, such that its outputs after the
 pruned layers come closest to the original model's. One layer at a time, in closed form.
 
-    minimise over W', b'   || (W X~^T + b) - (W' X^T + b') ||^2 + lambda T / 2 || V - W' ||^2
+    minimise over W', b'   || (W X~^T + b) - (W' X^T + b') ||^2 + lambda T / 2 || W - W' ||^2
     W' zero where the mask is False
 
-    V = W + W (C - H) (H + lambda I)^-1                          the solution without a mask
-    whole columns are removed (units), S stay, R go:   W'_S = V_S + V_R H_RS (H_SS + lambda I)^-1 ,  W'_R = 0
-    any other mask:                                    conjugate gradients, all rows at once
+    whole columns are removed (units), S stay:   W'_S = (W C + lambda W)_S (H_SS + lambda I)^-1 ,  else 0
+    any other mask:                              conjugate gradients, all rows at once (least_squares.py)
 
 Letters: W (N, K) weight, b (N,) bias, of the original model; X~, X (T, K) inputs of the same T tokens in the
-original model and after the pruned layers; H = 2 / T X^T X, C = 2 / T X~^T X, both (K, K). C = H, V = W where
-the inputs are taken as they are: then the first form is W H_:S H_SS^-1, which SlimGPT (Ling et al. 2024, arXiv
-2412.18110) and FASP (Hu et al. 2025, arXiv 2501.09412) use after they remove units, and the second the weight
-update of Boza 2024, arXiv 2401.02938, on a fixed mask.
+original model and after the pruned layers; H = 2 / T X^T X, C = 2 / T X~^T X, both (K, K). C = H where the inputs
+are taken as they are: then the first form is W H_:S H_SS^-1, the restoration of FASP (Hu et al. 2025, arXiv
+2501.09412) after units are removed, and the second the weight update of Boza 2024, arXiv 2401.02938.
 
 A bias is one more column, whose input is 1 and which always stays: this is the compensation by means of FLAP
 (An et al. 2023, arXiv 2312.11983) where only the bias is free. No module gets a bias that has none, because
@@ -27,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attar.pruning.solvers.least_squares import masked_least_squares
 from attar.quantization.hessian import CrossHessian, Hessian, check_finite, inverse_factor, output_error
 from attar.walks.sweep import Solution
 
@@ -122,43 +121,19 @@ def reconstructed_weight(
     Raises:
         NumericsError: W, H or C is not finite, or no damping up to 1 makes H invertible.
     """
-    V = weight.float()
-    check_finite(V, H)
+    W = weight.float()
+    check_finite(W, H)
+    target = W @ H
     if cross is not None:
         check_finite(cross)
-        U, _ = inverse_factor(H, damp)
-        V = V + (V @ (cross - H)) @ U.T @ U
+        target = W @ cross
     stays = mask.all(0)
-    if not bool(mask[:, ~stays].any()):
-        return _on_columns(V, H, stays, damp)
-    damped = H.clone()
-    damped.diagonal().add_(damp * H.diagonal().mean())
-    return masked_least_squares(V, damped, mask, iterations=ITERATIONS)
-
-
-def _on_columns(V: Tensor, H: Tensor, stays: Tensor, damp: float) -> Tensor:
-    """W' where whole columns are removed."""
-    if bool(stays.all()):
-        return V
-    solved = torch.zeros_like(V)
-    H_SS, H_RS = H[stays][:, stays], H[~stays][:, stays]
+    if bool(mask[:, ~stays].any()):
+        return masked_least_squares(W, H, mask, iterations=ITERATIONS, damp=damp, target=target)
+    if cross is None and bool(stays.all()):
+        return W
+    solved, kept = torch.zeros_like(W), W[:, stays]
+    H_SS = H[stays][:, stays]
     U, _ = inverse_factor(H_SS, damp)
-    solved[:, stays] = V[:, stays] + (V[:, ~stays] @ H_RS) @ U.T @ U
+    solved[:, stays] = kept + (target[:, stays] - kept @ H_SS) @ U.T @ U
     return solved
-
-
-def masked_least_squares(weight: Tensor, H: Tensor, mask: Tensor, *, iterations: int = 10) -> Tensor:
-    """stand-in until solvers/least_squares.py lands"""
-    x, m = weight * mask, mask.float()
-    r = (weight @ H) * m - (x @ H) * m
-    M = 1.0 / H.diagonal()
-    z = r * M
-    p, rz = z.clone(), (r * z).sum(1, keepdim=True)
-    for _ in range(iterations):
-        Ap = (p @ H) * m
-        a = rz / (p * Ap).sum(1, keepdim=True).clamp_min(1e-30)
-        x, r = x + a * p, r - a * Ap
-        z = r * M
-        new = (r * z).sum(1, keepdim=True)
-        p, rz = z + new / rz.clamp_min(1e-30) * p, new
-    return x

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from attar.models.device import pick_device, resolve
@@ -32,6 +30,11 @@ class ReconstructedLinears:
         self.result = result
         self.block: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 
+    @property
+    def names(self) -> list[str]:
+        """Of the Linears that changed, in forward order."""
+        return list(self.result.block_of)
+
     def __contains__(self, name: object) -> bool:
         return name in self.result.block_of
 
@@ -50,58 +53,76 @@ class ReconstructedLinears:
         return self.block[1][name]
 
 
-def reconstruct(
-    task: PruneTask,
-    kind: str,
-    pruned: PrunedSource,
-    names: Container[str],
-    batches: Sequence[Tensor],
-    *,
-    originals: bool = True,
-) -> ReconstructedLinears:
-    """Weights of the pruned Linears that give back part of what was lost; their zeros stay.
+@dataclass(frozen=True)
+class ReconstructionPlan:
+    """What is reconstructed of a pruned model.
+
+    Attributes:
+        kind: "linear", or "block".
+        pruned: the pruned weights (N, K) of all Linears of the blocks in their stored type, by module name.
+        solved: names of the Linears that least squares change.
+        trained: names of those that the training of blocks changes.
+        originals: least squares compare with the original model's inputs, see :class:`LinearReconstructor`.
+        removed: numbers of the blocks that are gone.
+    """
+
+    kind: str
+    pruned: PrunedSource
+    solved: Collection[str]
+    trained: Collection[str]
+    originals: bool = True
+    removed: Collection[int] = ()
+
+
+def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Tensor]) -> ReconstructedLinears:
+    """New weights, and biases, for a pruned model's Linears; weights that are zero stay zero.
 
     Args:
-        kind: "linear", or "block".
-        pruned: the pruned weights (N, K), by module name.
-        names: of the Linears of the blocks that change.
         batches: int64 (B, S), the calibration text.
-        originals: see :class:`LinearReconstructor`.
 
     Raises:
         NumericsError: an output or a loss is not finite.
     """
-    biases = _biases(task.source, names)
+    biases = _biases(task.source, {*plan.solved, *plan.trained})
     device = pick_device(task.settings.device)
     common: dict[str, Any] = {
-        "select": names.__contains__,
         "precision": resolve(task.settings.precision, device, task.output.work),
+        "skip": plan.removed,
         "device": device,
         "progress": task.progress,
     }
+    least_squares = LinearReconstructor(plan.pruned, biases, plan.originals)
     linear = ReconstructedLinears(
         sweep(
             task.source,
             batches,
-            LinearReconstructor(pruned, biases, originals),
-            work=task.output.work / "linear",
+            least_squares,
+            work=task.output.work / "reconstruct-linear",
+            select=plan.solved.__contains__,
             what="reconstruct linear",
             **common,
         )
     )
-    if kind == "linear":
+    if plan.kind == "linear":
         return linear
-    solver = BlockReconstructor(
-        linear.weight,
-        linear.bias,
+    training = BlockReconstructor(
+        lambda name: linear.weight(name) if name in linear else plan.pruned(name),
+        lambda name: linear.bias(name) if name in linear else biases.get(name),
         epochs=task.settings.reconstruct_epochs,
         fast=common["precision"] == "bf16",
         seed=task.settings.seed,
     )
     rows = max(STEP_TOKENS // batches[0].shape[1], 1)
-    parts = [part for batch in batches for part in batch.split(rows)]
     return ReconstructedLinears(
-        sweep(task.source, parts, solver, work=task.output.work / "block", what="reconstruct block", **common)
+        sweep(
+            task.source,
+            [part for batch in batches for part in batch.split(rows)],
+            training,
+            work=task.output.work / "reconstruct-block",
+            select=plan.trained.__contains__,
+            what="reconstruct block",
+            **common,
+        )
     )
 
 
