@@ -89,6 +89,8 @@ def main() -> None:
             print(part(name)(bench), end="\n\n", flush=True)
         except AttarError as error:
             raise SystemExit(f"{name}: {error}") from None
+        finally:
+            bench.clean()
 
 
 if __name__ == "__main__":

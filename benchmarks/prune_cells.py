@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -39,6 +40,16 @@ class Bench:
     checkpoint: Checkpoint
     cache: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def out(self) -> Path:
+        """What a pruning leaves, until the next; of this process, because two may share a folder."""
+        return Path(self.args.work) / f"out-{os.getpid()}"
+
+    def clean(self) -> None:
+        """Remove what the last pruning left."""
+        for folder in self.out.parent.glob(f"{self.out.name}*"):
+            shutil.rmtree(folder)
+
     @cached_property
     def digest(self) -> str:
         """What the cache knows the model by."""
@@ -71,7 +82,7 @@ class Bench:
         job = Job(
             model=str(self.checkpoint.path),
             tokens=str(self.tokens(args.samples, args.length)),
-            out=str(args.work / "out"),
+            out=str(self.out),
             method="",
             seed=args.seed,
             data=args.data,
@@ -125,8 +136,7 @@ class Bench:
 
     def prune(self, method: Method, job: Job) -> dict[str, Any]:
         """Prune with a tool and measure what it left, which stays in ``job.out``."""
-        for folder in (job.out, f"{job.out}-packed"):
-            shutil.rmtree(folder, ignore_errors=True)
+        self.clean()
         answer = launch(method.tool, job, self.args.limit, verb="prune")
         times = {
             name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "start_rss_mb", "versions")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,6 @@ def cut_and_recover(bench: Bench, method: Method, ratio: float) -> dict[str, Any
     before = bench.prune(method, job)
     pruned = open_checkpoint(job.out)
     recovered = Path(f"{job.out}-recovered")
-    shutil.rmtree(recovered, ignore_errors=True)
     attar.recover(
         pruned,
         recovered,

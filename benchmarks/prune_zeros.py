@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,7 @@ def one_round(bench: Bench, method: Method, layers: int) -> dict[str, Any]:
         given = {"samples": args.samples, "length": args.length, "seed": args.seed, "data": args.data}
         write_tokens(str(source), tokens, **given)
         job = replace(job, model=str(source), tokens=str(tokens))
-    for out in (job.out, f"{job.out}-packed"):
-        shutil.rmtree(out, ignore_errors=True)
+    bench.clean()
     return launch(method.tool, job, args.limit, verb="prune")
 
 

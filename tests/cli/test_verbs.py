@@ -111,7 +111,7 @@ def test_the_flags_that_scripts_rely_on(calls: list[Any]) -> None:
     assert (model, out) == ("MODEL", Path("OUT"))
     options = flatten(settings)
     assert [options[name] for name in ("scheme", "group_size", "method", "seed")] == ["W4A16", 128, "gptq", 0]
-    assert (prune[1][2].method, prune[1][2].ratio) == ("heads", 0.25)
+    assert (prune[1][2].method, prune[1][2].options.ratio) == ("heads", 0.25)
     assert evaluate[2]["reference"] == "BASE" and evaluate[1][1].data == "FILE"
 
 
