@@ -256,6 +256,16 @@ class PruneSettings:
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("seed", self.seed, 0, 2**63, "0 or more")
+        if self.method == "hidden" and self.reconstruct in ("linear", "block"):
+            allowed = "none or auto with method hidden, which leaves no layer its inputs; use attar recover"
+            raise SettingsError("reconstruct", self.reconstruct, allowed)
+
+    @property
+    def reconstruction(self) -> str:
+        """What is reconstructed: none, linear or block."""
+        if self.reconstruct != "auto":
+            return self.reconstruct
+        return "none" if self.method in ("magnitude", "hidden") else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:

@@ -46,6 +46,16 @@ class ReconstructedLinears:
         """(N,) in the same type; None where the Linear has none."""
         return self._tensors(name).get("bias")
 
+    def biases(self) -> dict[str, Tensor]:
+        """All new biases, by module name."""
+        biases = {name: self.bias(name) for name in self.names}
+        return {name: bias for name, bias in biases.items() if bias is not None}
+
+    @property
+    def reports(self) -> Sequence[dict[str, Any]]:
+        """One row a Linear, with its ``name``."""
+        return self.result.reports
+
     def _tensors(self, name: str) -> dict[str, Tensor]:
         number = self.result.block_of[name]
         if self.block[0] != number:
