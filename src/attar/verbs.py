@@ -299,6 +299,17 @@ def run_merge(
     return checkpoint
 
 
+def run_scan(
+    model: ModelSource, path: str | Path, settings: Any, *, progress: Progress | None = None
+) -> tuple[dict[str, Any], str]:
+    """Call the scan of pruning with settings that are checked already: its measurements, for JSON and as
+    text."""
+    check_models(model)
+    function = load("attar.pruning.mixed:scan")
+    result: tuple[dict[str, Any], str] = function(model, Path(path), settings, progress=progress or SILENT)
+    return result
+
+
 def run_extract(
     model: ModelSource,
     base: ModelSource,
