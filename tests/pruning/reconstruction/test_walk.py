@@ -116,7 +116,7 @@ def test_a_narrower_stream_is_refused_in_one_line(kind, capsys):
     assert "attar recover" in capsys.readouterr().err
 
 
-class Killed(Exception):
+class Killed(Exception):  # noqa: N818  (no error)
     """Stands for kill -9: what follows is what a new process does."""
 
 

@@ -1,17 +1,17 @@
 """Local reconstruction: Wagner, Roux, Zimmer, Pokutta 2026, "A Free Lunch in LLM Compression: Revisiting
-Retraining after Pruning", arXiv 2510.14444 v2. The weights of one block that stay are trained until its output
-on the pruned model's hidden states is the original block's on the original model's, one block after the other:
+Retraining after Pruning", arXiv 2510.14444 v2. The weights of one block that stay are trained until its
+output on the pruned model's hidden states is the original block's on the original model's; then the next:
 
     loss = mean || block(x; W * M) - block(x~; W~) ||^2          Adam on W, M stays
 
-Letters: W a block's Linears, from their pruned weights on; M their mask, W != 0; W~ the original ones; x, x~ (S, D)
-a row's hidden states before the block, after the pruned blocks and in the original model.
+Letters: W a block's Linears, from their pruned weights on; M their mask, W != 0; W~ the original ones; x, x~
+(S, D) a row's hidden states before the block, after the pruned blocks and in the original model.
 
 Differs from the paper: the learning rate is a fraction of the weights' root mean square, matrix by matrix, so
 that one number fits every model. A tenth of the rows is held out: of the start and the results of several
 rates, the one with the least loss there is taken, so that a block never becomes worse. Norms keep their
-weights. The paper finds that it does not matter whether attention and MLP are trained apart or as one block, as
-long as there is a non-linearity inside; here it is the block.
+weights. The paper finds that it does not matter whether attention and MLP are trained apart or as one block,
+as long as there is a non-linearity inside; here it is the block.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from attar.walks.sweep import BlockView, Solution
 RATES = (0.003, 0.01)  # learning rates, as a fraction of the root mean square of a matrix's kept weights
 BETAS, WARM = (0.9, 0.99), 0.1  # of Adam; share of the steps in which the rate rises
 HELD_OUT = 10  # one batch in so many is held out
+
 
 @dataclass(frozen=True)
 class BlockReconstructor:
@@ -63,7 +64,9 @@ class BlockReconstructor:
             return {}
         stored = {name: self.pruned(name) for name in view.names}
         with _originals(view.modules), torch.enable_grad():
-            parameters = [one for name in view.names for one in _place(view.modules[name], stored[name], self.biases(name))]
+            parameters = []
+            for name in view.names:
+                parameters += _make_trainable(view.modules[name], stored[name], self.biases(name))
             training, held = _split(view.count)
             start = _copies(parameters)
             first = best = self._loss(view, held)
@@ -105,10 +108,10 @@ class BlockReconstructor:
                 optimizer.step()
                 scheduler.step()
 
-    @torch.no_grad()
     def _loss(self, view: BlockView, batches: Sequence[int]) -> float:
         """The mean loss over some batches."""
-        return sum(float(self._error(view, number)) for number in batches) / len(batches)
+        with torch.no_grad():
+            return sum(float(self._error(view, number)) for number in batches) / len(batches)
 
     def _error(self, view: BlockView, number: int) -> Tensor:
         """The loss of one batch."""
@@ -136,7 +139,7 @@ def _size(parameter: Tensor) -> float:
     return float(kept.square().mean().sqrt()) if len(kept) else 1e-3
 
 
-def _place(module: Any, weight: Tensor, bias: Tensor | None) -> list[nn.Parameter]:
+def _make_trainable(module: Any, weight: Tensor, bias: Tensor | None) -> list[nn.Parameter]:
     """Give a Linear or Conv1D a weight (N, K) and a bias as parameters that learn; returns them."""
     turned = weight if isinstance(module, nn.Linear) else weight.T
     module.weight = nn.Parameter(turned.to(module.weight, copy=True).contiguous())
@@ -150,18 +153,18 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-@torch.no_grad()
 def _load(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
 
 
-@torch.no_grad()
 def _round(modules: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
     """Round every weight and bias to its stored type."""
-    for name, weight in stored.items():
-        for parameter in modules[name].parameters():
-            parameter.copy_(parameter.to(weight.dtype))
+    with torch.no_grad():
+        for name, weight in stored.items():
+            for parameter in modules[name].parameters():
+                parameter.copy_(parameter.to(weight.dtype))
 
 
 def _solution(module: Any, dtype: torch.dtype, report: dict[str, Any]) -> Solution:

@@ -8,9 +8,9 @@ pruned layers come closest to the original model's. One layer at a time, in clos
     any other mask:                              conjugate gradients, all rows at once (least_squares.py)
 
 Letters: W (N, K) weight, b (N,) bias, of the original model; X~, X (T, K) inputs of the same T tokens in the
-original model and after the pruned layers; H = 2 / T X^T X, C = 2 / T X~^T X, both (K, K). C = H where the inputs
-are taken as they are: then the first form is W H_:S H_SS^-1, the restoration of FASP (Hu et al. 2025, arXiv
-2501.09412) after units are removed, and the second the weight update of Boza 2024, arXiv 2401.02938.
+original model and after the pruned layers; H = 2 / T X^T X, C = 2 / T X~^T X, both (K, K). C = H where the
+inputs are taken as they are: then the first form is W H_:S H_SS^-1, the restoration of FASP (Hu et al. 2025,
+arXiv 2501.09412) after units are removed, the second the weight update of Boza 2024, arXiv 2401.02938.
 
 A bias is one more column, whose input is 1 and which always stays: this is the compensation by means of FLAP
 (An et al. 2023, arXiv 2312.11983) where only the bias is free. No module gets a bias that has none, because

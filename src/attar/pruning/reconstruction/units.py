@@ -1,5 +1,5 @@
-"""Reconstruction of a model whose units are removed, before the cut: in the whole model, whose columns of removed
-units are zero.
+"""Reconstruction of a model whose units are removed, before the cut: in the whole model, whose columns of
+removed units are zero.
 
     heads, neurons   least squares for the projections that lose columns, on their own inputs
     layers           least squares for the Linears after the first gap, towards the original model's outputs

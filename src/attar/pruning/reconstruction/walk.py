@@ -1,14 +1,15 @@
-"""Reconstruction as a sweep over the original model, whose Linears become the pruned ones block by block: linear
-(linear.py), or linear and then the block as a whole (block.py). A killed run continues at its block."""
+"""Reconstruction as a sweep over the original model, whose Linears become the pruned ones block by block:
+linear (linear.py), or linear and then block (block.py). A killed run continues at its block."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from attar.formats.readers import Decoded, quant_method
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model
 from attar.models.stored import stored_names
@@ -16,9 +17,6 @@ from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource
 from attar.pruning.task import PruneTask
 from attar.walks.sweep import SweepResult, sweep
-
-if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
 
 STEP_TOKENS = 512  # tokens in a step of training, at least one row
 
@@ -93,7 +91,8 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     Raises:
         NumericsError: an output or a loss is not finite.
     """
-    biases = _biases(task.source, {*plan.solved, *plan.trained})
+    source: Any = Decoded(task.source) if quant_method(task.source) else task.source
+    biases = _biases(source, {*plan.solved, *plan.trained})
     device = pick_device(task.settings.device)
     common: dict[str, Any] = {
         "precision": resolve(task.settings.precision, device, task.output.work),
@@ -104,7 +103,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     least_squares = LinearReconstructor(plan.pruned, biases, plan.originals)
     linear = ReconstructedLinears(
         sweep(
-            task.source,
+            source,
             batches,
             least_squares,
             work=task.output.work / "reconstruct-linear",
@@ -125,7 +124,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     rows = max(STEP_TOKENS // batches[0].shape[1], 1)
     return ReconstructedLinears(
         sweep(
-            task.source,
+            source,
             [part for batch in batches for part in batch.split(rows)],
             training,
             work=task.output.work / "reconstruct-block",
@@ -136,7 +135,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     )
 
 
-def _biases(checkpoint: Checkpoint, names: Container[str]) -> dict[str, Tensor]:
+def _biases(checkpoint: Any, names: Container[str]) -> dict[str, Tensor]:
     """The biases of Linears, by module name."""
     stored = stored_names(empty_model(checkpoint.config), checkpoint)
     owners = {name: name.removesuffix(".bias") for name in stored if name.endswith(".bias")}
