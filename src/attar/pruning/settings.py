@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
@@ -197,6 +198,46 @@ class LayerSettings(UnitSettings):
     criteria: ClassVar[tuple[str, ...]] = ("influence", "kl", "run")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixedSettings:
+    """Remove heads, neurons, channels and layers together, as much of each as costs least quality."""
+
+    ratio: float = _option(0.25, "fraction of the parameters removed, 0 to below 1; without size and speed")
+    size: str = _option("", "most bytes of the result's weights, such as 100MB")
+    speed: str = _option("", "least speed of decoding at batch 1 over the original's, such as 1.5x")
+    criterion: str = _option("auto", "the scores of heads and neurons")
+    scan: str = _option("", "file of the measured cuts, for other runs; empty: not kept")
+    candidates: int = _option(
+        1, "plans that are compared after a short distillation from the original; 1: by their KL alone"
+    )
+    candidate_steps: int = _option(100, "optimizer steps of each of these distillations")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("ratio", self.ratio, 0.0, 0.9999, "the fraction removed: at least 0 and below 1")
+        if self.criterion not in ("auto", *HeadSettings.criteria):
+            raise SettingsError("criterion", self.criterion, listed(("auto", *HeadSettings.criteria)))
+        byte_count("size", self.size)
+        if self.speed:
+            speed_factor(self.speed)
+        if self.size and self.speed:
+            raise SettingsError("speed", self.speed, "left out with a size: a plan has one budget")
+        check_range("candidates", self.candidates, 1, 64, "between 1 and 64")
+        check_range("candidate_steps", self.candidate_steps, 1, 2**40, "at least 1")
+
+
+def speed_factor(text: str) -> float:
+    """The factor of a speed such as ``1.5x``.
+
+    Raises:
+        SettingsError: no such speed, or none above 1.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*x?\s*", text)
+    if not match or float(match[1]) <= 1.0:
+        raise SettingsError("speed", text, "a factor above 1, such as 1.5x")
+    return float(match[1])
+
+
 METHOD_SETTINGS: dict[str, type] = {
     "magnitude": MagnitudeSettings,
     "wanda": WandaSettings,
@@ -206,10 +247,11 @@ METHOD_SETTINGS: dict[str, type] = {
     "neurons": NeuronSettings,
     "hidden": HiddenSettings,
     "layers": LayerSettings,
+    "mixed": MixedSettings,
 }
 """The options of each method. What the methods do is in stage.METHODS."""
 
-PruneMethodSettings = UnitSettings | ZerosSettings
+PruneMethodSettings = UnitSettings | ZerosSettings | MixedSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +264,8 @@ class PruneSettings:
         "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
         "compensated by others; "
         "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
-        "the MLP; hidden: channels of the residual stream; layers: whole ones",
+        "the MLP; hidden: channels of the residual stream; layers: whole ones; mixed: as much of each as "
+        "costs least quality, by a scan",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(

@@ -14,6 +14,7 @@ from attar.data.sources import fingerprint
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.pruning.linears import pruned_linears
+from attar.pruning.mixed import prune_mixed
 from attar.pruning.settings import VERSION, PruneSettings, ZerosSettings
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.task import PruneTask
@@ -57,5 +58,6 @@ def prune(
 METHODS: dict[str, Callable[[PruneTask], None]] = {
     **dict.fromkeys(ZEROS, prune_zeros),
     **dict.fromkeys(STRUCTURES, prune_units),
+    "mixed": prune_mixed,
 }
 """What each method does; its options are in settings.METHOD_SETTINGS."""

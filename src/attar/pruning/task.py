@@ -44,12 +44,17 @@ class PruneTask:
         length = row_length(settings.sequence_length, self.source.config)
         text = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
         note_texts(self.output, [text], self.progress)
-        return calibration_batches(
-            tokenizer,
-            settings.data,
-            samples=settings.samples,
-            sequence_length=length,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            bos=settings.bos,
-        )
+        return calibration(self.source, settings)
+
+
+def calibration(source: Checkpoint, settings: PruneSettings) -> list[Tensor]:
+    """The calibration batches of the settings, int64 (B, S)."""
+    return calibration_batches(
+        load_tokenizer(source),
+        settings.data,
+        samples=settings.samples,
+        sequence_length=row_length(settings.sequence_length, source.config),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        bos=settings.bos,
+    )
