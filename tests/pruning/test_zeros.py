@@ -102,8 +102,8 @@ def inputs_of(model, name, batches):
 
 
 def wanda_by_hand(model, batches, sparsity):
-    """Algorithm 1 of the paper: the norms of all inputs of a block from passes of the whole model as it is then,
-    with the blocks before pruned and this one not; each row's smallest scores go."""
+    """Algorithm 1 of the paper: the norms of all inputs of a block from passes of the whole model as it is
+    then, with the blocks before pruned and this one not; each row's smallest scores go."""
     for block in discover(model).blocks:
         norms = {
             name: torch.cat(inputs_of(model, name, batches)).double().square().sum(0).sqrt()
