@@ -36,7 +36,7 @@ def save(family, folder, dtype=torch.bfloat16, **changes):
 
 
 def pruned(model, out, **options):
-    return prune(model, out, prune_settings(**options, **SMALL))
+    return prune(model, out, prune_settings(**{"reconstruct": "none", **SMALL, **options}))
 
 
 def weights(checkpoint, settings=None):
