@@ -137,7 +137,7 @@ PRUNINGS = [
     (["--method", "neurons", "--criterion", "wunda"], ["--criterion", "wanda"]),
     (["--method", "neurons", "--rounds", "0"], ["rounds"]),
     (["--method", "neurons", "--candidates", "4"], ["--candidates", "mixed"]),
-    (["--method", "mixed", "--size", "large"], ["size", "100MB"]),
+    (["--method", "mixed", "--size", "large"], ["--size", "GB"]),
     (["--method", "mixed", "--speed", "fast"], ["speed", "1.5x"]),
     (["--method", "mixed", "--size", "1MB", "--speed", "2x"], ["speed", "size"]),
 ]

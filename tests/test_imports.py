@@ -27,7 +27,7 @@ SOLVERS = (
             "weighted_activation",
         )
     ),
-    "pruning/solvers/sparsegpt.py",
+    *(f"pruning/solvers/{name}.py" for name in ("alps", "least_squares", "sparsegpt")),
     *(
         f"quantization/grids/{name}.py"
         for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "real", "scales")
@@ -91,6 +91,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.merging.methods.common.chunked",
     "attar.merging.methods.common.selection",
     "attar.merging.methods.common.task_vectors",
+    "attar.pruning.solvers.least_squares",
     "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.sparsity",

@@ -12,9 +12,13 @@ import job as jobs
 
 
 def settings_of(job: jobs.Job, rows: int, length: int) -> dict[str, Any]:
-    """Settings of ``attar.prune`` for a job whose token file holds ``rows`` rows of ``length`` tokens."""
+    """Settings of ``attar.prune`` for a job whose token file holds ``rows`` rows of ``length`` tokens.
+
+    Nothing is given back after a pruning unless the job says so: no other tool does it.
+    """
     given: dict[str, Any] = {
         "method": job.method,
+        "reconstruct": "none",
         "samples": rows,
         "sequence_length": length,
         "batch_size": job.batch_size,
@@ -24,6 +28,10 @@ def settings_of(job: jobs.Job, rows: int, length: int) -> dict[str, Any]:
     }
     if job.sparsity:
         given["sparsity"] = job.sparsity
+    from attar.pruning.settings import PruneSettings
+
+    if "reconstruct" not in PruneSettings.__dataclass_fields__:
+        del given["reconstruct"]
     return {**given, **job.options}
 
 

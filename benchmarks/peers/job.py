@@ -113,20 +113,21 @@ class Watch:
     Attributes:
         before: peak in MB when the call began: imports and the loaded model.
         peak: in MB when it ended.
-        seconds: in the call.
+        seconds: in the call; cpu: of all threads of this process in it, which other programs change little.
         wall: seconds from the start of the process to the end of the call.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.before = self.peak = self.seconds = self.wall = 0.0
+        self.before = self.peak = self.seconds = self.cpu = self.wall = 0.0
 
     def __enter__(self) -> Watch:
-        self.before, self._start = peak_mb(), time.perf_counter()
+        self.before, self._start, self._spent = peak_mb(), time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._start
+        self.cpu = time.process_time() - self._spent
         self.stop()
 
     def stop(self) -> None:
@@ -138,6 +139,7 @@ def finish(job: Job, watch: Watch, versions: Mapping[str, str]) -> None:
     """Print the one line that the caller reads."""
     line = {
         "seconds": round(watch.seconds, 3),
+        "cpu": round(watch.cpu, 3),
         "wall": round(watch.wall, 3),
         "peak_rss_mb": round(watch.peak, 1),
         "start_rss_mb": round(watch.before, 1),

@@ -54,7 +54,7 @@ def prune(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Checkpoint:
-    """Remove attention heads or MLP neurons.
+    """Remove weights (zeros), heads, neurons, channels or layers.
 
     See :func:`distill` and :class:`attar.pruning.settings.PruneSettings`.
     """

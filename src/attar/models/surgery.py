@@ -130,7 +130,7 @@ def cut_model(model: Any, plan: CutPlan) -> Any:
         new = rebuild(model, state, changes, plan.hidden)
         _check_head_width(new, anatomy)
     except ModelError as error:
-        raise _refusal(model, anatomy, plan, changes, error) from error
+        raise _refusal(model, anatomy, plan, error) from error
     return new
 
 
@@ -309,13 +309,10 @@ def _hidden_changes(model: Any, anatomy: Anatomy, width: int) -> dict[str, Any]:
     return {**widths, **_head_width(model, anatomy), **explicit}
 
 
-def _refusal(
-    model: Any, anatomy: Anatomy, plan: CutPlan, changes: Mapping[str, Any], error: ModelError
-) -> ModelError:
+def _refusal(model: Any, anatomy: Anatomy, plan: CutPlan, error: ModelError) -> ModelError:
     """Why the plan cannot be cut, and what can be done."""
-    lists = [key for key in NEURONS if isinstance(changes.get(key), list)]
-    if lists:
-        counts = [len(plan.neurons[number]) for number in plan.blocks(anatomy)] if plan.neurons else [0]
+    counts = [len(plan.neurons[number]) for number in plan.blocks(anatomy)] if plan.neurons else [0]
+    if min(counts) < max(counts):
         return ModelError(
             f"{anatomy.family}: kept neurons differ from block to block ({min(counts)} to {max(counts)}), "
             f"and its config has one number for all",

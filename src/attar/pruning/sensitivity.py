@@ -84,8 +84,10 @@ def measured_fractions(
 
 
 def measured_at(zeros: float) -> list[float]:
-    """The fractions that are measured: tenths around the one asked for, and 0.95 where it is near."""
-    return [part for part in (*(tenth / 10 for tenth in range(1, 10)), 0.95) if abs(part - zeros) <= REACH]
+    """The fractions that are measured: tenths around the one asked for, 0.95 where it is near, and the one
+    asked for where it lies beyond."""
+    usual = [part for part in (*(tenth / 10 for tenth in range(1, 10)), 0.95) if abs(part - zeros) <= REACH]
+    return sorted({*usual, zeros} if not usual[0] <= zeros <= usual[-1] else usual)
 
 
 def choose(measurements: Sequence[Measurement], sizes: Mapping[str, int], zeros: float) -> Allocation:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import write_bytes
-from attar.measure.report.charts import curve_pictures, layer_pictures
+from attar.measure.report.charts import curve_pictures, layer_pictures, zeros_pictures
 from attar.measure.report.conflicts import conflict_pictures
 from attar.measure.report.cuts import scan_pictures
 from attar.measure.report.markup import Child, Markup, el, join
@@ -79,10 +79,15 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
         ),
         _section("Every stage", stage_table(run)),
         _section(
-            "Error of every quantized layer",
+            "Error of every layer",
             layer_pictures(run),
             "Relative error of a layer's output on the calibration text: ‖WX − ŴX‖² / ‖WX‖², by block. "
             "One scale for all panels; lower is better.",
+        ),
+        _section(
+            "Zeros of every layer",
+            zeros_pictures(run),
+            "Fraction of a layer's weights that pruning set to zero, by block. One scale for all panels.",
         ),
         _section(
             "Parents and merge",

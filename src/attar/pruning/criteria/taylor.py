@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from attar.models.parts import weight_of
-
 if TYPE_CHECKING:
     from attar.pruning.scoring import UnitScoring, UnitWeights
 
@@ -44,7 +42,7 @@ def taylor_importance(scoring: UnitScoring) -> Tensor:
         for module, parameter, gradient in zip(modules, parameters, gradients, strict=True):
             parameter.requires_grad_(False)
             product = (parameter.detach() * gradient).abs()
-            products[module] = product if weight_of(module).shape == parameter.shape else product.T
+            products[module] = product if isinstance(module, nn.Linear) else product.T  # Conv1D
         return torch.stack([unit_sums(layer, products) for layer in scoring.weights]) * len(batch)
 
     with scoring.frozen():
