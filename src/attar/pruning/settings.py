@@ -106,6 +106,18 @@ class SparseGPTSettings(ZerosSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ALPSSettings(SparseGPTSettings):
+    """The weights whose loss the remaining ones compensate best, found by ADMM: the mask may change as a
+    whole in every step."""
+
+    iterations: int = _option(300, "steps of ADMM, at most")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("iterations", self.iterations, 1, 2**40, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitSettings:
     """Remove whole units of every layer, the least important ones.
 
@@ -242,6 +254,7 @@ METHOD_SETTINGS: dict[str, type] = {
     "magnitude": MagnitudeSettings,
     "wanda": WandaSettings,
     "sparsegpt": SparseGPTSettings,
+    "alps": ALPSSettings,
     "heads": HeadSettings,
     "query-heads": QueryHeadSettings,
     "neurons": NeuronSettings,
@@ -261,8 +274,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
-        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
-        "compensated by others; "
+        "magnitude, wanda: zeros where weights are small, or small for their inputs; sparsegpt, alps: where "
+        "others compensate them, found column by column, or by ADMM, better and slower; "
         "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
         "the MLP; hidden: channels of the residual stream; layers: whole ones; mixed: as much of each as "
         "costs least quality, by a scan",

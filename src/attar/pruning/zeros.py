@@ -28,6 +28,7 @@ from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.layerwise import LayerPruner, PruneSolver
 from attar.pruning.linears import Amounts, Linears, PrunedLinear, PrunedWeights, pruned_linears
 from attar.pruning.settings import PruneSettings, ZerosSettings
+from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
@@ -230,5 +231,6 @@ ZEROS: dict[str, ZerosMethod] = {
     "magnitude": ZerosMethod(sees_text=False),
     "wanda": ZerosMethod(),
     "sparsegpt": ZerosMethod(solver=sparsegpt, factored=True, arguments=("damp",)),
+    "alps": ZerosMethod(solver=alps, arguments=("damp", "iterations")),
 }
 """The methods by name; their options are in settings.METHOD_SETTINGS."""
