@@ -284,6 +284,14 @@ class PruneSettings:
     options: PruneMethodSettings = field(
         default_factory=NeuronSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
     )
+    reconstruct: str = _option(
+        "auto",
+        "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
+        "(linear, then each block is trained to the original's outputs), none; auto: what won on every model "
+        "tried, see docs/prune.md",
+        ("auto", "none", "linear", "block"),
+    )
+    reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
     samples: int = _option(64, "calibration sequences")
     sequence_length: int = _option(256, "tokens in a calibration sequence, at most the context")
     batch_size: int = _option(8, "sequences in one pass")
@@ -300,10 +308,20 @@ class PruneSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_text(self)
-        for name in ("samples", "batch_size"):
+        for name in ("samples", "batch_size", "reconstruct_epochs"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("seed", self.seed, 0, 2**63, "0 or more")
+        if self.method == "hidden" and self.reconstruct in ("linear", "block"):
+            allowed = "none or auto with method hidden, which leaves no layer its inputs; use attar recover"
+            raise SettingsError("reconstruct", self.reconstruct, allowed)
+
+    @property
+    def reconstruction(self) -> str:
+        """What is reconstructed: none, linear or block."""
+        if self.reconstruct != "auto":
+            return self.reconstruct
+        return "none" if self.method in ("magnitude", "hidden") else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:
