@@ -90,11 +90,19 @@ def prune_zeros(task: PruneTask) -> None:
         weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
     write(task, linears, weights, biases)
     rows = check(task, linears, amounts, reports)
+    details = task.output.details
+    details["zeros"] = summary(task.settings.method, asked, linears, rows)
+    if chosen:
+        details["allocation"] = chosen
+    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
+
+
+def summary(method: str, asked: Sparsity, linears: Linears, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the card says of all zeros together."""
     zeros = sum(row["zeros"] for row in rows)
     total = sum(linear.size for linear in linears.values())
-    details = task.output.details
-    details["zeros"] = {
-        "method": task.settings.method,
+    return {
+        "method": method,
         "asked": str(asked),
         "fraction": zeros / total,
         "zeros": zeros,
@@ -103,9 +111,6 @@ def prune_zeros(task: PruneTask) -> None:
         "stored": STORED,
         "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
     }
-    if chosen:
-        details["allocation"] = chosen
-    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
 
 
 def sees_text(settings: PruneSettings) -> bool:
