@@ -62,6 +62,11 @@ class ZerosSettings:
         for pattern in self.ignore:
             _check_pattern(pattern)
 
+    @property
+    def by_row(self) -> bool:
+        """Whether Wanda's scores, where the method uses them, are compared within a row."""
+        return True
+
 
 def _check_pattern(pattern: str) -> None:
     """Raise where a pattern is no regular expression, though it says so."""
@@ -92,6 +97,15 @@ class MagnitudeSettings(ZerosSettings):
 @dataclass(frozen=True, kw_only=True)
 class WandaSettings(ZerosSettings):
     """The smallest products of a weight and the norm of its input."""
+
+    compare: str = _option(
+        "row", "weights are compared within a row, as the paper does, or within the layer", ("row", "layer")
+    )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether weights are compared within a row."""
+        return self.compare == "row"
 
 
 @dataclass(frozen=True, kw_only=True)

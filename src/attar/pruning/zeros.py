@@ -150,7 +150,7 @@ def sweep_linears(
     result = sweep(
         task.source,
         batches,
-        LayerPruner(linears, amounts, method.solver, options, method.factored),
+        LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row),
         work=task.output.work / "blocks",
         select=linears.__contains__,
         precision=task.settings.precision,
