@@ -9,7 +9,7 @@ float16 scales are kept exactly (while the largest is less than 2^24 times the s
 2^-12 of their value. Of zero points either z is kept in float16 or s z in that unit, whichever is nearer
 for the matrix: whole zero points and GGUF's float16 minima are both exact.
 
-A weight that is 2:4 can be packed to its kept values and their positions (semi_structured.py): the same numbers
+A 2:4 weight can be packed to its kept values and their positions (semi_structured.py): the same numbers
 in fewer bytes. The caller says where that is faster: ``pays``.
 """
 
@@ -30,7 +30,7 @@ from attar.kernels.memory import Arena
 PANEL = 32  # rows
 ROWS = 128 * PANEL  # packed at a time
 GROUPS = (16, 32, 64, 128)
-BITS = {"int4": 4, "int8": 8}
+BITS = {"int4": 4, "int8": 8, "bf16": 16}
 
 Kind = Literal["bf16", "int8", "int4"]
 Zeros = Literal["middle", "points", "products"]
@@ -68,6 +68,12 @@ class PackedWeight:
         """Bytes that a product reads."""
         return len(self.data)
 
+    @property
+    def label(self) -> str:
+        """The kind and form, as descriptions have them."""
+        forms = {"dense": "", "2:4": " 2:4", "2:4 as dense": " (2:4, run dense: no faster here)"}
+        return f"{self.kind}{forms[self.form]}"
+
 
 def pack_bf16(
     weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None, pays: Pays | None = None
@@ -86,7 +92,7 @@ def pack_bf16(
     parts = weight.split(ROWS)  # so that a large head needs little memory besides
     sparse = pays is not None and all(semi_structured.holds(part.to(torch.bfloat16) != 0) for part in parts)
     form = _form("bf16", sparse, pays)
-    nbytes = -(-rows // PANEL) * PANEL * columns * (9 if form == "2:4" else 16) // 8
+    nbytes = packed_bytes(rows, columns, "bf16", 0, form)
     data = torch.empty(nbytes, dtype=torch.uint8) if arena is None else arena.allocate(nbytes)
     offset = 0
     for rows_part in parts:
@@ -196,6 +202,14 @@ def unpack(packed: PackedWeight) -> Tensor:
     products = packed.zeros == "products"
     parts = codes * scales - zeros * packed.unit if products else (codes - zeros) * scales
     return parts.reshape(-1, columns)[:rows]
+
+
+def packed_bytes(rows: int, columns: int, kind: Kind, group: int, form: Form) -> int:
+    """Bytes of a weight without stored zero points."""
+    padded = -(-rows // PANEL) * PANEL
+    bits = BITS[kind] // 2 + 1 if form == "2:4" else BITS[kind]
+    scales = 2 * columns // group if group else 0
+    return padded * (columns * bits // 8 + scales)
 
 
 def _form(kind: Kind, sparse: bool, pays: Pays | None) -> Form:

@@ -4,8 +4,8 @@ Letters: W (N, K) weight; P (N, K / 4, 2) the positions, 0 to 3, of the two valu
 the smaller first. A four with fewer than two non-zeros keeps zeros besides. A kept value of b bits and its
 position take b + 2 bits, so a weight takes b / 2 + 1: 3 bits of int4, 5 of int8, 9 of bf16.
 
-csrc/decode/linear.h describes the bytes of a panel of 32 rows: for each 16 inputs, 64 bytes of positions, then
-the values.
+csrc/decode/linear.h describes the bytes of a panel of 32 rows: 64 bytes of positions for 16 inputs, then the
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ SAMPLE = 64  # rows that are looked at before all others
 POSITION_BYTES = 64  # of a panel and a step
 _SHIFTS = torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8)  # of a position in its byte: half of the panel, c
 _ORDERS = [sorted(range(4), key=lambda i, bits=bits: not bits >> i & 1) for bits in range(16)]
-_POSITIONS = torch.tensor([sorted(order[:2]) for order in _ORDERS], dtype=torch.uint8)  # of a four's non-zeros
+_POSITIONS = torch.tensor(
+    [sorted(order[:2]) for order in _ORDERS], dtype=torch.uint8
+)  # of a four's non-zeros
 
 
 def holds(nonzero: Tensor) -> bool:
@@ -75,7 +77,9 @@ def _value_bytes(kept: Tensor, bits: int) -> Tensor:
     """(panels, K / 16, bytes) of kept values (N, K / 4, 2)."""
     steps = kept.shape[1] // 4
     if bits == 16:
-        pairs = kept.reshape(-1, 2, 16, steps, 4, 2).permute(0, 3, 4, 1, 2, 5)  # panel, step, four, half, lane
+        pairs = kept.reshape(-1, 2, 16, steps, 4, 2).permute(
+            0, 3, 4, 1, 2, 5
+        )  # panel, step, four, half, lane
         return pairs.contiguous().view(torch.uint8).flatten(2)
     lanes = kept.reshape(-1, 2, 16, steps, 2, 4).permute(0, 3, 4, 1, 2, 5)  # panel, step, c, half, lane, byte
     return (lanes if bits == 8 else lanes[:, :, 0] | (lanes[:, :, 1] << 4)).flatten(2)

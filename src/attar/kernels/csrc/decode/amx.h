@@ -63,23 +63,41 @@ private:
     int rows_;
 };
 
+// Where the bytes of a dense four come from, of positions p0 + 4 p1 (0 <= p0 < p1 <= 3) of its pair of values: byte p0 is
+// the pair's first, p1 its second, others are zero.
+struct ExpansionTable {
+    alignas(64) std::uint8_t source[16][4];
+
+    constexpr ExpansionTable() : source{} {
+        for (int index = 0; index < 16; index++) {
+            for (int i = 0; i < 4; i++) source[index][i] = 0x80;
+            source[index][index & 3] = 0;
+            source[index][index >> 2] = 1;
+        }
+    }
+};
+static constexpr ExpansionTable EXPANSION;
+
 // A group of a 2:4 panel as the bytes of a dense one.
 template <int BITS>
 static inline void expand_codes(const Linear& linear, const std::uint8_t* head, const std::uint8_t* from,
                                 std::uint8_t* to) {
-    const GroupZeros zeros(linear, head);
+    GroupZeros zeros(linear);
+    zeros.read(linear, head);
+    const __m512i table = _mm512_load_si512(EXPANSION.source);
+    const I lanes = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12}, pairs = lanes * 0x01010101;
     for (int k = 0; k < linear.group; k += SPARSE_STEP, from += BITS == 4 ? 192 : 320, to += 512) {
         const I positions = load_ints(from);
         ATTAR_UNROLL
         for (int part = 0; part < 4; part++) {
             const int half = part / 2, c = part % 2;
-            const I q = add_bytes(value_bytes<BITS>(from + 64, zeros.bytes[half], half, c), zeros.bytes[half]);
-            const I changes = q ^ zeros.bytes[half], at = (positions >> (4 * half + 2 * c)) & 0x03030303;
+            const I w = value_bytes<BITS>(from + 64, zeros.bytes[half], half, c);
+            const I at = (positions >> (4 * half + 2 * c)) & 0x03030303, both = at | at >> 6;
             ATTAR_UNROLL
             for (int four = 0; four < 2; four++) {
-                const I first = (at >> (16 * four) & 3) << 3, second = (at >> (16 * four + 8) & 3) << 3;
-                const I pair = (changes >> (16 * four) & 255) << first | (changes >> (16 * four + 8) & 255) << second;
-                one::write(to + 256 * c + 128 * four + 64 * half, pair ^ zeros.bytes[half]);
+                const I source = (I)_mm512_permutexvar_epi32((__m512i)(both >> (16 * four)), table);
+                const I dense = pick_bytes(w, source | (pairs + 0x02020202 * four));
+                one::write(to + 256 * c + 128 * four + 64 * half, add_bytes(dense, zeros.bytes[half]));
             }
         }
     }

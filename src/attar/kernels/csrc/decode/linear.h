@@ -34,7 +34,7 @@
 namespace attar {
 
 constexpr int PANEL = 32;
-constexpr std::int64_t PREFETCH_AHEAD = 4096;  // bytes: weights are prefetched so far ahead
+constexpr std::int64_t PREFETCH_AHEAD = 2048;  // bytes: weights are prefetched so far ahead
 constexpr std::int64_t CACHED_BYTES = 1 << 18;   // bytes of panels that stay in the second cache for all tokens
 
 enum Kind : std::int32_t { BF16 = 16, INT8 = 8, INT4 = 4 };

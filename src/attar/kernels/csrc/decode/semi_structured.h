@@ -29,15 +29,26 @@ static inline I value_bytes(const std::uint8_t* values, const I& zero, int half,
     return subtract_bytes((c ? nibbles >> 4 : nibbles) & 0x0f0f0f0f, zero);
 }
 
+// Per lane, the values of both vectors added to total.
+template <int BITS>
+static inline I sum_values(const I& total, const I (&w)[2]) {
+    const I ones = broadcast_ints(0x01010101);
+    if (BITS == 4) return dot4<true>(total, ones, add_bytes(w[0], w[1]));
+    return dot4<true>(dot4<true>(total, ones, w[0]), ones, w[1]);
+}
+
 // Zero points of a group, as its head stores them; for halves of the panel.
 struct GroupZeros {
     I points[2];  // z
     I bytes[2];   // z in each byte
 
-    GroupZeros(const Linear& linear, const std::uint8_t* head) {
-        for (int half = 0; half < 2; half++) {
-            const bool stored = linear.zeros != MIDDLE;
-            points[half] = stored ? to_ints(load_fp16(head + 64 + 32 * half)) : broadcast_ints(linear.zero());
+    explicit GroupZeros(const Linear& linear) {
+        points[0] = points[1] = broadcast_ints(linear.zero());
+        bytes[0] = bytes[1] = points[0] * 0x01010101;
+    }
+    void read(const Linear& linear, const std::uint8_t* head) {
+        for (int half = 0; half < 2 && linear.zeros != MIDDLE; half++) {
+            points[half] = to_ints(load_fp16(head + 64 + 32 * half));
             bytes[half] = points[half] * 0x01010101;
         }
     }
@@ -52,10 +63,11 @@ static inline void sparse_codes(const Linear& linear, const std::uint8_t* panel,
     const std::int64_t groups = linear.groups(), plane = in.plane();
     const int group = linear.group;
     const std::int8_t* codes = in.at(0, token);
+    GroupZeros zeros(linear);
     for (std::int64_t g = 0; g < groups; g++, codes += in.step()) {
         const std::int64_t constants = g * in.tokens + token;
         const F scale[2] = {load_fp16(panel), load_fp16(panel + 32)};
-        const GroupZeros zeros(linear, panel);
+        zeros.read(linear, panel);
         F float_zero[2] = {};
         if (linear.zeros != MIDDLE)
             for (int half = 0; half < 2; half++) float_zero[half] = load_fp16(panel + 64 + 32 * half);
@@ -67,15 +79,17 @@ static inline void sparse_codes(const Linear& linear, const std::uint8_t* panel,
             ATTAR_UNROLL
             for (int line = 0; line < LINES; line++) prefetch(panel + PREFETCH_AHEAD + 64 * line);
             ATTAR_UNROLL
-            for (int part = 0; part < 4; part++) {
-                const int half = part / 2, c = part % 2;
-                const I at = byte_positions(positions, half, c);
-                const I w = value_bytes<BITS>(panel + 64, zeros.bytes[half], half, c);
-                weights[half] = dot4<true>(weights[half], broadcast_ints(0x01010101), w);
+            for (int half = 0; half < 2; half++) {
+                const I first = byte_positions(positions, half, 0), second = byte_positions(positions, half, 1);
+                const I w[2] = {value_bytes<BITS>(panel + 64, zeros.bytes[half], half, 0),
+                                value_bytes<BITS>(panel + 64, zeros.bytes[half], half, 1)};
+                weights[half] = sum_values<BITS>(weights[half], w);
                 ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
-                    const I x = repeat_16(codes + m / PLANES * group + m % PLANES * plane + k) ^ broadcast_ints(0x80808080);
-                    total[m][half] = dot4<SMALL>(total[m][half], pick_bytes(x, at), w);
+                    const std::int8_t* from = codes + m / PLANES * group + m % PLANES * plane + k;
+                    const I x = repeat_16(from) ^ broadcast_ints(0x80808080);
+                    const I sum = dot4<SMALL>(total[m][half], pick_bytes(x, first), w[0]);
+                    total[m][half] = dot4<SMALL>(sum, pick_bytes(x, second), w[1]);
                 }
             }
         }
