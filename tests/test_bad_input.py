@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attar.cli.main import call
+from attar.pruning.settings import METHOD_SETTINGS
 from tests import tiny_models
 
 SMALL = ["--samples", "4", "--sequence-length", "32", "--batch-size", "2"]
@@ -112,6 +114,48 @@ def test_ratio_beyond_one(refused, model, tmp_path):
     assert "ratio" in refused("prune", model, "-o", tmp_path / "out", "--ratio", "1.5", code=2)
 
 
+PRUNINGS = [
+    (["--method", "wunda"], ["'wunda'", "wanda"]),
+    (["--method", "magnitude", "--sparsity", "0"], ["--sparsity", "0.5", "2:4"]),
+    (["--method", "magnitude", "--sparsity", "1"], ["--sparsity", "0.5", "2:4"]),
+    (["--method", "magnitude", "--sparsity", "half"], ["--sparsity", "0.5", "2:4"]),
+    (["--method", "magnitude", "--sparsity", "4:2"], ["--sparsity", "0.5", "2:4"]),
+    (["--method", "magnitude", "--sparsity", "2:5"], ["sparsity", "2:5", "q_proj"]),
+    (["--method", "wanda", "--sparsity", "2:5"], ["sparsity", "2:5", "q_proj"]),
+    (["--method", "sparsegpt", "--sparsity", "2:5"], ["sparsity", "2:5", "q_proj"]),
+    (["--method", "alps", "--sparsity", "2:5"], ["sparsity", "2:5", "q_proj"]),
+    (["--method", "wanda", "--sparsity", "2:4", "--allocation", "owl"], ["allocation", "2:4"]),
+    (["--method", "magnitude", "--sparsity", "2:4", "--scope", "global"], ["scope", "2:4"]),
+    (["--method", "magnitude", "--ignore", "re:("], ["ignore", "regular expression"]),
+    (["--method", "wanda", "--ratio", "0.5"], ["--ratio", "neurons"]),
+    (["--method", "neurons", "--sparsity", "0.5"], ["--sparsity", "wanda"]),
+    (["--method", "wanda", "--reconstruct", "blocks"], ["--reconstruct", "block"]),
+    *(
+        (["--method", method, "--ratio", "1.0"], ["ratio"])
+        for method in ("heads", "hidden", "layers", "mixed")
+    ),
+    (["--method", "neurons", "--criterion", "wunda"], ["--criterion", "wanda"]),
+    (["--method", "neurons", "--rounds", "0"], ["rounds"]),
+    (["--method", "neurons", "--candidates", "4"], ["--candidates", "mixed"]),
+    (["--method", "mixed", "--size", "large"], ["--size", "GB"]),
+    (["--method", "mixed", "--speed", "fast"], ["speed", "1.5x"]),
+    (["--method", "mixed", "--size", "1MB", "--speed", "2x"], ["speed", "size"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), PRUNINGS, ids=lambda value: " ".join(value))
+def test_prunings_that_cannot_be(options, words, refused, model, tmp_path):
+    """Settings are refused (2), and what a model cannot have (1 or 2), by name and with the mend."""
+    known = {field.name for settings in METHOD_SETTINGS.values() for field in fields(settings)}
+    if options[1] not in METHOD_SETTINGS and options[1] != "wunda":
+        pytest.skip(f"no method {options[1]}")
+    if len(options) > 2 and options[2].removeprefix("--") not in known:
+        pytest.skip(f"no option {options[2]}")
+    message = refused("prune", model, "-o", tmp_path / "out", *options, *SMALL, *TEXT, code=2)
+    for word in words:
+        assert word in message, message
+
+
 def test_group_size_that_does_not_divide(refused, model, tmp_path):
     message = refused("quantize", model, "-o", tmp_path / "out", "--group-size", "64", *SMALL, code=2)
     assert "down_proj" in message and "32" in message
@@ -182,6 +226,7 @@ BROKEN = """
 import sys
 import attar.quantization.stage as stage
 from attar.cli.main import call
+from attar.pruning.settings import METHOD_SETTINGS
 stage.write = None
 small = ["--method", "rtn", "--group-size", "32", *sys.argv[3:]]
 sys.exit(call(["quantize", sys.argv[1], "-o", sys.argv[2], *small]))

@@ -16,10 +16,21 @@ SOLVERS = (
     "distillation/objectives/overlap.py",
     "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
-    "pruning/criteria/gradient.py",
+    *(
+        f"pruning/criteria/{name}.py"
+        for name in (
+            "activation",
+            "gradient",
+            "influence",
+            "stream_activation",
+            "taylor",
+            "weighted_activation",
+        )
+    ),
+    *(f"pruning/solvers/{name}.py" for name in ("alps", "least_squares", "sparsegpt")),
     *(
         f"quantization/grids/{name}.py"
-        for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "scales")
+        for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "real", "scales")
     ),
     *(
         f"quantization/{name}.py"
@@ -80,13 +91,16 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.merging.methods.common.chunked",
     "attar.merging.methods.common.selection",
     "attar.merging.methods.common.task_vectors",
+    "attar.pruning.solvers.least_squares",
     "attar.quantization.columns",
     "attar.quantization.hessian",
+    "attar.sparsity",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
+    "quantization/grids/real.py": {"attar.kernels.columns"},
     "quantization/transforms/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/gates.py": {"attar.kernels"},
@@ -160,7 +174,7 @@ def test_packages_import_only_downwards():
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
         "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
         "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
-        "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
+        "pruning": {"distillation", "merging", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},

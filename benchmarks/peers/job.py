@@ -1,9 +1,10 @@
 """What a runner is asked to do, and what it hands back: shared by every runner, in whichever environment.
 
 A runner is started as ``python X_run.py JOB``, JOB being this dataclass in JSON (``-``: on standard input).
-It quantizes a model with one tool and leaves in ``out`` a dense checkpoint of the weights that the tool's
-file stands for. Where inputs of Linears are quantized too, ``activations.json`` there says how. The last line
-on standard output is one JSON object: see :func:`finish`. Needs torch and safetensors, nothing of attar.
+It quantizes a model (``X_prune_run.py`` prunes one) with one tool and leaves in ``out`` a dense checkpoint of
+the weights that the tool's file stands for. Where inputs of Linears are quantized too, ``activations.json``
+there says how. The last line on standard output is one JSON object: see :func:`finish`. Needs torch and
+safetensors, nothing of attar.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ACTIVATIONS = "activations.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One quantization of one model.
+    """One quantization, or pruning, of one model.
 
     Attributes:
         model: folder of a dense checkpoint.
@@ -36,6 +37,7 @@ class Job:
         group_size: inputs that share a scale; 0: the whole row.
         symmetric: no zero point.
         act_order: none, static or group: the order of GPTQ's columns.
+        sparsity: of a pruning: 0.5, or 2:4.
         iterations: of a learned rounding.
         batch_size: rows in a pass.
         seed: of whatever the tool draws.
@@ -55,6 +57,7 @@ class Job:
     group_size: int = 128
     symmetric: bool = True
     act_order: str = "static"
+    sparsity: str = ""
     iterations: int = 200
     batch_size: int = 8
     seed: int = 0
@@ -90,7 +93,7 @@ def read() -> Job:
     if len(sys.argv) != 2:
         raise SystemExit(f"usage: {Path(sys.argv[0]).name} JOB (JSON, or - for standard input)")
     job = parse(sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1])
-    if job.options and Path(sys.argv[0]).name != "attar_run.py":
+    if job.options and not Path(sys.argv[0]).name.startswith("attar_"):
         raise SystemExit(f"{Path(sys.argv[0]).name} takes no {', '.join(job.options)}")
     os.environ["ATTAR_PEERS_STDOUT"] = str(os.dup(1))
     os.dup2(2, 1)
@@ -110,20 +113,21 @@ class Watch:
     Attributes:
         before: peak in MB when the call began: imports and the loaded model.
         peak: in MB when it ended.
-        seconds: in the call.
+        seconds: in the call; cpu: of all threads of this process in it, which other programs change little.
         wall: seconds from the start of the process to the end of the call.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.before = self.peak = self.seconds = self.wall = 0.0
+        self.before = self.peak = self.seconds = self.cpu = self.wall = 0.0
 
     def __enter__(self) -> Watch:
-        self.before, self._start = peak_mb(), time.perf_counter()
+        self.before, self._start, self._spent = peak_mb(), time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._start
+        self.cpu = time.process_time() - self._spent
         self.stop()
 
     def stop(self) -> None:
@@ -135,6 +139,7 @@ def finish(job: Job, watch: Watch, versions: Mapping[str, str]) -> None:
     """Print the one line that the caller reads."""
     line = {
         "seconds": round(watch.seconds, 3),
+        "cpu": round(watch.cpu, 3),
         "wall": round(watch.wall, 3),
         "peak_rss_mb": round(watch.peak, 1),
         "start_rss_mb": round(watch.before, 1),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import calibration_batches, row_length
 from attar.models.load import load_tokenizer
@@ -86,8 +87,17 @@ def write_tokens(model: str, file: Path, *, samples: int, length: int, seed: int
     save_file({"tokens": torch.cat(rows)}, file)
 
 
-def launch(tool: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
+def script(tool: str, verb: str) -> Path:
+    """A tool's runner: ``X_run.py``, or ``X_prune_run.py`` for ``prune``."""
+    name = "attar_run.py" if tool == OURS else environments.PEERS[tool].runner
+    return HERE / name.replace("_run.py", f"_{verb}_run.py" if verb else "_run.py")
+
+
+def launch(tool: str, job: Job, timeout: float | None = None, *, verb: str = "") -> dict[str, Any]:
     """Run a job in a process of its own.
+
+    Args:
+        verb: what the runner does, where that is not a quantization: prune.
 
     Returns:
         the runner's line: seconds, wall, peak_rss_mb, start_rss_mb, out, versions.
@@ -95,11 +105,10 @@ def launch(tool: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
     Raises:
         RunnerError: it failed, or took longer than ``timeout`` seconds.
     """
-    if tool == OURS:
-        command = [sys.executable, HERE / "attar_run.py"]
-    else:
-        command = [environments.python(tool), HERE / environments.PEERS[tool].runner]
+    command = [sys.executable if tool == OURS else environments.python(tool), script(tool, verb)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if tool == OURS:  # the attar of this process, also where PYTHONPATH is relative
+        environment["PYTHONPATH"] = str(Path(attar.__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:  # some tools write where they stand
         text = replace(job, started=time.time()).text()
         try:

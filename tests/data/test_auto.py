@@ -7,7 +7,7 @@ import pytest
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Card, Parent
 from attar.data.auto import fit, fitting
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import prune_settings
 from attar.recipe.plan import fitted
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models
@@ -68,9 +68,9 @@ def test_the_embedded_models_keep_their_text():
 
 def test_the_choice_is_reported_and_the_wrong_kind_is_warned_of(tmp_path):
     messages, prose = LogLines(), model(tmp_path)
-    assert fit(PruneSettings(), prose, messages).data == "python-docs"
-    assert fit(PruneSettings(data="mine.txt"), prose, messages).data == "mine.txt"
-    assert fit(PruneSettings(data="python-stdlib"), prose, messages).data == "python-stdlib"
+    assert fit(prune_settings(), prose, messages).data == "python-docs"
+    assert fit(prune_settings(data="mine.txt"), prose, messages).data == "mine.txt"
+    assert fit(prune_settings(data="python-stdlib"), prose, messages).data == "python-stdlib"
     assert [line.split()[0] for line in messages.lines] == ["text:", "warning:"]
     assert "python-docs, because" in messages.lines[0] and "python-docs fits better" in messages.lines[1]
 

@@ -10,7 +10,7 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.distillation.settings import RecoverSettings
 from attar.distillation.stage import recover
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
@@ -80,7 +80,7 @@ def digest(checkpoint):
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (prune, PruneSettings(method="heads", samples=2, data="DATA")),
+        (prune, prune_settings(method="heads", samples=2, data="DATA")),
         (export, ExportSettings(format="dense", data="DATA")),
     ],
 )

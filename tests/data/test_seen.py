@@ -12,7 +12,7 @@ from attar.checkpoint.lineage import TEXTS, texts_of
 from attar.data import seen
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
-from attar.pruning.settings import PruneSettings
+from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
@@ -68,7 +68,7 @@ def pruned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seen")
     model = tiny_models.save(tiny_models.build("smollm"), folder / "model")
     (folder / "read.txt").write_text(prose(40, seed=1))
-    settings = PruneSettings(
+    settings = prune_settings(
         method="heads", ratio=0.25, samples=64, sequence_length=64, data=f"{folder}/read.txt"
     )
     return prune(model, folder / "pruned", settings), (folder / "read.txt").read_text(), folder

@@ -18,8 +18,8 @@ from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML
-from attar.quantization.mixed_precision.measurements import read
-from attar.quantization.mixed_precision.mixture import load_inputs
+from attar.walks.measurements import read
+from attar.walks.sensitivity import load_inputs
 from tests import tiny_models
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -46,7 +46,7 @@ class Case:
         on = load_inputs(self.checkpoint, self.settings)
         actual = {}
         for one in read(on.file, on.key):
-            actual.setdefault(one.group, {})[one.grid] = one
+            actual.setdefault(one.group, {})[one.option] = one
         return actual
 
 
@@ -55,7 +55,7 @@ def cache(tmp_path, monkeypatch):
     """A folder for measurements; what else is cached (compiled kernels) stays where it is."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr("attar.quantization.mixed_precision.mixture.cache_folder", lambda: folder)
+    monkeypatch.setattr("attar.walks.sensitivity.cache_folder", lambda: folder)
     return folder
 
 

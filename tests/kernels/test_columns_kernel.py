@@ -4,13 +4,16 @@ against definitions."""
 import pytest
 import torch
 
+from attar.kernels import columns
 from attar.kernels.build import load
 from attar.quantization.grids import GGML, IntGrid
-from attar.quantization.hessian import Hessian
+from attar.quantization.grids.real import RealGrid
+from attar.quantization.hessian import Hessian, factorize
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.qronos import qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.transforms.awq import search_clip
+from attar.sparsity import parse_sparsity
 
 pytestmark = pytest.mark.skipif(load("columns") is None, reason="no C++ compiler")
 
@@ -75,17 +78,52 @@ def test_the_first_column_of_qronos_is_decided_by_its_own_values(monkeypatch):
     assert (compiled.codes == plain.codes).double().mean() >= LEAST
 
 
+@pytest.mark.parametrize("rows", [1, 67])
+@pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8", "1:3", "24:64"])
+@pytest.mark.parametrize("grid", [RealGrid(), IntGrid(4, 64), IntGrid(8, 32, False), GGML["Q4_0"]], ids=str)
+def test_masks_chosen_in_the_loop_are_those_of_torch(grid, amount, rows, monkeypatch):
+    W, H = layer(rows, 576)
+    sparsity = parse_sparsity(amount)
+    compiled, plain = both(monkeypatch, lambda: gptq(W, H, grid, sparsity=sparsity))
+    # a code that tips changes its row's later scores, and with a fraction the threshold of all rows
+    least = LEAST if isinstance(grid, RealGrid) else 0.95
+    assert (compiled.mask == plain.mask).double().mean() >= least
+    assert objective(W, compiled.quantized, H) == pytest.approx(objective(W, plain.quantized, H), rel=0.03)
+    for result in (compiled, plain):
+        weight = result.quantized.dequantize()
+        assert (
+            not weight[~result.mask].any() and weight[result.mask].count_nonzero() > 0.6 * result.mask.sum()
+        )
+
+
+@pytest.mark.parametrize("amount", ["2:4", "4:8"])
+def test_of_equal_scores_the_first_stay(amount, monkeypatch):
+    W, sparsity = torch.ones(40, 64), parse_sparsity(amount)
+    W[:20] = torch.randint(0, 2, (20, 64), generator=torch.Generator().manual_seed(0))
+    compiled, plain = both(monkeypatch, lambda: gptq(W, torch.eye(64), RealGrid(), sparsity=sparsity))
+    assert torch.equal(compiled.mask, plain.mask)
+    assert torch.equal(compiled.mask, sparsity.mask(W))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_number_of_threads_changes_nothing(threads):
+def test_the_number_of_threads_changes_nothing(threads, monkeypatch):
+    monkeypatch.setattr(columns, "WEIGHTS_PER_THREAD", 1000)
     W, H = layer(300, 256)
+    block = factorize(H[:128, :128], together=4)  # one block: torch's products depend on threads
     before = torch.get_num_threads()
-    first = gptq(W, H, IntGrid(4, 64)).quantized
+
+    def run():
+        sparse = gptq(W[:, :128], H, RealGrid(), sparsity=parse_sparsity("2:4"), factor=block)
+        return gptq(W, H, IntGrid(4, 64)).quantized.codes, sparse.quantized.codes
+
+    first = run()
     try:
         torch.set_num_threads(threads)
-        again = gptq(W, H, IntGrid(4, 64)).quantized
+        again = run()
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(first.codes, again.codes)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
 
 
 @pytest.mark.parametrize(

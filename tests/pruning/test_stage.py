@@ -1,6 +1,5 @@
 """The verb prune, from folder to folder."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,12 +13,16 @@ from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models import device
 from attar.models.load import load_model
+from attar.models.surgery import keep_neurons
 from attar.progress import Silent
-from attar.pruning import stage
-from attar.pruning.settings import METHODS, PruneSettings
-from attar.pruning.stage import nothing_removed, prune
+from attar.pruning import units
+from attar.pruning.selection import keep_most_important
+from attar.pruning.settings import METHOD_SETTINGS, prune_settings
+from attar.pruning.stage import METHODS, prune
 from attar.pruning.structures import STRUCTURES
+from attar.pruning.units import nothing_removed
 from tests import tiny_models
+from tests.pruning.scored import scored
 
 SMALL = {
     "samples": 4,
@@ -34,17 +37,17 @@ def save(family, tmp_path):
 
 
 def kept_units(total, settings):
-    return STRUCTURES[settings.method].count(total, settings)
+    return STRUCTURES[settings.method].count(total, settings.options)
 
 
 def test_the_table_has_the_methods_of_the_settings():
-    assert tuple(STRUCTURES) == METHODS
+    assert METHODS.keys() == METHOD_SETTINGS.keys()
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
 def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
     folder = save(family, tmp_path)
-    pruned = prune(folder, tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
+    pruned = prune(folder, tmp_path / "out", prune_settings(method="neurons", ratio=0.5, **SMALL))
     model = AutoModelForCausalLM.from_pretrained(pruned.path)
     before = load_model(folder)
     assert model.num_parameters() < before.num_parameters()
@@ -57,7 +60,7 @@ def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
 
 def test_heads_are_gone(tmp_path):
     pruned = prune(
-        save("llama3", tmp_path), tmp_path / "out", PruneSettings(method="heads", ratio=0.25, **SMALL)
+        save("llama3", tmp_path), tmp_path / "out", prune_settings(method="heads", ratio=0.25, **SMALL)
     )
     assert pruned.config["num_attention_heads"] == 6 and pruned.config["num_key_value_heads"] == 3
     assert pruned.config["head_dim"] == 8
@@ -66,18 +69,9 @@ def test_heads_are_gone(tmp_path):
 
 def test_the_least_important_go(tmp_path):
     """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
-    from attar.models.anatomy import discover
-    from attar.models.surgery import keep_neurons
-    from attar.pruning.criteria.gradient import gradient_importance, keep_most_important
-    from attar.walks.objectives import next_token_loss
-
     model = load_model(save("llama3", tmp_path))
-    anatomy = discover(model)
     tokens = tiny_models.tokens(model, batch=8, length=16)
-    modules, owners = STRUCTURES["neurons"].units(model, anatomy)
-    scores = gradient_importance(
-        model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens]
-    )
+    scores = scored(model, "neurons", "gradient", [tokens], tmp_path / "work")
     whole = tiny_models.logits(model, tokens)
     far = [
         (
@@ -102,7 +96,7 @@ def test_the_least_important_go(tmp_path):
     ],
 )
 def test_how_many_neurons_stay(total, ratio, multiple, kept):
-    assert kept_units(total, PruneSettings(method="neurons", ratio=ratio, multiple_of=multiple)) == kept
+    assert kept_units(total, prune_settings(method="neurons", ratio=ratio, multiple_of=multiple)) == kept
 
 
 @pytest.mark.parametrize(
@@ -116,17 +110,18 @@ def test_how_many_neurons_stay(total, ratio, multiple, kept):
     ],
 )
 def test_the_least_ratio_that_removes_something_is_named(total, settings, ratio):
-    asked = PruneSettings(**settings)
+    asked = prune_settings(**settings)
     assert kept_units(total, asked) == total
     problem = nothing_removed(total, asked)
-    kept = kept_units(total, dataclasses.replace(asked, ratio=ratio))
-    assert kept < total == kept_units(total, dataclasses.replace(asked, ratio=ratio - 1e-4))
-    assert f"--ratio {ratio:g} removes " in problem.hint and f"--ratio {asked.ratio:g}" in problem.message
+    kept = kept_units(total, prune_settings(**{**settings, "ratio": ratio}))
+    assert kept < total == kept_units(total, prune_settings(**{**settings, "ratio": ratio - 1e-4}))
+    assert f"--ratio {ratio:g} removes " in problem.hint
+    assert f"--ratio {asked.options.ratio:g}" in problem.message
 
 
 def test_where_nothing_can_be_removed_no_ratio_is_named():
-    assert nothing_removed(1, PruneSettings(method="heads")).hint == "one must stay"
-    assert "--multiple-of" in nothing_removed(96, PruneSettings(multiple_of=96)).hint
+    assert nothing_removed(1, prune_settings(method="heads")).hint == "one must stay"
+    assert "--multiple-of" in nothing_removed(96, prune_settings(multiple_of=96)).hint
 
 
 def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
@@ -144,7 +139,7 @@ def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
 def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     folder = save("llama3", tmp_path)
     lines = Lines()
-    settings = PruneSettings(method="heads", ratio=0.3, **SMALL)
+    settings = prune_settings(method="heads", ratio=0.3, **SMALL)
     pruned = prune(folder, tmp_path / "out", settings, progress=lines)
     assert lines.lines == ["prune heads: asked for 30.0%, removes 25.0%: 1 of 4 head groups of each layer"]
     kept = pruned.card.details["kept"]
@@ -155,9 +150,9 @@ def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
 def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkeypatch, asked, native):
     monkeypatch.setattr(device, "has_bfloat16", lambda device: native)
     seen = []
-    plain = stage.next_token_loss
-    monkeypatch.setattr(stage, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))
-    pruned = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(precision=asked, **SMALL))
+    plain = units.next_token_loss
+    monkeypatch.setattr(units, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))
+    pruned = prune(save("llama3", tmp_path), tmp_path / "out", prune_settings(precision=asked, **SMALL))
     fast = native or asked == "bf16"
     assert pruned.card.details["precision"] == ("bf16" if fast else "fp32")
     assert set(seen) == {torch.bfloat16 if fast else torch.float32}
@@ -179,7 +174,7 @@ def test_a_gguf_file_does_not_become_float32(tmp_path, kind):
     file = tmp_path / "m.gguf"
     export(folder, file, ExportSettings(format="gguf", type=kind))
     lines = Lines()
-    settings = PruneSettings(ratio=0.5, **SMALL)
+    settings = prune_settings(ratio=0.5, **SMALL)
     pruned = prune(file, tmp_path / "out", settings, progress=lines)
     stored = {info.dtype for info in pruned.tensors.values()}
     name = {"Q8_0": "bfloat16", "F16": "float16"}[kind]
@@ -194,22 +189,22 @@ def test_a_seed_is_a_number_from_0(seed, capsys):
 
 
 def test_one_head_always_stays_and_impossible_settings_are_refused(tmp_path):
-    assert kept_units(4, PruneSettings(method="heads", ratio=0.99)) == 1
+    assert kept_units(4, prune_settings(method="heads", ratio=0.99)) == 1
     with pytest.raises(SettingsError, match=r"ratio is 1.5, but must be"):
-        PruneSettings(ratio=1.5)
+        prune_settings(ratio=1.5)
     with pytest.raises(SettingsError, match="multiple_of"):
-        kept_units(96, PruneSettings(multiple_of=128))
+        kept_units(96, prune_settings(multiple_of=128))
 
 
 def test_families_whose_config_cannot_say_it_are_refused_before_any_work(tmp_path):
     with pytest.raises(ModelError, match="heads"):
-        prune(save("gpt2", tmp_path), tmp_path / "out", PruneSettings(method="heads", **SMALL))
+        prune(save("gpt2", tmp_path), tmp_path / "out", prune_settings(method="heads", **SMALL))
     assert not (tmp_path / "out").exists()
 
 
 def test_encoders_are_judged_by_masked_tokens(tmp_path):
     pruned = prune(
-        save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL)
+        save("bert", tmp_path), tmp_path / "out", prune_settings(method="neurons", ratio=0.5, **SMALL)
     )
     assert pruned.config["intermediate_size"] == 48
 
@@ -217,7 +212,7 @@ def test_encoders_are_judged_by_masked_tokens(tmp_path):
 def test_rigid_families_can_have_their_heads_zeroed(tmp_path):
     from attar.models.anatomy import discover
 
-    settings = PruneSettings(method="heads", ratio=0.5, rigid="zero", **SMALL)
+    settings = prune_settings(method="heads", ratio=0.5, rigid="zero", **SMALL)
     pruned = prune(save("opt", tmp_path), tmp_path / "out", settings)
     assert pruned.config["num_attention_heads"] == 4
     assert pruned.card.details["kept"]["cut"] == "zeroed in place"

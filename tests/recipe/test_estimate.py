@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,23 +12,51 @@ from attar.checkpoint.open import open_checkpoint
 from attar.deployment.settings import ROUNDINGS
 from attar.errors import RecipeError
 from attar.measure.settings import EvaluateSettings
+from attar.pruning.settings import METHOD_SETTINGS as PRUNE_METHODS
 from attar.quantization.settings import METHOD_SETTINGS
 from attar.recipe import machine
 from attar.recipe.estimate import (
     METHOD_COSTS,
-    Shape,
+    PRUNE_COSTS,
     Work,
-    after,
     estimate,
     evaluation_seconds,
-    shape_of,
     stage_work,
 )
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
+from attar.recipe.shapes import Shape, after, shape_of
 from tests.recipe.recipe_fakes import make_model
 
 SHAPE = Shape(attention=400e3, mlp=600e3, outside=200e3, layers=4, hidden=128, vocabulary=1000, bytes=2.4e6)
+
+
+TOKENS = 64 * 256  # of prune's text
+
+
+def prune_entry(method: str, **options: object) -> StageEntry:
+    """A prune stage with these options, whether its settings have them or not."""
+    common = {"method": method, "samples": 64, "sequence_length": 256, "batch_size": 8, "data": ""}
+    return StageEntry(1, "prune", "prune", "original", None, Flat(**common, **options), "here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """Settings of any method."""
+
+    method: str
+    samples: int
+    sequence_length: int
+    batch_size: int
+    data: str
+    ratio: float = 0.0
+    size: str = ""
+    speed: str = ""
+    criterion: str = "auto"
+    rounds: int = 1
+    allocation: str = "uniform"
+    candidates: int = 1
+    candidate_steps: int = 100
 
 
 def entry(stage: str) -> StageEntry:
@@ -62,6 +92,75 @@ def test_what_a_stage_makes(stage: str, parameters: float, nbytes: float) -> Non
     result = after(entry(stage), SHAPE)
     assert result.parameters == pytest.approx(parameters)
     assert result.bytes == pytest.approx(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters"),
+    [
+        ({"method": "layers", "ratio": 0.5}, 700e3),
+        ({"method": "hidden", "ratio": 0.25}, 900e3),
+        ({"method": "query-heads", "ratio": 0.5}, 1.2e6 - 4 * 128**2),
+        ({"method": "mixed", "ratio": 0.5}, 600e3),
+        ({"method": "mixed", "size": "0.6MB"}, 300e3),
+        ({"method": "mixed", "speed": "1.5x"}, 800e3),
+        ({"method": "sparsegpt", "ratio": 0.5}, 1.2e6),
+    ],
+)
+def test_what_each_structure_leaves(options: dict[str, Any], parameters: float) -> None:
+    result = after(prune_entry(**options), SHAPE)
+    assert result.parameters == pytest.approx(parameters)
+    assert result.bytes == pytest.approx(2 * parameters)
+
+
+def pruning(method: str, **options: object) -> Work:
+    return stage_work(prune_entry(method, **options), SHAPE, None, SHAPE)
+
+
+def test_every_pruning_has_a_cost() -> None:
+    assert set(PRUNE_METHODS) <= set(PRUNE_COSTS)
+    rates = Rates(1e9, 1e9, 1e6)
+    for method in PRUNE_COSTS:
+        assert estimate(prune_entry(method), SHAPE, None, SHAPE, rates).memory_bytes > 450e6
+
+
+def test_a_magnitude_reads_no_text_and_a_sweep_is_not_more_than_its_parts() -> None:
+    magnitude, wanda, sparsegpt, alps = (
+        pruning(name) for name in ("magnitude", "wanda", "sparsegpt", "alps")
+    )
+    assert magnitude == Work(elements=4 * 1.2e6)
+    assert wanda.products == pytest.approx(0.6 * TOKENS * 4 * 1e6) and wanda.calls == 0
+    inner = 600e3 / 4 / (3 * 128)
+    hessians = 0.6 * TOKENS * 2 * 4 * (3 * 128**2 + inner**2)
+    cubes = 4 * (4 * 128**3 + 2 * inner * 128**2 + 128 * inner**2)
+    assert sparsegpt.products == pytest.approx(wanda.products + hessians + 2 * cubes)
+    assert sparsegpt.calls == pytest.approx(200 * 4 * (6 * 128 + inner))
+    assert alps.products == pytest.approx(wanda.products + hessians + 200 * cubes)
+
+
+def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
+    forward, backward = 2 * 1.2e6 * TOKENS, 6 * 1.2e6 * TOKENS
+    assert pruning("neurons").products == pytest.approx(backward)
+    assert pruning("neurons", criterion="wanda").products == pytest.approx(forward)
+    assert pruning("neurons", rounds=3).products == pytest.approx(3 * backward)
+    assert pruning("hidden").products == pruning("layers").products == pytest.approx(forward)
+    assert pruning("layers", criterion="kl").products == pytest.approx(2 * forward)
+    few = {"criterion": "activation", "candidates": 4}
+    learned = pruning("mixed", **few).products - pruning("mixed", criterion="activation").products
+    assert learned == pytest.approx(8 * 1.2e6 * 4 * 100 * 8 * 256)
+    assert pruning("wanda").products < pruning("wanda", allocation="owl").products
+    assert pruning("wanda", allocation="owl").products < pruning("wanda", allocation="measured").products
+
+
+def test_the_text_alone_needs_no_teacher() -> None:
+    base = "stage: recover, steps: 10, batch_size: 2, sequence_length: 100"
+    taught, alone = work(base).products, work(f"{base}, alpha: 0").products
+    assert taught - alone == pytest.approx(2 * 1.2e6 * (2000 + 16_384))
+    rates = Rates(1e9, 1e9, 1e6)
+    needs = [
+        estimate(entry(stage), SHAPE, SHAPE, SHAPE, rates).memory_bytes
+        for stage in (base, f"{base}, alpha: 0")
+    ]
+    assert needs[0] - needs[1] == pytest.approx(4 * 1.2e6)
 
 
 def work(stage: str, shape: Shape = SHAPE) -> Work:

@@ -21,7 +21,7 @@ def test_stages_are_numbered_from_one_and_have_names() -> None:
     recipe = parse_recipe(
         TEXT, overrides=["stages.1.ratio=0.3", "stages.prune.ratio=0.1", "stages.gptq.group_size=32"]
     )
-    assert [entry.settings.ratio for entry in recipe.stages[:2]] == [0.1, 0.3]
+    assert [entry.settings.options.ratio for entry in recipe.stages[:2]] == [0.1, 0.3]
     assert recipe.entry("gptq").settings.storage.group_size == 32
 
 

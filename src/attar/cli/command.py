@@ -199,11 +199,6 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
         words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
         info = typer.Option(None, both, help=words, show_default=False, rich_help_panel=setting.title or None)
         return _parameter(setting.name, bool, info)
-        both_spellings = f"{spelling}/--no-{spelling[2:]}"
-        help = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
-        return _parameter(
-            setting.name, bool, typer.Option(None, both_spellings, help=help, show_default=False)
-        )
     choices = [str(choice) for choice in setting.choices]
     metavar = "|".join(choices) or _METAVARS.get(setting.kind, "TEXT")
     info = typer.Option(

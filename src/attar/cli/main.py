@@ -22,7 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     **{
         verb: (
             stage.summary,
-            "attar.cli.stage:build_merge" if stage.merges else "attar.cli.stage:build_stage",
+            f"attar.cli.stage:build_{verb if verb in ('merge', 'prune') else 'stage'}",
         )
         for verb, stage in STAGES.items()
     },

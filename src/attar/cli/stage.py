@@ -21,7 +21,7 @@ from attar.cli.command import (
 from attar.errors import UsageError
 from attar.progress import Progress
 from attar.recipe.stages import EXTRACT_SETTINGS, STAGES, load
-from attar.verbs import run_extract, run_merge, run_stage
+from attar.verbs import run_extract, run_merge, run_scan, run_stage
 
 _MODEL = "a folder, a hub id (org/name@revision) or attar:tiny"
 
@@ -29,38 +29,67 @@ _MODEL = "a folder, a hub id (org/name@revision) or attar:tiny"
 def build_stage(verb: str) -> Any:
     """The command of a stage with one model."""
     stage = STAGES[verb]
-    cls = stage.settings_class()
-    parameters = [
-        argument("model", f"the teacher: {_MODEL}" if verb == "distill" else _MODEL),
-        text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT", required=True),
-    ]
-    if stage.teacher:
-        help = "the model to agree with, usually the unpruned one"
-        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL", required=True))
-    parameters += settings_options(cls)
-    parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
-        settings = read_settings(cls, verb, values)
-        start = time.monotonic()
-        checkpoint = run_stage(
-            verb,
-            values["model"],
-            values["out"],
-            settings,
-            teacher=values.get("teacher"),
-            force=values["force"],
-            progress=progress,
-        )
-        data = _checkpoint_data(checkpoint, time.monotonic() - start)
-        lines = [_size_line(values["out"], checkpoint.nbytes)]
-        if checkpoint.card and "drafting" in checkpoint.card.details:
-            from attar.distillation.for_drafting import describe_report
+        return _run_stage(verb, values, progress)
 
-            lines.append(describe_report(checkpoint.card.details["drafting"]))
-        return Answer(data, "\n".join(lines))
+    return build_command(
+        verb, stage.summary, stage.example, _stage_parameters(verb, out=True), act, resumes=True
+    )
 
-    return build_command(verb, stage.summary, stage.example, parameters, act, resumes=True)
+
+def build_prune(verb: str) -> Any:
+    """The command ``prune``: without an output, ``--scan FILE`` measures and stops."""
+    stage = STAGES[verb]
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        if values["out"]:
+            return _run_stage(verb, values, progress)
+        if not values["scan"]:
+            raise UsageError("no output folder", hint="-o OUT, or --scan FILE to measure only")
+        values["method"] = values["method"] or "mixed"
+        settings = read_settings(stage.settings_class(), verb, values)
+        return Answer(*run_scan(values["model"], values["scan"], settings, progress=progress))
+
+    return build_command(
+        verb, stage.summary, stage.example, _stage_parameters(verb, out=False), act, resumes=True
+    )
+
+
+def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
+    """The parameters of a stage with one model; ``out``: an output is required."""
+    stage = STAGES[verb]
+    parameters = [
+        argument("model", f"the teacher: {_MODEL}" if verb == "distill" else _MODEL),
+        text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT", required=out),
+    ]
+    if stage.teacher:
+        help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
+        parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
+    parameters += settings_options(stage.settings_class())
+    parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
+    return parameters
+
+
+def _run_stage(verb: str, values: dict[str, Any], progress: Progress) -> Answer:
+    settings = read_settings(STAGES[verb].settings_class(), verb, values)
+    start = time.monotonic()
+    checkpoint = run_stage(
+        verb,
+        values["model"],
+        values["out"],
+        settings,
+        teacher=values.get("teacher"),
+        force=values["force"],
+        progress=progress,
+    )
+    data = _checkpoint_data(checkpoint, time.monotonic() - start)
+    lines = [_size_line(values["out"], checkpoint.nbytes)]
+    if checkpoint.card and "drafting" in checkpoint.card.details:
+        from attar.distillation.for_drafting import describe_report
+
+        lines.append(describe_report(checkpoint.card.details["drafting"]))
+    return Answer(data, "\n".join(lines))
 
 
 def build_merge(verb: str) -> Any:

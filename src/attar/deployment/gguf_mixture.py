@@ -36,18 +36,16 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
-from attar.quantization.mixed_precision.measurements import Measurement
 from attar.quantization.mixed_precision.mixture import (
     Interaction,
-    SensitivityInputs,
     interaction,
-    load_inputs,
 )
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
     measure,
-    shared_groups,
 )
+from attar.walks.measurements import Measurement
+from attar.walks.sensitivity import SensitivityInputs, load_inputs, shared_groups
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -210,7 +208,7 @@ def _choose(
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
     for one in measured:
         if math.isfinite(one.kl):
-            options[one.group].append(Option(one.grid, budget.group(one.group, one.grid), one.kl))
+            options[one.group].append(Option(one.option, budget.group(one.group, one.option), one.kl))
     points = frontier(options)
     budget.check(points[0].bits)
     curve = tuple(((budget.settled + point.bits) / budget.layout.weights, point.loss) for point in points)

@@ -29,6 +29,7 @@ from attar.errors import MissingExtraError, SettingsError
 from attar.models.parts import weight_of
 
 CONFIG = "adapter_config.json"
+SCALING = 2.0  # c / r
 
 
 def add_adapters(student: Any, names: Sequence[str], rank: int, teacher: Any | None = None) -> Any:
@@ -49,10 +50,10 @@ def add_adapters(student: Any, names: Sequence[str], rank: int, teacher: Any | N
         import peft
     except ImportError as problem:
         raise MissingExtraError("peft", "adapters") from problem
-    errors = {} if teacher is None else {name: _error(student, teacher, name) for name in names}
+    errors = {} if teacher is None else {name: error_of(student, teacher, name) for name in names}
     config = peft.LoraConfig(
         r=rank,
-        lora_alpha=2 * rank,
+        lora_alpha=int(SCALING * rank),
         lora_dropout=0.0,
         bias="none",
         target_modules=list(names),
@@ -63,7 +64,8 @@ def add_adapters(student: Any, names: Sequence[str], rank: int, teacher: Any | N
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(student, config)
     for name, error in errors.items():
-        _start_at(adapted.base_model.model.get_submodule(name), error, factor=2.0)
+        layer = adapted.base_model.model.get_submodule(name)
+        start_at(layer.lora_A["default"].weight, layer.lora_B["default"].weight, error)
     return adapted
 
 
@@ -80,7 +82,7 @@ def save_adapter(adapted: Any, folder: Path, base: str) -> None:
     write_config(folder / CONFIG, config)
 
 
-def _error(student: Any, teacher: Any, name: str) -> Tensor:
+def error_of(student: Any, teacher: Any, name: str) -> Tensor:
     """W - W' (N, K) of a Linear, float32, on the student's device."""
     ours, theirs = (weight_of(model.get_submodule(name)).detach().float() for model in (student, teacher))
     if ours.shape != theirs.shape:
@@ -90,14 +92,13 @@ def _error(student: Any, teacher: Any, name: str) -> Tensor:
     return theirs.to(ours.device) - ours
 
 
-def _start_at(layer: Any, error: Tensor, factor: float) -> None:
-    """Set A and B of a layer to the best fit of ``error`` (N, K) by factor * B A."""
-    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+def start_at(A: Tensor, B: Tensor, error: Tensor) -> None:
+    """Set A and B to the best fit of ``error`` (N, K) by c / r * B A. Where the error has a lower rank, the
+    rows of A that are left over keep their draw: with both factors zero none would ever get a gradient."""
     U, S, Vh = torch.linalg.svd(error, full_matrices=False)
-    rank = min(A.shape[0], len(S))
-    root = (S[:rank] / factor).sqrt()
+    rank = min(A.shape[0], int(S.count_nonzero()))
+    root = (S[:rank] / SCALING).sqrt()
     with torch.no_grad():
-        A.zero_()
         B.zero_()
         A[:rank].copy_(root[:, None] * Vh[:rank])
         B[:, :rank].copy_(U[:, :rank] * root)

@@ -21,7 +21,8 @@ from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.online import SignalSource
 from attar.models.load import load_tokenizer
 from attar.progress import Progress
-from attar.walks.objectives import Loss, distillation_loss
+from attar.walks.masks import Masks
+from attar.walks.objectives import Loss, distillation_loss, next_token
 from attar.walks.train import TrainHistory, train
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def learn(
     progress: Progress,
     what: str,
     rollouts: RolloutWriter | None = None,
+    masks: Masks | None = None,
 ) -> TrainHistory:
     """Train the student, in place.
 
@@ -45,6 +47,7 @@ def learn(
         source: of the signal; none of the teacher's parameters gets a gradient afterwards.
         text: a checkpoint with the tokenizer and the context of both models.
         rollouts: makes the student a draft model: its rows, and the objective ``draft_loss``.
+        masks: weights that are zero and stay zero.
     """
     count = training_rows(settings)
     rows, held_out = _text(text, settings, count)
@@ -52,16 +55,17 @@ def learn(
     if rollouts is not None:
         objective = OBJECTIVES[rollouts.settings.draft_loss]
         rows, held_out = rollouts.training_rows(count, rows), rollouts.held_out_rows()
-    source.teacher.requires_grad_(False)
-    signal = SIGNALS["cached" if settings.teacher_top else "online"]
-    loss = distillation_loss(signal(source, student, settings, objective), settings.alpha)
+    loss = next_token
+    if source.teacher is not None:
+        source.teacher.requires_grad_(False)
+        signal = SIGNALS["cached" if settings.teacher_top else "online"]
+        loss = distillation_loss(signal(source, student, settings, objective), settings.alpha)
 
     def held_out_loss(model: nn.Module) -> float:
         return mean_loss(loss, model, held_out, settings.batch_size)
 
-    return train(
-        student, loss, rows, settings, work=source.work, held_out=held_out_loss, progress=progress, what=what
-    )
+    options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
+    return train(student, loss, rows, settings, work=source.work, masks=masks, **options)
 
 
 def mean_loss(loss: Loss, model: nn.Module, rows: Tensor, batch_size: int) -> float:

@@ -42,7 +42,8 @@ class LearnSettings(TrainSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverSettings(LearnSettings):
-    """Train a pruned or quantized model to agree with its teacher again: all weights, or adapters alone."""
+    """Train a pruned or quantized model to agree with its teacher again, or with ``alpha`` 0 on text without
+    a teacher: all weights, or adapters alone."""
 
     learning_rate: float = field(
         default=2e-4, metadata={"help": "peak learning rate; small, because the model is nearly right"}
@@ -57,16 +58,31 @@ class RecoverSettings(LearnSettings):
     adapter_init: str = field(
         default="error",
         metadata={
-            "help": "adapters start at the rounding error, teacher - student (LoftQ), or at zero",
+            "help": "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do "
+            "without a teacher",
             "choices": ("error", "zero"),
+        },
+    )
+    keep_zeros: str = field(
+        default="auto",
+        metadata={
+            "help": "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
+            "choices": ("auto", "true", "false"),
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep_zeros not in ("auto", "true", "false"):
+            raise SettingsError("keep_zeros", self.keep_zeros, "auto, true or false")
         check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
         if self.adapter_init not in ("error", "zero"):
             raise SettingsError("adapter_init", self.adapter_init, "error or zero")
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether a teacher is of use."""
+        return self.alpha > 0.0 or (self.adapter_rank > 0 and self.adapter_init == "error")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +20,19 @@ from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
 from attar.distillation.for_drafting import draft_report
 from attar.distillation.learn import learn, training_rows
+from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts import HELD_OUT_TOKENS, RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.online import SignalSource
 from attar.distillation.students import make_student
-from attar.errors import ModelError
+from attar.errors import ModelError, UsageError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.stored import precision_note, stored_precision
+from attar.models.zeros import resolve_zeros, zero_mask
 from attar.progress import SILENT, Progress
+from attar.walks.masks import Masks
 from attar.walks.train import TrainHistory
 
 if TYPE_CHECKING:
@@ -92,7 +98,7 @@ def recover(
     out: Path,
     settings: RecoverSettings,
     *,
-    teacher: str | Path | Checkpoint,
+    teacher: str | Path | Checkpoint | None = None,
     progress: Progress = SILENT,
     force: bool = False,
     key: str | None = None,
@@ -102,42 +108,84 @@ def recover(
 
     With ``adapter_rank`` its weights stay as they are and low-rank adapters learn: ``out`` is the dense
     model with the adapters added, and ``out/adapter`` the adapters alone, in peft's format, for use over
-    ``model``.
+    ``model``. Where zeros are kept there is no ``out/adapter``: masked_adapters.py says why.
 
     Args:
-        model: the damaged model; its shape is kept.
-        teacher: the model to agree with; both have one tokenizer.
+        model: the damaged model; its shape is kept, and its zeros as ``keep_zeros`` has it.
+        teacher: the model to agree with; both have one tokenizer. With ``alpha`` 0 it may be None.
         signal: as in :func:`distill`.
 
     Raises:
         AttarError: see errors.py; no output is left.
     """
-    source, original = open_checkpoint(model), open_checkpoint(teacher)
+    if teacher is None and settings.alpha > 0.0:
+        hint = "--teacher MODEL, or --alpha 0 to learn from the text alone"
+        raise UsageError("recover needs the model to learn from", hint=hint)
+    source = open_checkpoint(model)
+    original = open_checkpoint(teacher) if teacher is not None and settings.reads_teacher else None
+    settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
     settings = fit(settings, source, progress)
-    _check_same_tokens(source, original)
-    student, guide = _causal(source, settings), _causal(original, settings)
-    student = _trainable(student, guide, settings)
+    if original is not None:
+        _check_same_tokens(source, original)
+    load_tokenizer(source)  # refused before the weights are read
+    student = _causal(source, settings)
+    guide = None if original is None else _causal(original, settings)
+    names = linears_of(student)
+    masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
+    student = _trainable(student, names, guide, masks, settings)
+    signals = [] if original is None else [original]
     text = fingerprint(settings.data)
     with produce(
-        out, "recover", settings, VERSION, [source], signals=[original], text=text, force=force, key=key
+        out, "recover", settings, VERSION, [source], signals=signals, text=text, force=force, key=key
     ) as output:
+        for note in _zero_notes(masks, len(names), settings):
+            progress.log(note)
         note_texts(output, _records("recover", source, settings), progress)
         origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
-        history = learn(student, origin, source, settings, progress=progress, what="recover")
-        if settings.adapter_rank:
+        dense_masks = None if settings.adapter_rank else masks
+        history = learn(
+            student, origin, source, settings, progress=progress, what="recover", masks=dense_masks
+        )
+        if settings.adapter_rank and masks:
+            student = merge_masked_adapters(student, names)
+        elif settings.adapter_rank:
             save_adapter(student, output.folder / ADAPTER, source.spelling)
             student = student.merge_and_unload()
+        masks.check(student)
         _save(student, source, output, history, progress)
+        if masks:
+            output.details["zeros"] = {"linears": len(masks.kept), "sparsity": masks.sparsity}
     return open_checkpoint(out)
 
 
-def _trainable(student: Any, teacher: Any, settings: RecoverSettings) -> Any:
+def linears_of(model: Any) -> list[str]:
+    """Paths of the Linears of the blocks."""
+    return [name for block in discover(model).blocks for name in block.linears]
+
+
+def _zero_notes(masks: Masks, linears: int, settings: RecoverSettings) -> Iterator[str]:
+    """Lines about zeros that are kept."""
+    if not masks:
+        return
+    count = "all" if len(masks.kept) == linears else f"{len(masks.kept)} of the"
+    yield (
+        f"recover: the zeros of {count} {linears} Linears stay, {masks.sparsity:.1%} of their weights "
+        "(--keep-zeros false trains them too)"
+    )
+    if settings.adapter_rank:
+        yield f"no {ADAPTER} folder: adapters alone would fill the zeros; the model's weights have them"
+
+
+def _trainable(
+    student: Any, names: list[str], teacher: Any | None, masks: Masks, settings: RecoverSettings
+) -> Any:
     """The student with what will be trained marked by ``requires_grad``: every weight, or adapters."""
     if not settings.adapter_rank:
         return student.requires_grad_(True)
-    names = [name for block in discover(student).blocks for name in block.linears]
     start = teacher if settings.adapter_init == "error" else None
-    torch.manual_seed(settings.seed)  # peft draws A
+    torch.manual_seed(settings.seed)  # A is drawn
+    if masks:
+        return add_masked_adapters(student, names, settings.adapter_rank, masks, start)
     return add_adapters(student, names, settings.adapter_rank, start)
 
 

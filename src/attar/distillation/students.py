@@ -14,7 +14,8 @@ from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover, text_config
 from attar.models.configs import first_line, model_class, parse_config, quiet
 from attar.models.load import empty_model
-from attar.models.surgery import keep_layers, named_config, neurons_key
+from attar.models.rebuild import named_config
+from attar.models.surgery import keep_layers, neurons_key
 
 
 def make_student(teacher: Any, settings: DistillSettings) -> tuple[list[int], Any]:

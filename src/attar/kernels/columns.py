@@ -25,16 +25,19 @@ class CodeBook:
 
         q = clamp(round((w + m) / s + z), low, high) ,   w' = s (q - z) - m
         q = the nearest of T to (w + m) / s ,            w' = s T[q] - m
+        q = (w + m) / s + z                              real
 
     Attributes:
         zero: z of tiles without their own.
         levels: T, ascending, from code 0 on; ties go to the upper. Empty: uniform levels.
+        real: codes are real numbers, and not rounded.
     """
 
     low: int
     high: int
     zero: int = 0
     levels: tuple[int, ...] = ()
+    real: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class TileScales:
 
 def available(device: torch.device) -> bool:
     """Whether the loop runs compiled; warns once if not."""
-    return device.type == "cpu" and _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12) is not None
+    return device.type == "cpu" and _columns() is not None
 
 
 def round_block(
@@ -70,6 +73,7 @@ def round_block(
     *,
     mask: Tensor | None = None,
     first: Tensor | None = None,
+    choose: tuple[int, int] = (0, 0),
 ) -> None:
     """Round a block of columns, each error propagated inside the block. All tensors are contiguous float32.
 
@@ -80,11 +84,12 @@ def round_block(
             diagonal divides errors.
         codes: (n, N), written.
         errors: (n, N), written.
-        mask: bool (n, N); False: stays zero.
+        mask: bool (n, N); False: becomes zero.
         first: (N,), rounded instead of the first column's weights.
+        choose: N and M: the mask is written, with N of each M columns True; n is a multiple of M.
     """
     step = factor.diagonal().reciprocal()
-    _run(tiles, at, factor.T.contiguous(), step, None, weights, mask, first, codes, errors)
+    _run(tiles, at, factor.T.contiguous(), step, None, weights, mask, first, codes, errors, choose)
 
 
 def descend_block(
@@ -149,15 +154,22 @@ def _run(
     first: Tensor | None,
     codes: Tensor,
     errors: Tensor,
+    choose: tuple[int, int] = (0, 0),
 ) -> None:
-    function = _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12)
+    function = _columns()
     assert function is not None, "call available() first"
+    assert not choose[1] or (mask is not None and len(mask) % choose[1] == 0)
     table = torch.tensor(tiles.book.levels, dtype=torch.float32)
     group = tiles.group[at].contiguous()
     inputs = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
     shape = current.shape[1], current.shape[0]
     _check(
-        function(*shape, *_numbers(tiles.book, current.numel()), *_addresses(table, *inputs, codes, errors))
+        function(
+            *shape,
+            *choose,
+            *_numbers(tiles.book, current.numel()),
+            *_addresses(table, *inputs, codes, errors),
+        )
     )
 
 
@@ -165,7 +177,7 @@ def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:
     """Threads, and the code book's arguments."""
     low = 0 if book.levels else book.low
     threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS_PER_THREAD))
-    return threads, low, book.high, book.zero, len(book.levels)
+    return threads, low, book.high, book.zero, -1 if book.real else len(book.levels)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
@@ -177,6 +189,10 @@ def _check(failed: int) -> None:
     assert failed != 2, "too many levels"
     if failed:
         raise MemoryError("rounding columns")
+
+
+def _columns() -> Callable[..., int] | None:
+    return _function("attar_columns", [ctypes.c_int64, *[ctypes.c_int] * 3], 12)
 
 
 def _function(name: str, shape: list[Any], pointers: int) -> Callable[..., int] | None:

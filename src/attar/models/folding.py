@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attar.models.anatomy import is_linear
 from attar.models.parts import Attention, Block
 from attar.models.probe import BlockProbe, BlockResponse, alike
-from attar.models.surgery import named_config
+from attar.models.rebuild import named_config
 
 __all__ = ["Fold", "Foldable", "Rescale", "foldable", "rescaled", "rescales"]
 

@@ -7,6 +7,7 @@ Plain data: names of modules and numbers. All names are full paths below the mod
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +91,16 @@ class Attention:
             for g in range(n)
         ]
 
+    def query_rows(self, head: int) -> range:
+        """Rows of the stored q weight of one query head."""
+        size = self.heads // self.kv_heads
+        start = head % size * self.head_dim
+        return self.q.run(head // size, self.kv_heads)[start : start + self.head_dim]
+
+    def query_columns(self, head: int) -> range:
+        """Input columns of o of one query head."""
+        return range(head * self.head_dim, (head + 1) * self.head_dim)
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -158,3 +169,10 @@ def weight_of(module: nn.Module) -> Tensor:
     """The weight (N, K) of a Linear, Embedding or Conv1D (stored transposed), a view of the parameter."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a module: its name, the end of its name, or a ``re:`` regular expression."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return name == pattern or name.endswith(f".{pattern}")

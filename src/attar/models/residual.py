@@ -21,7 +21,7 @@ from attar.errors import ModelError
 from attar.models.folding import norm_fold, norm_offset, v_fold
 from attar.models.parts import Block
 from attar.models.probe import BlockProbe, BlockResponse, OutputChange, alike
-from attar.models.surgery import named_config
+from attar.models.rebuild import named_config
 
 __all__ = ["HeadValues", "NormRead", "Residual", "residual"]
 

@@ -1,16 +1,15 @@
-"""Surgery: a smaller model that computes what the larger one does with the removed parts zeroed.
+"""Surgery: a smaller model that computes what the larger one does with the removed units masked
+(:mod:`attar.models.masking` says what masked means).
 
-Heads are removed in whole KV groups (the KV head and all query heads that read it), neurons and layers one
-by one. Rows, biases and columns are cut, the config is changed, and an empty model is built from that
-config, as ``from_pretrained`` will build it, and compared with the cut tensors name by name and shape by
-shape. So no table lists what a family's config can express: transformers' own code decides. The given model
-is not changed and shares no memory with the new one. Models on the meta device can be cut too, for their
-sizes.
+Query heads are removed with their KV head where it has no other, neurons and layers one by one. Rows, biases
+and columns are cut, the config is changed, and :mod:`attar.models.rebuild` makes the model. The channels of
+the residual stream need no table of the tensors that have them: they are the dimensions that the model of the
+changed config has shorter. The given model is not changed and shares no memory with the new one. Models on
+the meta device can be cut too, for their sizes.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,18 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.models.anatomy import NEURONS, discover, text_config
-from attar.models.configs import parse_config, quiet
+from attar.models.cut_plan import (
+    CutPlan,
+    check_units,
+    groups_of_heads,
+    heads_of_groups,
+    same_count,
+)
 from attar.models.load import empty_model
-from attar.models.parts import Anatomy, Projection
+from attar.models.parts import Anatomy, Attention, Block, Projection
+from attar.models.rebuild import fitting_model, named_config, rebuild
+
+WIDTHS = ("hidden_size", "word_embed_proj_dim")  # config entries of the width of the residual stream
 
 
 class RowColumnCut:
@@ -42,6 +50,28 @@ class RowColumnCut:
         self.kinds[part.name] = part.kind
         self.columns.setdefault(part.name, set()).update(columns)
 
+    def remove_heads(self, attention: Attention, kept: Sequence[int]) -> None:
+        """Remove all query heads but ``kept``, and the KV heads that only removed ones read."""
+        groups = groups_of_heads(attention, kept)
+        for head in range(attention.heads):
+            if head not in kept:
+                self.remove_rows(attention.q, attention.query_rows(head))
+                self.remove_columns(attention.o, attention.query_columns(head))
+        for index, group in enumerate(attention.groups()):
+            if index not in groups:
+                self.remove_rows(attention.k, group.k_rows)
+                self.remove_rows(attention.v, group.v_rows)
+
+    def remove_neurons(self, block: Block, kept: Sequence[int]) -> None:
+        """Remove all neurons of the MLP but ``kept``: rows of up and gate, columns of down."""
+        mlp, stays = block.mlp, set(kept)
+        removed = [index for index in range(mlp.neurons) if index not in stays]
+        self.remove_columns(mlp.down, removed)
+        for part in (mlp.up, mlp.gate):
+            if part is not None:
+                stored = part.stored_rows()
+                self.remove_rows(part, [stored[index] for index in removed])
+
     def apply(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state dict without them; every tensor is a copy."""
         result = {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -61,8 +91,51 @@ def without(tensor: Tensor, dim: int, removed: set[int]) -> Tensor:
     return tensor.index_select(dim, torch.tensor(kept, device=tensor.device))
 
 
+def cut_model(model: Any, plan: CutPlan) -> Any:
+    """A new model that has only the units of the plan, all structures cut at once.
+
+    It is of the same class, except that a Llama whose width is not a multiple of its number of heads becomes
+    a Mistral, because Llama's config refuses that number.
+
+    Args:
+        model: a transformers model; not changed.
+        plan: what stays.
+
+    Raises:
+        ModelError: the plan does not fit the model, or the family's config cannot express the result.
+    """
+    anatomy = discover(model)
+    plan.check(anatomy)
+    _check_layers(model, plan)
+    numbers = plan.blocks(anatomy)
+    blocks = [anatomy.blocks[number] for number in numbers]
+    cut, changes = RowColumnCut(), dict[str, Any]()
+    if plan.heads is not None:
+        heads = [plan.heads[number] for number in numbers]
+        changes |= _head_changes(model, anatomy, blocks, heads)
+        for block, kept in zip(blocks, heads, strict=True):
+            cut.remove_heads(block.attention, kept)
+    if plan.neurons is not None:
+        neurons = [plan.neurons[number] for number in numbers]
+        changes |= _neuron_changes(model, anatomy, [len(kept) for kept in neurons])
+        for block, kept in zip(blocks, neurons, strict=True):
+            cut.remove_neurons(block, kept)
+    state = cut.apply(_state_of(model, anatomy, numbers))
+    if plan.layers is not None:
+        changes = {**_per_layer_lists(model, anatomy, numbers), **changes, "num_hidden_layers": len(numbers)}
+        state = _renumbered(state, anatomy, numbers)
+    if plan.hidden is not None:
+        changes = {**_hidden_changes(model, anatomy, len(plan.hidden)), **changes}
+    try:
+        new = rebuild(model, state, changes, plan.hidden)
+        _check_head_width(new, anatomy)
+    except ModelError as error:
+        raise _refusal(model, anatomy, plan, error) from error
+    return new
+
+
 def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
-    """Remove attention heads, whole KV groups at a time.
+    """Remove attention heads, whole KV groups (the KV head and all query heads that read it) at a time.
 
     Args:
         model: a transformers model; not changed.
@@ -70,19 +143,16 @@ def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
             number for all.
 
     Returns:
-        A new model. It is of the same class, except that a Llama whose width is not a multiple of the new
-        number of heads becomes a Mistral, because Llama's config refuses that number.
+        A new model; see :func:`cut_model`.
 
     Raises:
         ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
     """
-    anatomy = discover(model)
-    count = _check_keep(keep, [block.attention.kv_heads for block in anatomy.blocks], "KV head groups")
-    state = _without_heads(model.state_dict(), anatomy, keep)
-    try:
-        return rebuild(model, state, _head_changes(model, anatomy, count))
-    except ModelError as error:
-        raise _heads_error(model, anatomy, count, error) from error
+    blocks = discover(model).blocks
+    check_units(keep, [block.attention.kv_heads for block in blocks], "KV head groups")
+    same_count(keep, "KV head groups")
+    pairs = zip(blocks, keep, strict=True)
+    return cut_model(model, CutPlan(heads=tuple(heads_of_groups(b.attention, kept) for b, kept in pairs)))
 
 
 def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
@@ -91,25 +161,26 @@ def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
 
     Args:
         model: a transformers model; not changed.
-        keep: for each block the neurons that stay, ascending; as many in every block.
+        keep: for each block the neurons that stay, ascending; as many in every block, unless the family's
+            config has a number for each.
 
     Raises:
         ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
     """
-    anatomy = discover(model)
-    before = [block.mlp.neurons for block in anatomy.blocks]
-    count = _check_keep(keep, before, "neurons")
-    cut = RowColumnCut()
-    for block, kept in zip(anatomy.blocks, keep, strict=True):
-        mlp, stays = block.mlp, set(kept)
-        removed = [index for index in range(mlp.neurons) if index not in stays]
-        cut.remove_columns(mlp.down, removed)
-        for part in (mlp.up, mlp.gate):
-            if part is not None:
-                stored = part.stored_rows()
-                cut.remove_rows(part, [stored[index] for index in removed])
-    changes = {neurons_key(text_config(model), before[0]): count}
-    return rebuild(model, cut.apply(model.state_dict()), changes)
+    return cut_model(model, CutPlan(neurons=tuple(tuple(kept) for kept in keep)))
+
+
+def keep_hidden(model: Any, keep: Sequence[int]) -> Any:
+    """Remove channels of the residual stream: from embeddings, norms, head, and all that reads or writes it.
+
+    Args:
+        model: a transformers model; not changed.
+        keep: the channels that stay, ascending.
+
+    Raises:
+        ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
+    """
+    return cut_model(model, CutPlan(hidden=tuple(keep)))
 
 
 def keep_layers(model: Any, keep: Sequence[int]) -> Any:
@@ -126,74 +197,152 @@ def keep_layers(model: Any, keep: Sequence[int]) -> Any:
     Raises:
         ModelError: ``keep`` is not of this form, or the attention of a block depends on its position.
     """
-    config = text_config(model)
-    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
-        raise ModelError(
-            f"{config.model_type}: its attention is scaled by the layer's index, so layers cannot move",
-            hint="use method neurons",
-        )
-    return _keep_layers(model, keep)
+    return cut_model(model, CutPlan(layers=tuple(keep)))
 
 
 def head_counts(model: Any) -> list[int]:
     """Numbers of KV groups that :func:`keep_heads` can leave, ascending (all of them: heads must stay)."""
-    thin = _keep_layers(
-        empty_model(named_config(model)), [0]
-    )  # one block without weights is enough, and fast
+    thin = one_block(model)
     anatomy = discover(thin)
+    attention = anatomy.blocks[0].attention
     counts = []
-    for count in range(1, anatomy.blocks[0].attention.kv_heads + 1):
-        state = _without_heads(thin.state_dict(), anatomy, [list(range(count))])
+    for count in range(1, attention.kv_heads + 1):
+        heads = heads_of_groups(attention, range(count))
+        cut = RowColumnCut()
+        cut.remove_heads(attention, heads)
+        changes = _head_changes(thin, anatomy, anatomy.blocks, [heads])
         try:
-            fitting_model(thin, state, _head_changes(thin, anatomy, count))
+            fitting_model(thin, cut.apply(thin.state_dict()), changes)
         except ModelError:
             continue
         counts.append(count)
     return counts
 
 
-def _keep_layers(model: Any, keep: Sequence[int]) -> Any:
-    anatomy = discover(model)
-    total = len(anatomy.blocks)
-    _check_keep([keep], [total], "layers")
-    lists = {
-        key: [value[index] for index in keep]
-        for key, value in text_config(model).to_dict().items()
-        if isinstance(value, (list, tuple)) and len(value) == total and "layer" in key
-    }
+def one_block(model: Any) -> Any:
+    """The model with its first block alone and without weights: enough to see what a config can express, and
+    fast."""
+    empty = empty_model(named_config(model))
+    anatomy = discover(empty)
+    changes = {**_per_layer_lists(empty, anatomy, [0]), "num_hidden_layers": 1}
+    return rebuild(empty, _renumbered(_state_of(empty, anatomy, [0]), anatomy, [0]), changes)
+
+
+def _check_layers(model: Any, plan: CutPlan) -> None:
+    config = text_config(model)
+    if plan.layers is not None and getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise ModelError(
+            f"{config.model_type}: its attention is scaled by the layer's index, so layers cannot move",
+            hint="use method neurons",
+        )
+
+
+def _check_head_width(new: Any, anatomy: Anatomy) -> None:
+    """Raise where the new config means heads of another width, in a narrower residual stream."""
+    before, after = (blocks[0].attention.head_dim for blocks in (anatomy.blocks, discover(new).blocks))
+    if before != after:
+        raise ModelError(f"{anatomy.family}: its config means heads of {after} instead of {before}")
+
+
+def _state_of(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> dict[str, Tensor]:
+    """The state dict without the blocks that go."""
+    gone = tuple(f"{block.name}." for block in anatomy.blocks if block.index not in numbers)
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(gone)}
+
+
+def _renumbered(state: Mapping[str, Tensor], anatomy: Anatomy, numbers: Sequence[int]) -> dict[str, Tensor]:
+    """The state dict with its blocks numbered from 0."""
     renamed = {
-        f"{anatomy.blocks_name}.{old}.": f"{anatomy.blocks_name}.{new}." for new, old in enumerate(keep)
+        f"{anatomy.blocks_name}.{old}.": f"{anatomy.blocks_name}.{new}." for new, old in enumerate(numbers)
     }
-    state = {}
-    for name, tensor in model.state_dict().items():
-        old = next((block.name + "." for block in anatomy.blocks if name.startswith(block.name + ".")), "")
-        if old == "" or old in renamed:
-            state[renamed.get(old, "") + name.removeprefix(old)] = tensor.detach().clone()
-    return rebuild(model, state, {"num_hidden_layers": len(keep), **lists})
+    result = {}
+    for name, tensor in state.items():
+        old = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+        result[renamed.get(old, "") + name.removeprefix(old)] = tensor
+    return result
 
 
-def _without_heads(
-    state: Mapping[str, Tensor], anatomy: Anatomy, keep: Sequence[Sequence[int]]
-) -> dict[str, Tensor]:
-    """A copy of a state dict that has only the KV groups ``keep`` of each block."""
-    cut = RowColumnCut()
-    for block, kept in zip(anatomy.blocks, keep, strict=True):
-        attention = block.attention
-        for index, group in enumerate(attention.groups()):
-            if index not in kept:
-                cut.remove_rows(attention.q, group.q_rows)
-                cut.remove_rows(attention.k, group.k_rows)
-                cut.remove_rows(attention.v, group.v_rows)
-                cut.remove_columns(attention.o, group.o_columns)
-    return cut.apply(state)
+def _per_layer_lists(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> dict[str, Any]:
+    """The config's lists of an entry for each layer, for the layers that stay."""
+    return {
+        key: [value[number] for number in numbers]
+        for key, value in text_config(model).to_dict().items()
+        if isinstance(value, (list, tuple))
+        and len(value) == len(anatomy.blocks)
+        and ("layer" in key or key in NEURONS)
+    }
 
 
-def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) -> ModelError:
-    """Why heads cannot be removed, and what can be done."""
-    attention = anatomy.blocks[0].attention
+def _head_changes(
+    model: Any, anatomy: Anatomy, blocks: Sequence[Block], heads: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Config entries for the heads that the blocks keep; the head width too: its default depends on them."""
+    count = same_count(heads, "heads")
+    pairs = zip(blocks, heads, strict=True)
+    groups = same_count([groups_of_heads(block.attention, kept) for block, kept in pairs], "KV head groups")
+    changes = {"num_attention_heads": count, **_head_width(model, anatomy)}
+    if hasattr(text_config(model), "num_key_value_heads"):
+        changes["num_key_value_heads"] = groups
+    return changes
+
+
+def _head_width(model: Any, anatomy: Anatomy) -> dict[str, Any]:
+    """The config entry that makes the width of a head explicit, where it is not."""
+    width = anatomy.blocks[0].attention.head_dim
+    return {} if getattr(text_config(model), "head_dim", None) == width else {"head_dim": width}
+
+
+def _neuron_changes(model: Any, anatomy: Anatomy, counts: Sequence[int]) -> dict[str, Any]:
+    """The config entry for these numbers of neurons: one number where they are equal, else a list."""
+    before = [block.mlp.neurons for block in anatomy.blocks]
+    key = neurons_key(text_config(model), before[0])
+    uniform = len(set(counts)) == 1 and not isinstance(getattr(text_config(model), key), (list, tuple))
+    return {key: counts[0] if uniform else list(counts)}
+
+
+def _hidden_changes(model: Any, anatomy: Anatomy, width: int) -> dict[str, Any]:
+    """Config entries for a width of the residual stream; all whose defaults depend on it become explicit."""
+    config = text_config(model)
+    key = neurons_key(config, anatomy.blocks[0].mlp.neurons)
+    explicit = {} if getattr(config, key) is not None else {key: anatomy.blocks[0].mlp.neurons}
+    widths = {name: width for name in WIDTHS if getattr(config, name, None) == anatomy.hidden_size}
+    return {**widths, **_head_width(model, anatomy), **explicit}
+
+
+def _refusal(model: Any, anatomy: Anatomy, plan: CutPlan, error: ModelError) -> ModelError:
+    """Why the plan cannot be cut, and what can be done."""
+    counts = [len(plan.neurons[number]) for number in plan.blocks(anatomy)] if plan.neurons else [0]
+    if min(counts) < max(counts):
+        return ModelError(
+            f"{anatomy.family}: kept neurons differ from block to block ({min(counts)} to {max(counts)}), "
+            f"and its config has one number for all",
+            hint=f"the nearest uniform plan keeps {round(sum(counts) / len(counts))} in each",
+        )
+    if plan.hidden is not None:
+        return _hidden_error(anatomy, plan, error)
+    return error if plan.heads is None else _heads_error(model, anatomy, plan, error)
+
+
+def _hidden_error(anatomy: Anatomy, plan: CutPlan, error: ModelError) -> ModelError:
+    attention, width = anatomy.blocks[0].attention, len(plan.hidden or ())
+    heads = len(plan.heads[0]) if plan.heads is not None else attention.heads
+    message = (
+        f"{anatomy.family}: the residual stream cannot be {width} wide: no transformers config of this "
+        f"family means {heads} heads of {attention.head_dim} in a width of {width}"
+    )
+    if attention.heads * attention.head_dim != anatomy.hidden_size:
+        return ModelError(error.message, hint="use method neurons")
+    return ModelError(
+        message,
+        hint=f"use method neurons, or remove heads with it, so that both are n x {attention.head_dim} wide",
+    )
+
+
+def _heads_error(model: Any, anatomy: Anatomy, plan: CutPlan, error: ModelError) -> ModelError:
+    assert plan.heads is not None
+    attention, heads = anatomy.blocks[0].attention, len(plan.heads[plan.blocks(anatomy)[0]])
     counts = head_counts(model)
     if counts == [attention.kv_heads]:
-        heads = attention.heads // attention.kv_heads * count
         return ModelError(
             f"{anatomy.family}: heads cannot be removed: no transformers config of this family means {heads} "
             f"heads of {attention.head_dim} in a width of {anatomy.hidden_size}",
@@ -204,116 +353,14 @@ def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) ->
     )
 
 
-def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
-    """Config entries for ``count`` KV groups; the head width too, whose default depends on them."""
-    attention, config = anatomy.blocks[0].attention, text_config(model)
-    changes = {"num_attention_heads": attention.heads // attention.kv_heads * count}
-    if getattr(config, "head_dim", None) != attention.head_dim:
-        changes["head_dim"] = attention.head_dim
-    if hasattr(config, "num_key_value_heads"):
-        changes["num_key_value_heads"] = count
-    return changes
-
-
 def neurons_key(config: Any, neurons: int) -> str:
-    """Name under which a config keeps its MLP width (None there means 4 hidden sizes, as in GPT-2)."""
+    """Name under which a config keeps its MLP width (None there means 4 hidden sizes, as in GPT-2; a list has
+    a number for each layer)."""
     sizes = {key: getattr(config, key) for key in NEURONS if hasattr(config, key)}
     for key, value in sizes.items():
-        if value == neurons or (value is None and neurons == 4 * config.hidden_size):
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if first == neurons or (value is None and neurons == 4 * config.hidden_size):
             return key
     raise ModelError(
         f"{config.model_type}: no entry of the config says {neurons} neurons; looked at {', '.join(NEURONS)}"
     )
-
-
-def _check_keep(keep: Sequence[Sequence[int]], limits: Sequence[int], what: str) -> int:
-    """How many are kept in each block; raises where ``keep`` is not ascending, within limits and even."""
-    if len(keep) != len(limits):
-        raise ModelError(f"kept {what} are given for {len(keep)} blocks, but the model has {len(limits)}")
-    for index, (kept, limit) in enumerate(zip(keep, limits, strict=True)):
-        if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= limit:
-            raise ModelError(
-                f"kept {what} of block {index} must be ascending numbers from 0 to {limit - 1}, at least "
-                f"one; they are {list(kept)[:8]}"
-            )
-    counts = sorted({len(kept) for kept in keep})
-    if len(counts) > 1:
-        raise ModelError(
-            f"kept {what} differ from block to block ({counts[0]} to {counts[-1]})",
-            hint="a config has one number for all layers; keep as many in each",
-        )
-    return counts[0]
-
-
-# Llama's config wants hidden_size to be a multiple of the number of heads although head_dim is free.
-# Mistral's does not, and without a sliding window it is the same network with the same tensor names.
-SIBLINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("mistral", "Mistral", {"sliding_window": None}),
-}
-
-
-def rebuild(model: Any, state: dict[str, Tensor], changes: dict[str, Any]) -> Any:
-    """A model of the changed config that holds ``state``."""
-    new = fitting_model(model, state, changes)
-    new.load_state_dict(state, strict=True, assign=True)
-    new.tie_weights()
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        new.to(device)
-    if model.can_generate():
-        new.generation_config = copy.deepcopy(model.generation_config)
-    return new.train(model.training)
-
-
-def fitting_model(model: Any, state: Mapping[str, Tensor], changes: dict[str, Any]) -> Any:
-    """An empty model of the changed config whose tensors have the names and shapes of ``state``."""
-    family, refusal = text_config(model).model_type, ""
-    for config in _configs(model, changes):
-        try:
-            new = empty_model(parse_config(config))
-        except ModelError as error:
-            refusal = refusal or error.message
-            continue
-        wrong = _misfit(new.state_dict(), state)
-        if wrong is None:
-            with quiet():
-                new.set_attn_implementation(model.config._attn_implementation)
-            return new
-        refusal = refusal or f"it builds {wrong}"
-    requested = ", ".join(f"{key} {value}" for key, value in changes.items() if isinstance(value, int))
-    raise ModelError(f"{family}: its config cannot express {requested}: {refusal}")
-
-
-def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The changed config of the model's own family, then that of a sibling family."""
-    config = named_config(model)
-    for key, value in changes.items():
-        try:
-            setattr(config.get_text_config(), key, value)
-        except Exception as error:  # a property without a setter, or a validator of the config class
-            raise ModelError(f"{config.model_type}: its config's {key} cannot be {value}: {error}") from error
-    own = config.to_dict()
-    if config.model_type not in SIBLINGS:
-        return [own]
-    kind, prefix, extra = SIBLINGS[config.model_type]
-    ours, theirs = type(config)().to_dict(), parse_config({"model_type": kind}).to_dict()
-    shared = {key: value for key, value in own.items() if key in theirs or key not in ours}
-    name = prefix + type(model).__name__.removeprefix(type(config).__name__.removesuffix("Config"))
-    return [own, {**shared, **extra, "model_type": kind, "architectures": [name]}]
-
-
-def named_config(model: Any) -> Any:
-    """A copy of the model's config that names the model's class."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    return config
-
-
-def _misfit(built: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that differs in name or shape, in words; None when all fit."""
-    for name in sorted(built.keys() | state.keys()):
-        have = list(built[name].shape) if name in built else "nothing"
-        want = list(state[name].shape) if name in state else "nothing"
-        if have != want:
-            return f"{name} {have} where the cut needs {want}"
-    return None

@@ -1,42 +1,28 @@
-"""The verb ``prune``: the least important units of every layer, really removed.
-
-The structure defines the units (``structures/``), the criterion their importance (``criteria/``).
-"""
+"""The verb ``prune``: the least important parts of a model removed, by any method."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
-from attar.data.packing import calibration_batches, row_length
-from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
-from attar.errors import ModelError, UsageError
-from attar.models.anatomy import discover
-from attar.models.device import pick_device, resolve
-from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.parts import Anatomy
-from attar.models.stored import precision_note, stored_precision
+from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
-from attar.pruning.criteria import CRITERIA
-from attar.pruning.criteria.gradient import keep_most_important
-from attar.pruning.settings import VERSION, PruneSettings
+from attar.pruning.linears import pruned_linears
+from attar.pruning.mixed import prune_mixed
+from attar.pruning.settings import VERSION, PruneSettings, ZerosSettings
 from attar.pruning.structures import STRUCTURES
-from attar.pruning.structures.heads import zero_heads
-from attar.walks.objectives import masked_token_loss, next_token_loss
+from attar.pruning.task import PruneTask
+from attar.pruning.units import prune_units
+from attar.pruning.zeros import ZEROS, prune_zeros, sees_text
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-    from attar.pruning.structures.structure import Structure
 
 
 def prune(
@@ -48,120 +34,30 @@ def prune(
     force: bool = False,
     key: str | None = None,
 ) -> Checkpoint:
-    """Remove the least important head groups or neurons of every layer.
+    """Remove the least important parts of a model.
 
     Args:
-        out: the folder to make; its config has the new sizes.
+        out: the folder to make.
 
     Raises:
         AttarError: see errors.py; no output is left.
     """
     source = open_checkpoint(model)
-    tokenizer = load_tokenizer(source)
-    settings = fit(settings, source, progress)
-    loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
-    anatomy = discover(loaded)
-    structure = STRUCTURES[settings.method]
-    modules, owners = structure.units(loaded, anatomy)
-    total = int(owners[0].max()) + 1
-    count = structure.count(total, settings)
-    if count == total:
-        raise nothing_removed(total, settings)
-    cut = structure.cut(source.config, anatomy, count, settings)
+    if isinstance(settings.options, ZerosSettings):
+        pruned_linears(source, settings.options)  # refused before any work
+    if not isinstance(settings.options, ZerosSettings) or sees_text(settings):
+        load_tokenizer(source)
+        settings = fit(settings, source, progress)
     text = fingerprint(settings.data)
     with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
-        for note in (_share(total, count, settings), precision_note(source)):
-            if note:
-                progress.log(note)
-        length = row_length(settings.sequence_length, source.config)
-        text_record = record(
-            "prune", tokenizer, settings, "calibration", length=length, rows=settings.samples
-        )
-        note_texts(output, [text_record], progress)
-        batches = calibration_batches(
-            tokenizer,
-            settings.data,
-            samples=settings.samples,
-            sequence_length=length,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            bos=settings.bos,
-        )
-        loss = _loss(anatomy, tokenizer)
-        precision = resolve(settings.precision, loaded.device)
-        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            importance = CRITERIA["gradient"](
-                loaded, modules, owners, loss, batches, progress, f"prune {settings.method}"
-            )
-        keep = keep_most_important(importance, count)
-        save_model(cut(loaded, keep), output.folder, dtype=stored_precision(source))
+        METHODS[settings.method](PruneTask(source, settings, output, progress))
         copy_companions(source.path, output.folder)
-        output.details["layers"] = _report(anatomy, importance, keep, structure)
-        output.details["precision"] = precision
-        output.details["kept"] = {
-            "unit": settings.method,
-            "of": total,
-            "kept": count,
-            "asked_ratio": settings.ratio,
-            "removed_ratio": 1 - count / total,
-            "cut": "zeroed in place" if cut is zero_heads else "removed",
-        }
     return open_checkpoint(out)
 
 
-def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
-    """The error of a ratio that removes no unit; its hint is the smallest ratio that removes some."""
-    noun = STRUCTURES[settings.method].noun
-    problem = f"--ratio {settings.ratio:g} removes none of the {total} {noun} of a layer"
-    multiple = 1 if settings.method == "heads" else settings.multiple_of or 1
-    fewer = math.ceil(total / multiple) - 1  # multiples below the total
-    if fewer == 0:
-        return UsageError(problem, hint="one must stay" if total == 1 else "a smaller --multiple-of")
-    half = (total - (fewer + 0.5) * multiple) / total  # beyond this ratio fewer are kept
-    ratio = (math.floor(half * 10_000 + 1e-6) + 1) / 10_000
-    removed = total - STRUCTURES[settings.method].count(total, replace(settings, ratio=ratio))
-    return UsageError(problem, hint=f"--ratio {ratio:g} removes {removed} of {total}")
-
-
-def _share(total: int, count: int, settings: PruneSettings) -> str:
-    """The ratio asked for and the ratio of whole units, on one line."""
-    removed = total - count
-    return (
-        f"prune {settings.method}: asked for {settings.ratio:.1%}, removes {removed / total:.1%}: "
-        f"{removed} of {total} {STRUCTURES[settings.method].noun} of each layer"
-    )
-
-
-def _loss(anatomy: Anatomy, tokenizer: Any) -> Any:
-    """The loss the model was trained with, next token or masked token, on whole rows."""
-    if anatomy.causal:
-        return lambda model, tokens: next_token_loss(model(input_ids=tokens).logits, tokens)
-    if anatomy.head is None:
-        raise ModelError(
-            f"{anatomy.family}: no language-model head, so importance has no loss to differentiate",
-            hint="use the checkpoint of the masked language model",
-        )
-    if tokenizer.mask_token_id is None:
-        raise ModelError(
-            f"{anatomy.family}: the tokenizer has no mask token", hint="an encoder is judged by masked tokens"
-        )
-    return lambda model, tokens: masked_token_loss(model, tokens, tokenizer.mask_token_id)
-
-
-def _report(
-    anatomy: Anatomy, importance: Tensor, keep: list[list[int]], structure: Structure
-) -> list[dict[str, Any]]:
-    """Per layer: how many units were removed, and their share of the layer's summed importance."""
-    rows = []
-    for block, scores, kept in zip(anatomy.blocks, importance, keep, strict=True):
-        removed = sorted(set(range(len(scores))) - set(kept))
-        share = float(scores[removed].sum() / scores.sum().clamp(min=1e-30))
-        rows.append(
-            {
-                "name": structure.part(block),
-                "removed": len(removed),
-                "kept": len(kept),
-                "importance_removed": share,
-            }
-        )
-    return rows
+METHODS: dict[str, Callable[[PruneTask], None]] = {
+    **dict.fromkeys(ZEROS, prune_zeros),
+    **dict.fromkeys(STRUCTURES, prune_units),
+    "mixed": prune_mixed,
+}
+"""What each method does; its options are in settings.METHOD_SETTINGS."""

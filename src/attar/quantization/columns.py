@@ -3,10 +3,16 @@ that are not rounded yet.
 
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 
+With a sparsity, the weights that become zero are chosen in the loop, from the weights as corrected so far:
+those of the smallest w_i^2 / U_ii^2, which is what setting w_i to zero costs (SparseGPT: Frantar & Alistarh
+2023, arXiv 2301.00774, algorithm 1). A fraction is chosen among all rows when the loop reaches a block of B
+columns; N:M in each row, when it reaches a group of M columns.
+
 Letters: W (N, K) weight, N outputs, K inputs; U (K, K) upper triangular; E (B, N) errors of a block of B
 columns.
 
 Inside a block the loop is compiled (kernels/columns.py) for grids with a code book, and in torch for others.
+Pruning without quantization is the loop on a :class:`~attar.quantization.grids.real.RealGrid`.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from torch import Tensor
 from attar.kernels import columns as kernel
 from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import HessianFactor
+from attar.sparsity import Sparsity
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
 
@@ -30,11 +37,13 @@ class RoundingResult:
     Attributes:
         damp: lambda that was used, as a fraction of the Hessian's mean diagonal.
         dead: number of columns without any input.
+        mask: bool (N, K), False where a sparsity made a weight zero; None without a sparsity.
     """
 
     quantized: QuantizedTensor
     damp: float
     dead: int
+    mask: Tensor | None = None
 
 
 def round_columns(
@@ -45,8 +54,10 @@ def round_columns(
     group: Tensor,
     mask: Tensor | None = None,
     first: Tensor | None = None,
-) -> Tensor:
-    """Codes (N, K), float32, of the columns from left to right; W is not modified.
+    sparsity: Sparsity | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Codes (N, K), float32, of the columns from left to right, and the mask that they have; W is not
+    modified.
 
     Works on transposed blocks, so that a column is contiguous. Inside a block a column is corrected just
     before it is rounded; the columns after the block are corrected in one matrix product.
@@ -56,37 +67,61 @@ def round_columns(
         U: (K, K) upper triangular.
         parameters: (N, G), a row for each output.
         group: int64 (K,), the tile that each column belongs to.
-        mask: bool (N, K); False: stays zero.
+        mask: bool (N, K); False: becomes zero.
         first: (N,), rounded in place of W's first column; the error is still taken from W's.
+        sparsity: how many weights become zero, instead of a mask; K is a multiple of M.
     """
     columns = W.shape[1]
+    assert sparsity is None or (mask is None and sparsity.fits(columns))
     Wt = W.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty_like(Wt)
     kept = None if mask is None else mask.T.contiguous()
+    if sparsity is not None:
+        kept = torch.empty_like(Wt, dtype=torch.bool)
     tiles = compiled_tiles(grid, parameters, group)
     across = parameters.map(lambda value: value.T)
-    for start in range(0, columns, BLOCK):
-        at = slice(start, min(start + BLOCK, columns))
+    width = _block_width(sparsity)
+    for start in range(0, columns, width):
+        at = slice(start, min(start + width, columns))
         block, factor = Wt[at], U[at, at].contiguous()
-        errors, zeros = torch.empty_like(block), None if kept is None else kept[at]
+        errors, stays = torch.empty_like(block), None if kept is None else kept[at]
+        if sparsity is not None and stays is not None and not sparsity.of:
+            stays.copy_(sparsity.mask((block / factor.diagonal()[:, None]).abs_().T).T)
         decided = first.contiguous() if first is not None and start == 0 else None
         if tiles is not None:
-            kernel.round_block(tiles, at, block, factor, codes[at], errors, mask=zeros, first=decided)
+            pattern = (sparsity.kept, sparsity.of) if sparsity is not None else (0, 0)
+            parts = tiles, at, block, factor, codes[at], errors
+            kernel.round_block(*parts, mask=stays, first=decided, choose=pattern)
         else:
             spread = across.map(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
-            _round_in_torch(grid, spread, block, factor, codes[at], errors, zeros, decided)
+            _round_in_torch(grid, spread, block, factor, codes[at], errors, stays, decided, sparsity)
         if at.stop < columns:
             Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
-    return codes.T
+    return codes.T, None if kept is None else kept.T
+
+
+def _block_width(sparsity: Sparsity | None) -> int:
+    """B, or the nearest whole groups of M columns."""
+    of = sparsity.of if sparsity is not None and sparsity.of else 1
+    return max(BLOCK // of, 1) * of
 
 
 def in_original_order(
-    codes: Tensor, factor: HessianFactor, grid: Grid, parameters: TileParameters
+    codes: Tensor,
+    factor: HessianFactor,
+    grid: Grid,
+    parameters: TileParameters,
+    mask: Tensor | None = None,
 ) -> RoundingResult:
-    """Codes (N, K) in rounding order as a result in the weight's column order."""
+    """Codes (N, K) in rounding order as a result in the weight's column order; the mask, too."""
     restored = torch.empty(codes.shape, dtype=grid.code_dtype, device=codes.device)
     restored[:, factor.order] = codes.to(grid.code_dtype)
-    return RoundingResult(QuantizedTensor(grid, restored, parameters), factor.damp, int(factor.dead.sum()))
+    kept = None
+    if mask is not None:
+        kept = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        kept[:, factor.order] = mask
+    quantized = QuantizedTensor(grid, restored, parameters)
+    return RoundingResult(quantized, factor.damp, int(factor.dead.sum()), kept)
 
 
 def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
@@ -112,20 +147,27 @@ def _round_in_torch(
     errors: Tensor,
     mask: Tensor | None = None,
     first: Tensor | None = None,
+    sparsity: Sparsity | None = None,
 ) -> None:
     """The same as :func:`attar.kernels.columns.round_block`, for any grid and device.
 
     Args:
         spread: parameters (B, N), a row for each column of the block.
     """
-    steps = factor.diagonal().reciprocal().tolist()
-    for i, step in enumerate(steps):
+    step_of = factor.diagonal().reciprocal()
+    of = sparsity.of if sparsity is not None else 0
+    for i, step in enumerate(step_of.tolist()):
+        if of and i % of == 0:
+            assert sparsity is not None and mask is not None
+            ahead = slice(i, i + of)
+            current = block[ahead] - factor[:i, ahead].T @ errors[:i]
+            mask[ahead] = sparsity.mask((current * step_of[ahead, None]).abs_().T).T
         column = block[i]
         if i:
             column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
         at = spread.map(lambda value, i=i: value[i])  # type: ignore[misc]
         target = first if i == 0 and first is not None else column
         if mask is not None:
-            target = target * mask[i]
+            target = target.where(mask[i], 0.0)
         codes[i] = grid.encode(target, at)
         torch.mul(column - grid.decode(codes[i], at), step, out=errors[i])

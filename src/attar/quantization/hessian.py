@@ -144,13 +144,14 @@ class HessianFactor:
         return self.order // (group_size or len(self.order))
 
 
-def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> HessianFactor:
+def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True, together: int = 1) -> HessianFactor:
     """The factor of a Hessian (K, K). Does not modify its input.
 
     Args:
         H: (K, K) float32, symmetric, positive semi-definite.
         damp: lambda as a fraction of the mean of H's diagonal.
         act_order: columns in descending order of H_ii.
+        together: columns that stay neighbours, in their order: M of N:M. Their sum of H_ii counts.
 
     Raises:
         NumericsError: H is not finite, or no damping up to 1 makes it invertible.
@@ -164,9 +165,15 @@ def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> HessianF
         H[dead, dead] = 1.0
     order = torch.arange(len(H), device=H.device)
     if act_order:
-        order = torch.argsort(H.diagonal(), descending=True, stable=True)
+        order = order_by_energy(H.diagonal(), together)
     U, used = inverse_factor(H, damp, order)
     return HessianFactor(order, U, used, dead, H.diagonal())
+
+
+def order_by_energy(diagonal: Tensor, together: int = 1) -> Tensor:
+    """Columns in descending order of H_ii, int64 (K,); ``together`` neighbours by their sum."""
+    groups = diagonal.reshape(-1, together).sum(1).argsort(descending=True, stable=True)
+    return (groups[:, None] * together + torch.arange(together, device=groups.device)).flatten()
 
 
 def check_finite(*values: Tensor) -> None:

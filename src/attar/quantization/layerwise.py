@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.models.zeros import zero_mask
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
@@ -35,14 +36,14 @@ class LayerSolver:
 
     Attributes:
         method: the rounding; see rounding.METHODS.
-        keep_zeros: weights that are zero stay zero.
+        keep_zeros: which weights that are zero stay zero; see attar.models.zeros.
         output_hessian: gives H_O (N, N) of a module, for yaqa.
     """
 
     layers: Mapping[str, LayerPlan]
     method: QuantizationMethod
     settings: AWQSettings | GPTQSettings
-    keep_zeros: bool = False
+    keep_zeros: str = "false"
     output_hessian: Callable[[str], Tensor] | None = None
 
     @property
@@ -117,7 +118,7 @@ class LayerSolver:
                     shared_grid,
                     columns,
                     {name: self._parameters(weight, shared_grid, H) for name, weight in columns.items()},
-                    {name: mask_of(weight, self.keep_zeros) for name, weight in columns.items()},
+                    {name: zero_mask(weight, self.keep_zeros) for name, weight in columns.items()},
                 )
 
     def _refined(
@@ -283,11 +284,6 @@ def scale_choice(method: QuantizationMethod, scales: str, grid: Grid) -> str:
     if scales != "auto":
         return scales
     return "output" if grid.bits_per_weight((4096, 4096)) < method.search_below else "absmax"
-
-
-def mask_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:
-    """bool (N, K), False where a pruned weight has to stay zero; None where nothing is kept."""
-    return weight != 0 if keep_zeros and bool((weight == 0).any()) else None
 
 
 def masked(quantized: QuantizedTensor, mask: Tensor) -> QuantizedTensor:

@@ -18,7 +18,7 @@ from attar.formats.quantization_config import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
-from attar.models.parts import Anatomy
+from attar.models.parts import Anatomy, matches
 from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
@@ -188,13 +188,6 @@ def fit(
                     f"{scheme.divisor}; ignore it or give it another scheme",
                 )
     return {module: fitted[scheme.name] for module, scheme in chosen.items()}
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a module: its name, the end of its name, or a ``re:`` regular expression."""
-    if pattern.startswith("re:"):
-        return re.search(pattern[3:], name) is not None
-    return name == pattern or name.endswith(f".{pattern}")
 
 
 def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:

@@ -23,6 +23,7 @@ from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
+from attar.models.zeros import zero_mask
 from attar.progress import Progress
 from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.calibration import batches_of
@@ -30,13 +31,12 @@ from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
-from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice, solve_yaqa
+from attar.quantization.layerwise import LayerSolver, fused, masked, scale_choice, solve_yaqa
 from attar.quantization.methods import qat
 from attar.quantization.methods.gptaq import gptaq
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.methods.qronos import qronos
-from attar.quantization.mixed_precision.sensitivity import shared_groups
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import (
     AutoRoundSettings,
@@ -50,6 +50,7 @@ from attar.quantization.settings import (
     YAQASettings,
 )
 from attar.walks.objectives import distillation_loss, soft_loss
+from attar.walks.sensitivity import shared_groups
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 
@@ -226,6 +227,7 @@ def train(task: RoundingTask) -> RoundedModel:
         work=task.work / "train",
         progress=task.progress,
         start={layer.module: started(stored, Tensor) for stored, layer in task.plan.sites.items()},
+        masks=_masks(task),
     )
     codes = TrainedCodes(task, learned.weights, teacher)
     scales = {name: float(values["scale"]) for name, values in learned.activations.items()}
@@ -256,9 +258,9 @@ def _precision(task: RoundingTask) -> str:
 
 def _masks(task: RoundingTask) -> dict[str, Tensor]:
     """Masks of the layers with weights that stay zero, by module name."""
-    masks = {}
-    for stored, layer in task.plan.sites.items() if task.settings.storage.keep_zeros else ():
-        mask = mask_of(dense_weight(task.checkpoint.load(stored), layer), True)
+    keep, masks = task.settings.storage.keep_zeros, {}
+    for stored, layer in task.plan.sites.items() if keep != "false" else ():
+        mask = zero_mask(dense_weight(task.checkpoint.load(stored), layer), keep)
         if mask is not None:
             masks[layer.module] = mask
     return masks
@@ -291,7 +293,7 @@ class TrainedCodes:
         self.plan, self.weights, self.rows = task.plan, dict(weights), []
         for layer in task.plan.sites.values():
             weight = dense_weight(original.get_submodule(layer.module).weight.detach(), layer)
-            mask = mask_of(weight, task.settings.storage.keep_zeros)
+            mask = zero_mask(weight, task.settings.storage.keep_zeros)
             if mask is not None:
                 self.weights[layer.module] = masked(self.weights[layer.module], mask)
             self.rows.append({"name": layer.module, **weight_numbers(weight, self.weights[layer.module])})
@@ -328,7 +330,7 @@ class StreamedCodes:
         grid = fused(layer.grid, (self.task.checkpoint.load(self.stored[name]) for name in siblings))
         how = scale_choice(self.method, options.scales, grid)
         quantized = grid.quantize(weight, choose_scales(weight, grid, how))
-        mask = mask_of(weight, self.task.settings.storage.keep_zeros)
+        mask = zero_mask(weight, self.task.settings.storage.keep_zeros)
         if mask is not None:
             quantized = masked(quantized, mask)
         with self.errors.open("a") as file:

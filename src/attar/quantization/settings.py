@@ -33,8 +33,10 @@ class StorageSettings:
         "inputs that share a scale: 128, 64, 32; 0: a whole row; -1: the largest of 128, 64, 32 that divides "
         "every layer's inputs, else a whole row",
     )
-    keep_zeros: bool = _option(
-        False, "weights that are zero (pruned) stay zero, and the other weights compensate"
+    keep_zeros: str = _option(
+        "auto",
+        "weights that are zero stay zero, and the other weights compensate; auto: those of a pruned model",
+        ("auto", "true", "false"),
     )
     embedding_bits: int = _option(
         0, "8: store the embedding (and a tied head) in int8, one scale per row; 0: leave it", (0, 8)

@@ -12,6 +12,7 @@ format. Each keeps its results in the work folder; a killed run resumes there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.stored import stored_precision
+from attar.models.zeros import resolve_zeros
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result
@@ -61,6 +63,7 @@ def quantize(
         AttarError: see errors.py; no partial output is left.
     """
     checkpoint = open_checkpoint(model)
+    settings = _with_zeros(settings, checkpoint, progress)
     if not checkpoint.config.get("quantization_config"):
         check_fit(checkpoint, text=settings.check_tokens > 0)
     ordered = _stores_order(settings)
@@ -115,6 +118,16 @@ def quantize(
         }
         output.measurements.update({name: value for name, value in measured.items() if value is not None})
     return open_checkpoint(out)
+
+
+def _with_zeros(settings: QuantizeSettings, checkpoint: Checkpoint, progress: Progress) -> QuantizeSettings:
+    """The settings with what ``keep_zeros`` means for this checkpoint; zeros that are lost are announced."""
+    keep = resolve_zeros(checkpoint, settings.storage.keep_zeros)
+    if keep == "true" and settings.transform.rotate:
+        progress.log("warning: rotating mixes the weights, so that the zeros of this pruned model are lost")
+    elif keep != settings.storage.keep_zeros and keep == "true":
+        progress.log("pruned weights stay zero, as the lineage has it (--keep-zeros false gives them up)")
+    return replace(settings, storage=replace(settings.storage, keep_zeros=keep))
 
 
 def _stores_order(settings: QuantizeSettings) -> bool:

@@ -6,7 +6,9 @@
     training       6 P T + 2 Q T' operations, T' tokens that the teacher reads; 12 V T elements of losses;
                    muon 30 h B operations per step; each held-out loss on E tokens E (2 P + 2 Q); 10 P
                    elements of an optimizer step
-    prune          6 P T operations, rows one at a time
+    prune          the text once through the model, 2 P T, with gradients 6 P T, in each round of units; for
+                   zeros a sweep with its Hessians and its solving; leaving layers out one by one: each from
+                   its block on, P T; a scan: every structure at some amounts, and each layer alone
     sweep          every block twice (its input, its rounded output): 4 B T; Hessians 2 K^2 T for each group
                    of Linears with K inputs; twice with the original's inputs (gptaq, qronos, yaqa)
     solving        for each Linear (N, K): K columns for the rounding and for each pass of refinement, each
@@ -25,21 +27,14 @@ reaches of them. The errors of a run's finished stages correct the later estimat
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attar.checkpoint.geometry import geometry
 from attar.quantization.settings import AutoRoundSettings, YAQASettings
 from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
-from attar.recipe.settings import plain
-
-if TYPE_CHECKING:
-    from attar.checkpoint.open import Checkpoint
+from attar.recipe.shapes import Shape, flat_settings
 
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
@@ -58,8 +53,6 @@ _CHARACTERS_A_TOKEN = 4.0
 _HELD_OUT = 16_384  # tokens of a held-out loss
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
-_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
-_ATTENTION = re.compile(r"attn|attention")
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,57 @@ _EXL2_COST = MethodCost(swept=1)
 
 
 @dataclass(frozen=True)
+class PruneCost:
+    """What pruning takes besides writing.
+
+    Attributes:
+        passes: of the text through the model, for scores.
+        backward: the scores are gradients.
+        swept: blocks are swept.
+        hessians: with Hessians.
+        columns: solved column by column.
+        products: products of a weight (N, K) with its Hessian, for iterative solvers.
+        scanned: amounts of every structure that are measured.
+    """
+
+    passes: float = 0.0
+    backward: bool = False
+    swept: bool = False
+    hessians: bool = False
+    columns: bool = False
+    products: int = 0
+    scanned: int = 0
+
+
+PRUNE_COSTS = {
+    "magnitude": PruneCost(),
+    "wanda": PruneCost(swept=True),
+    "sparsegpt": PruneCost(swept=True, hessians=True, columns=True),
+    "alps": PruneCost(swept=True, hessians=True, products=100),
+    "heads": PruneCost(passes=1, backward=True),
+    "query-heads": PruneCost(passes=1, backward=True),
+    "neurons": PruneCost(passes=1, backward=True),
+    "hidden": PruneCost(passes=1),
+    "layers": PruneCost(passes=1),
+    "mixed": PruneCost(passes=1, backward=True, scanned=6),
+}
+"""By the methods of attar.pruning.stage.METHODS, with the first criterion of each."""
+
+CRITERION_COSTS = {
+    "gradient": PruneCost(passes=1, backward=True),
+    "taylor": PruneCost(passes=1, backward=True),
+    "activation": PruneCost(passes=1),
+    "wanda": PruneCost(passes=1),
+    "influence": PruneCost(passes=1),
+    "run": PruneCost(passes=3),  # and each of the best runs is measured
+}
+"""By the criteria of units; "kl" takes half a pass for each layer."""
+_WIDTHS = 3  # structures of a scan besides layers: heads, neurons, hidden
+_MEASURED_ROWS = 16  # at most, on which cuts and groups of layers are measured
+_GROUP_PASSES = 20  # of a layer's groups, each at some fractions of zeros, from its block on
+
+
+@dataclass(frozen=True)
 class Work:
     """Work in the units of :class:`attar.recipe.machine.Rates`, and characters of text."""
 
@@ -112,6 +156,10 @@ class Work:
             self.calls + other.calls,
             self.characters + other.characters,
         )
+
+    def times(self, factor: float) -> Work:
+        """The same work a number of times."""
+        return Work(*(factor * part for part in astuple(self)))
 
     def seconds(self, rates: Rates) -> float:
         """Time on a machine with these rates."""
@@ -172,9 +220,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
     if entry.stage in ("distill", "recover"):
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
-        tokens = _calibration(settings)
-        backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
-        return backward + _text(settings, tokens)
+        return _pruning(settings, source) + Work(elements=4 * source.parameters)
     if entry.stage == "quantize":
         return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
     if entry.stage == "export":
@@ -189,12 +235,19 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
     tokens = steps * batch * getattr(settings, "sequence_length", 1)
     every = getattr(settings, "evaluate_every", 0)
     held_out = _HELD_OUT * (1 + (steps // every if every else 0))
-    products = tokens * 6 * result.parameters + _taught(settings, tokens) * 2 * teacher.parameters
-    products += held_out * 2 * (result.parameters + teacher.parameters)
+    guide = teacher.parameters if _guided(settings) else 0.0
+    products = tokens * 6 * result.parameters + _taught(settings, tokens) * 2 * guide
+    products += held_out * 2 * (result.parameters + guide)
     if getattr(settings, "optimizer", "") == "muon":
         products += steps * 30 * result.hidden * result.blocks
     elements = (12 * tokens + 4 * held_out) * result.vocabulary + 10 * steps * result.parameters
     return Work(products, elements) + _text(settings, tokens)
+
+
+def _guided(settings: Any) -> bool:
+    """Whether a teacher is run; without, the text alone teaches."""
+    weight = getattr(settings, "distill", getattr(settings, "alpha", 1.0))  # qat's alpha is SmoothQuant's
+    return bool(weight > 0.0)
 
 
 def _taught(settings: Any, tokens: float) -> float:
@@ -202,6 +255,45 @@ def _taught(settings: Any, tokens: float) -> float:
     if not getattr(settings, "teacher_top", 0) or not settings.rows:
         return tokens
     return min(tokens, float(settings.rows * settings.sequence_length))
+
+
+def _pruning(settings: Any, source: Shape) -> Work:
+    """Scores and solving; with text where any is read."""
+    cost, tokens, rounds = _prune_cost(settings), _calibration(settings), getattr(settings, "rounds", 1)
+    passes = source.layers / 2 if getattr(settings, "criterion", "") == "kl" else cost.passes
+    a_pass = Work((6 if cost.backward else 2) * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
+    work = a_pass.times(passes * rounds)
+    if cost.swept:
+        work += _sweeping(settings, source, hessians=cost.hessians)
+    if cost.columns:
+        work += _columns(source, 1)
+    work += Work(2.0 * cost.products * _cubes(source))
+    work += _measuring(settings, source, cost)
+    return work + (_text(settings, tokens) if work.products else Work())
+
+
+def _measuring(settings: Any, source: Shape, cost: PruneCost) -> Work:
+    """Measured KLs that amounts are chosen by: of groups of layers, of a scan's cuts, of candidates."""
+    rows = min(getattr(settings, "samples", 0), _MEASURED_ROWS)
+    read = rows * getattr(settings, "sequence_length", 0)
+    a_cut = Work(2 * source.parameters * read, 6.0 * source.vocabulary * read)
+    allocation, work = getattr(settings, "allocation", "uniform"), Work()
+    if allocation == "owl":
+        work = Work(2 * source.blocks * _calibration(settings))
+    elif allocation == "measured":
+        work = a_cut.times(_GROUP_PASSES * source.layers)
+    if cost.scanned:
+        work += a_cut.times(cost.scanned * (_WIDTHS + 1) + (1 + 3 * _WIDTHS) * source.layers / 2)
+    if (candidates := getattr(settings, "candidates", 1)) > 1:
+        learned = candidates * settings.candidate_steps * settings.batch_size * settings.sequence_length
+        work += Work(8.0 * source.parameters * learned, 12.0 * source.vocabulary * learned)
+    return work
+
+
+def _prune_cost(settings: Any) -> PruneCost:
+    """The cost of the criterion, where one is chosen, else of the method."""
+    cost = PRUNE_COSTS.get(getattr(settings, "method", ""), PruneCost())
+    return CRITERION_COSTS.get(getattr(settings, "criterion", ""), cost)
 
 
 def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:
@@ -236,8 +328,7 @@ def _exporting(settings: Any, source: Shape) -> Work:
 
 def _solving(settings: Any, source: Shape, cost: MethodCost) -> Work:
     """A sweep with its solver over all blocks."""
-    tokens, layers, hidden = _calibration(settings), source.layers, source.hidden
-    inner = _inner(source)
+    tokens = _calibration(settings)
     work = _sweeping(settings, source, cost.swept)
     if cost.learned:
         batch = settings.batch_size * settings.sequence_length
@@ -246,18 +337,28 @@ def _solving(settings: Any, source: Shape, cost: MethodCost) -> Work:
         )  # an export's are the default
         return work + Work(6 * source.blocks * iterations * batch)
     passes = 1 + (getattr(settings, "refine", 0) if cost.refined else 0)
-    columns = passes * layers * (6 * hidden + inner)  # q, k, v, o, gate, up; down
-    squares = 4 * hidden * hidden**2 + 2 * inner * hidden**2 + hidden * inner**2  # N K^2
-    work += Work(2.0 * passes * layers * squares, _CANDIDATES * 4 * source.blocks, _CALLS_A_COLUMN * columns)
+    work += _columns(source, passes) + Work(elements=_CANDIDATES * 4 * source.blocks)
     if cost.backward:
         work += Work(6 * source.parameters * tokens * getattr(settings, "rounds", YAQASettings.rounds))
     return work
 
 
-def _sweeping(settings: Any, source: Shape, models: int = 1) -> Work:
+def _columns(source: Shape, passes: int) -> Work:
+    """Passes of a solver over the columns of all Linears."""
+    columns = passes * source.layers * (6 * source.hidden + _inner(source))  # q, k, v, o, gate, up; down
+    return Work(2.0 * passes * _cubes(source), calls=_CALLS_A_COLUMN * columns)
+
+
+def _cubes(source: Shape) -> float:
+    """N K^2 of all Linears."""
+    hidden, inner = source.hidden, _inner(source)
+    return source.layers * (4.0 * hidden * hidden**2 + 2 * inner * hidden**2 + hidden * inner**2)
+
+
+def _sweeping(settings: Any, source: Shape, models: int = 1, *, hessians: bool = True) -> Work:
     """A pass over all blocks with their Hessians, of the quantized model and optionally the original."""
-    hessians = 2.0 * source.layers * (3 * source.hidden**2 + _inner(source) ** 2)
-    return Work(_SWEPT * models * _calibration(settings) * (4.0 * source.blocks + hessians))
+    squares = 2.0 * source.layers * (3 * source.hidden**2 + _inner(source) ** 2) if hessians else 0.0
+    return Work(_SWEPT * models * _calibration(settings) * (4.0 * source.blocks + squares))
 
 
 def _squares(source: Shape) -> float:
@@ -301,120 +402,35 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
     """Bytes of memory above the base, and of scratch on disk."""
     settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
-        other = teacher or source
-        memory = 16 * result.parameters + 4 * other.parameters + _activations(settings, result)
+        other = (teacher or source).parameters if _guided(settings) else 0.0
+        memory = 16 * result.parameters + 4 * other + _activations(settings, result)
         return memory, 12 * result.parameters
     if entry.stage == "prune":
-        return 8 * source.parameters + _activations(settings, source), 0.0
+        return _pruning_memory(settings, source)
     if entry.stage == "quantize" and METHOD_COSTS[settings.method].trained:
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
-        kept = 4.0 * _calibration(settings) * source.hidden
-        return 8 * source.blocks / source.layers + kept, result.bytes
+        return _sweep_memory(settings, source), result.bytes
     return min(source.bytes, 1e9), 0.0
+
+
+def _pruning_memory(settings: Any, source: Shape) -> tuple[float, float]:
+    """A sweep's, or that of the whole model and what a backward pass keeps; a magnitude needs one weight."""
+    cost = _prune_cost(settings)
+    if cost.swept:
+        return _sweep_memory(settings, source), source.bytes
+    if not cost.passes:
+        return min(source.bytes, 1e9), 0.0
+    kept = _activations(settings, source) if cost.backward else 0.0
+    return (8 if cost.backward else 4) * source.parameters + kept, 0.0
+
+
+def _sweep_memory(settings: Any, source: Shape) -> float:
+    """A block, and the hidden states of the text."""
+    return 8 * source.blocks / source.layers + 4.0 * _calibration(settings) * source.hidden
 
 
 def _activations(settings: Any, shape: Shape) -> float:
     """Bytes kept for the backward pass, and of the logits with their gradient."""
     tokens = getattr(settings, "batch_size", 1) * getattr(settings, "sequence_length", 1)
     return float(tokens) * (34 * shape.hidden * shape.layers + 12 * shape.vocabulary)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's size.
-
-    Args:
-        mlp: parameters of all other matrices in blocks.
-        outside: parameters outside the blocks (embeddings, head, norms).
-    """
-
-    attention: float
-    mlp: float
-    outside: float
-    layers: int
-    hidden: int
-    vocabulary: int
-    bytes: float
-
-    @property
-    def blocks(self) -> float:
-        """Parameters inside the blocks."""
-        return self.attention + self.mlp
-
-    @property
-    def parameters(self) -> float:
-        """All parameters."""
-        return self.blocks + self.outside
-
-
-def shape_of(checkpoint: Checkpoint) -> Shape:
-    """The shape of a checkpoint, from its headers and config."""
-    attention = mlp = outside = 0.0
-    layers = 0
-    for name, info in checkpoint.tensors.items():
-        # a packed tensor holds eight 4-bit or four 8-bit codes in a number: near enough for an estimate
-        count = math.prod(info.shape) * (8 if name.endswith("weight_packed") else 1)
-        block = _BLOCK.search(name)
-        if block is None:
-            outside += count
-            continue
-        layers = max(layers, int(block[1]) + 1)
-        if _ATTENTION.search(name):
-            attention += count
-        else:
-            mlp += count
-    sizes = geometry(checkpoint.config, "bfloat16")
-    hidden, vocabulary = sizes.hidden or 1, sizes.vocabulary or 1
-    return Shape(attention, mlp, outside, max(layers, 1), hidden, vocabulary, float(checkpoint.nbytes))
-
-
-def after(entry: StageEntry, shape: Shape) -> Shape:
-    """The shape of a stage's result."""
-    settings = flat_settings(entry)
-    density = shape.bytes / max(shape.parameters, 1)
-    if entry.stage == "distill":
-        kept = _layers(settings, shape) / shape.layers
-        narrow = (getattr(settings, "width", 0) or shape.hidden) / shape.hidden
-        smaller = replace(
-            shape,
-            attention=shape.attention * kept * narrow**2,
-            mlp=shape.mlp * kept * narrow**2,
-            outside=shape.outside * narrow,
-            layers=_layers(settings, shape),
-            hidden=round(shape.hidden * narrow),
-        )
-        return replace(smaller, bytes=smaller.parameters * density)
-    if entry.stage == "prune":
-        keep = 1.0 - getattr(settings, "ratio", 0.0)
-        part = "attention" if getattr(settings, "method", "") == "heads" else "mlp"
-        smaller = replace(shape, **{part: getattr(shape, part) * keep})
-        return replace(smaller, bytes=smaller.parameters * density)
-    if entry.stage == "quantize":
-        return replace(shape, bytes=_quantized(settings, shape))
-    if entry.stage == "export" and getattr(settings, "format", "") == "dense":
-        return replace(
-            shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
-        )
-    return shape
-
-
-def flat_settings(entry: StageEntry) -> Any:
-    """A stage's settings with every option as an attribute."""
-    settings = entry.settings
-    return SimpleNamespace(**plain(settings)) if entry.stage == "quantize" else settings
-
-
-def _layers(settings: Any, shape: Shape) -> int:
-    layers = int(getattr(settings, "layers", 0))
-    return min(layers, shape.layers) if layers else max(int(shape.layers * settings.keep_layers), 1)
-
-
-def _quantized(settings: Any, shape: Shape) -> float:
-    """Bytes of the codes, of a 16-bit scale per group, and of the unquantized tensors."""
-    digits = re.match(r"W(\d+)", getattr(settings, "scheme", "W16"))
-    bits = int(digits[1]) if digits else 16
-    wanted = getattr(settings, "group_size", 0)
-    group = 64 if wanted < 0 else wanted or shape.hidden  # -1 takes what fits, most often 64 or 128
-    outside = 1.0 if getattr(settings, "embedding_bits", 0) == 8 else 2.0
-    return shape.blocks * (bits / 8 + 2 / group) + shape.outside * outside

@@ -21,11 +21,12 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
-from attar.recipe.estimate import Estimate, Shape, after, estimate, evaluation_seconds, shape_of
+from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
 from attar.recipe.machine import Rates, measure_rates
 from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
 from attar.recipe.settings import plain
+from attar.recipe.shapes import Shape, after, shape_of
 from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
 
 DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"

@@ -182,7 +182,7 @@ class _WrongTypeError(Exception):
 def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
     """The value in the field's type, checked against its choices."""
     try:
-        result = _convert(setting.kind, value, origin.text)
+        result = _convert(setting.kind, _choice(setting, value), origin.text)
     except _WrongTypeError:
         raise origin.wrong(setting.name, value, describe(setting.kind)) from None
     if setting.choices and result is not None:
@@ -192,6 +192,13 @@ def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
                 close = nearest(str(item), names)
                 raise origin.wrong(setting.name, item, _either(names), close and f"did you mean {close!r}?")
     return result
+
+
+def _choice(setting: SettingField, value: object) -> object:
+    """The value; true and false as text where these are choices, as YAML and Python write them without
+    quotes."""
+    text = str(value).lower()
+    return text if isinstance(value, bool) and text in setting.choices else value
 
 
 def _either(names: list[str]) -> str:

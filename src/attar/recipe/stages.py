@@ -66,7 +66,7 @@ STAGES: dict[str, StageSpec] = {
         ),
         StageSpec(
             verb="prune",
-            summary="Remove attention heads or MLP neurons.",
+            summary="Remove weights (zeros), heads, neurons, channels or layers.",
             settings="attar.pruning.settings:PruneSettings",
             function="attar.pruning.stage:prune",
             example="attar prune attar:tiny -o out/pruned --method heads --ratio 0.25",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from attar.errors import CheckpointError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
+from attar.models.masking import replaced_forward
 from attar.models.stored import stored_names
 from attar.walks.passes import StopForward
 
@@ -81,21 +82,8 @@ def fixed_output(block: nn.Module, hidden: Tensor, extra: int | None) -> Iterato
     Args:
         extra: further entries of the tuple that the block returns; None: it returns a tensor.
     """
-    with _forward_replaced(block, lambda *_, **__: hidden if extra is None else (hidden, *[None] * extra)):
+    with replaced_forward(block, lambda *_, **__: hidden if extra is None else (hidden, *[None] * extra)):
         yield
-
-
-@contextmanager
-def _forward_replaced(block: Any, forward: Any) -> Iterator[None]:
-    before = block.__dict__.get("forward")
-    block.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del block.forward
-        else:
-            block.forward = before
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ class Skeleton:
 
         with ExitStack() as stack:
             for block in self.blocks:
-                stack.enter_context(_forward_replaced(block.module, recorder))
+                stack.enter_context(replaced_forward(block.module, recorder))
             with suppress(StopForward):
                 self.model(input_ids=batch.to(self.device), **self._no_cache())
         return calls, first[0]

@@ -3,8 +3,8 @@
     for step:  g = mean over micro-batches of d loss(model, batch) / d parameters;  clip;  optimizer step
 
 Distillation, recovery and quantization-aware training bring a loss and trainable parameters, never another
-loop. The loop runs through accelerate, so that ``accelerate launch`` spreads it over processes; ranks take
-batch numbers in turn.
+loop. A sparse model brings its masks (masks.py). The loop runs through accelerate, so that ``accelerate
+launch`` spreads it over processes; ranks take batch numbers in turn.
 
 Every ``checkpoint_every`` steps the whole state (weights, optimizers, random number generators, curve) is
 written and renamed. A killed run resumes from the last state with the same batches and ends with the same
@@ -33,6 +33,7 @@ from attar.errors import NumericsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
+from attar.walks.masks import Masks, mask_gradients, mask_weights
 from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
 
@@ -66,6 +67,7 @@ def train(
     *,
     work: Path | None = None,
     held_out: Callable[[nn.Module], float] | None = None,
+    masks: Masks | None = None,
     progress: Progress = SILENT,
     what: str = "train",
 ) -> TrainHistory:
@@ -80,6 +82,7 @@ def train(
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
+        masks: weights that are zero and stay zero.
 
     Raises:
         NumericsError: the loss or the gradient is not finite.
@@ -91,6 +94,8 @@ def train(
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
     run = _TrainRun(accelerator, prepared, tuned, work)
+    if masks is not None:
+        run.pruned = masks.pairs(accelerator.unwrap_model(prepared))
     history = run.resume()
     history.precision = settings.precision
     batches = Batches(rows, settings.batch_size, settings.seed)
@@ -154,6 +159,7 @@ def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: Tra
         total += float(value.detach()) / settings.accumulate
     if not math.isfinite(total):
         raise _diverged(f"the loss became {total} at step {step + 1}", settings)
+    mask_gradients(run.pruned)
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
     if not math.isfinite(float(norm)):
         raise _diverged(f"the gradient became {float(norm)} at step {step + 1}", settings)
@@ -162,6 +168,7 @@ def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: Tra
             group["lr"] = optimizers.rate(step, settings)
         optimizer.step()
         optimizer.zero_grad()
+    mask_weights(run.pruned)
     return total
 
 
@@ -195,13 +202,18 @@ def _measure(
 
 @dataclass
 class _TrainRun:
-    """The prepared model and optimizers of a run, and the folder of its states."""
+    """The prepared model and optimizers of a run, and the folder of its states.
+
+    Attributes:
+        pruned: parameters with the weights in them that stay zero.
+    """
 
     accelerator: Any
     model: nn.Module
     optimizers: list[Any]
     work: Path | None
     best: dict[str, Tensor] | None = None
+    pruned: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
 
     def save(self, history: TrainHistory) -> None:
         """Write the state whole, then delete the one before."""

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from attar.quantization.grids import IntGrid
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision import sensitivity
-from attar.quantization.mixed_precision.measurements import SensitivityKey, read
 from attar.quantization.mixed_precision.mixture import integer_candidates, interaction, mix
-from attar.quantization.mixed_precision.sensitivity import measure, shared_groups
+from attar.quantization.mixed_precision.sensitivity import measure
+from attar.walks.measurements import SensitivityKey, read
+from attar.walks.sensitivity import shared_groups
 from tests import tiny_models
 
 KEY = SensitivityKey("fingerprint", "text", 64, 16, 0)
@@ -157,7 +159,7 @@ def test_only_what_is_missing_is_measured(tmp_path):
     more = {"W3A16": lambda storage: IntGrid(3, 32, storage=storage)}
     measured = case.measure(file, {**CANDIDATES, **more}, rounding=rounding)
     assert {grid.bits for grid in calls} == {3} and len(calls) == len(case.linears)
-    assert [one for one in measured if one.grid != "W3A16"] == first
+    assert [one for one in measured if one.option != "W3A16"] == first
     calls.clear()
     other = {"W4A16": lambda storage: IntGrid(4, 64, storage=storage)}  # another grid under the old name
     changed = case.measure(file, other, rounding=rounding)
@@ -188,8 +190,8 @@ def test_a_grid_that_does_not_fit_is_left_out(tmp_path):
     case = Case()
     fits = lambda grid, shape: grid.bits != 2 or shape[1] % 96  # noqa: E731
     measured = case.measure(tmp_path / "s.json", fits=fits)
-    assert {one.grid for one in measured if "down_proj" in one.group} == {"W4A16", "W8A16"}
-    assert len({one.grid for one in measured if "down_proj" not in one.group}) == 3
+    assert {one.option for one in measured if "down_proj" in one.group} == {"W4A16", "W8A16"}
+    assert len({one.option for one in measured if "down_proj" not in one.group}) == 3
 
 
 def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
@@ -202,7 +204,7 @@ def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
         return result
 
     measured = case.measure(file, rounding=breaking)
-    assert all(math.isinf(one.kl) == (one.grid == "W2A16") for one in measured)
+    assert all(math.isinf(one.kl) == (one.option == "W2A16") for one in measured)
     assert read(file) == sorted(measured, key=lambda one: read(file).index(one))
     assert "W2A16" not in mix(measured, case.shapes, 6.0).schemes.values()
 
@@ -288,7 +290,7 @@ def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
         assert chosen.kl == pytest.approx(min(fitting), rel=1e-9) and chosen.kl <= previous
         assert chosen.bits_per_weight <= budget and chosen.gap <= 1e-9 * chosen.kl
         assert list(chosen.schemes) == list(case.shapes)
-        by_name = {(one.group, one.grid): one for one in measured}
+        by_name = {(one.group, one.option): one for one in measured}
         total = sum(by_name[group, chosen.schemes[names[0]]].bits for group, names in case.groups.items())
         assert total == chosen.bits
         assert all(len({chosen.schemes[name] for name in names}) == 1 for names in case.groups.values())
@@ -303,7 +305,7 @@ def test_what_cannot_be_assigned_is_refused(tmp_path):
         mix(measured, case.shapes, 2.5)
     with pytest.raises(ModelError, match="lm_head was not measured"):
         mix(measured, {**case.shapes, "lm_head": (8, 8)}, 5.0)
-    twice = [*measured, *(sensitivity.replace(one, group="again") for one in measured[:3])]
+    twice = [*measured, *(replace(one, group="again") for one in measured[:3])]
     with pytest.raises(ModelError, match="is in the groups"):
         mix(twice, case.shapes, 5.0)
 
@@ -330,5 +332,5 @@ def test_bf16_weights_and_arithmetic(tmp_path):
     assert all(0 <= one.kl < math.inf for one in measured)
     case.model.float()
     exact = case.measure(tmp_path / "x.json", dtype=torch.bfloat16)
-    coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.grid == "W2A16"]
+    coarse = [(a.kl, b.kl) for a, b in zip(measured, exact, strict=True) if a.option == "W2A16"]
     assert all(a == pytest.approx(b, rel=0.2) for a, b in coarse)

@@ -46,6 +46,7 @@ def cached_signal(
 ) -> SoftLoss:
     """Forward KL to the cached predictions of ``settings.teacher_top`` tokens a position."""
     assert objective is forward_kl, "other objectives read all logits"
+    assert source.checkpoint is not None
     models = (student, source.teacher)
     return CachedTeacher(
         source.teacher,

@@ -18,12 +18,12 @@ class SignalSource:
     """The inputs of a signal.
 
     Attributes:
-        teacher: the model, gives ``.logits``.
+        teacher: the model, gives ``.logits``; None: the text alone teaches.
         cache: folder of its stored predictions; several stages may share it.
     """
 
     teacher: Any
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     cache: Path
     work: Path
 

@@ -5,6 +5,8 @@
 //     round:    t_i = w_i - sum_{j<i} F_ij e_j ;              e_i = (t_i - w'_i) * step_i
 //     descend:  t_i = w'_i - step_i (g_i + sum_{j<i} F_ij e_j) ;  e_i = new w'_i - old w'_i
 //     both:     q_i = nearest((t_i + m) / s + z) ;            w'_i = s (level(q_i) - z) - m
+//     N of M:   before the first of M columns is rounded, each row keeps the N of largest |t_i| * step_i; the
+//               others become zero: t_i = 0 is rounded
 //
 // Letters: N rows, n columns of the block, everything stored by columns, (n, N); w weights, w' decoded
 // codes, q codes; g gradient, e errors, F (n, n) what an error in column j does to column i; s, z, m scale,
@@ -27,10 +29,11 @@ constexpr int VECTORS = 4;  // of rows
 constexpr int LEVELS = 16;  // non-uniform levels, at most
 
 // The arguments of a call, as columns.py describes them. Optional: zeros, minimum, mask, first, gradient (with it
-// columns descend, without it they are rounded).
+// columns descend, without it they are rounded). With `of`, the mask is chosen here.
 struct Job {
     std::int64_t rows;
     int columns;
+    int keep, of;
     float low, high, zero;
     int levels;
     const float* table;
@@ -38,12 +41,12 @@ struct Job {
     const std::int64_t* tile;
     const float *inner, *step, *gradient;
     float* current;
-    const std::uint8_t* mask;
+    std::uint8_t* mask;
     const float* first;
     float *codes, *errors;
 };
 
-using Errors = std::vector<std::array<Lanes, VECTORS>>;  // of the columns of a block
+using Errors = std::vector<std::array<Lanes, VECTORS>>;  // of the columns of a block; then `of` scores
 
 // `count` numbers, the other lanes 0.
 Lanes load(const float* from, int count) {
@@ -57,6 +60,20 @@ void store(float* to, Lanes value, int count) {
     if (count >= LANES) std::memcpy(to, &value, sizeof value);
     else std::memcpy(to, &value, sizeof(float) * count);
 }
+
+// 0 in the lanes whose mask is 0.
+Lanes masked(Lanes value, const std::uint8_t* mask, int count) {
+    Bytes bytes{};
+    std::memcpy(&bytes, mask, std::min(count, LANES));
+    return __builtin_convertvector(bytes, Mask) != 0 ? value : Lanes{};
+}
+
+// The weights themselves.
+struct Real {
+    const Job& job;
+    Lanes code(Lanes y) const { return y; }
+    Lanes level(Lanes code) const { return code; }
+};
 
 // Integers from low to high.
 struct Uniform {
@@ -81,10 +98,10 @@ struct NonUniform {
     }
 };
 
-// sum_{j<i} F_ij e_j for all vectors of a unit.
-void gather(const float* factor, int i, const Errors& e, Lanes* sum) {
+// sum_{first<=j<i} F_ij e_j for all vectors of a unit.
+void gather(const float* factor, int first, int i, const Errors& e, Lanes* sum) {
     Lanes even[VECTORS]{}, odd[VECTORS]{};
-    int j = 0;
+    int j = first;
     for (; j + 1 < i; j += 2)
         for (int w = 0; w < VECTORS; w++) {
             even[w] += factor[j] * e[j][w];
@@ -107,9 +124,7 @@ Lanes column(const Job& job, const CodeBook& book, int i, std::int64_t row, int 
     const Lanes target =
         DESCEND ? weight - (load(job.gradient + offset, count) + sum) * job.step[i] : weight - sum;
     Lanes rounded = !DESCEND && i == 0 && job.first ? load(job.first + row, count) : target;
-    if (job.mask)
-        for (int lane = 0; lane < std::min(count, LANES); lane++)
-            if (!job.mask[offset + lane]) rounded[lane] = 0.0f;
+    if (job.mask) rounded = masked(rounded, job.mask + offset, count);
     const Lanes code = book.code((rounded + m) / s + z);
     const Lanes decoded = (book.level(code) - z) * s - m;
     const Lanes e = DESCEND ? decoded - weight : (target - decoded) * job.step[i];
@@ -119,15 +134,39 @@ Lanes column(const Job& job, const CodeBook& book, int i, std::int64_t row, int 
     return e;
 }
 
+// The mask of columns i to i + M - 1: a column stays where fewer than N of the others are larger, or equal and
+// before it. Leaves in e[c] what the columns before i add to column c.
+void choose(const Job& job, int i, std::int64_t row, int left, Errors& e) {
+    auto* score = &e[job.columns];
+    for (int c = 0; c < job.of; c++) {
+        gather(job.inner + (i + c) * job.columns, 0, i, e, e[i + c].data());
+        for (int w = 0; w < VECTORS && left > w * LANES; w++) {
+            const Lanes weight = load(job.current + (i + c) * job.rows + row + w * LANES, left - w * LANES);
+            score[c][w] = magnitude((weight - e[i + c][w]) * job.step[i + c]);
+        }
+    }
+    for (int c = 0; c < job.of; c++)
+        for (int w = 0; w < VECTORS && left > w * LANES; w++) {
+            Mask ahead{};  // how many, negative
+            for (int other = 0; other < c; other++) ahead += score[other][w] >= score[c][w];
+            for (int other = c + 1; other < job.of; other++) ahead += score[other][w] > score[c][w];
+            const Bytes kept = __builtin_convertvector(ahead > -job.keep, Bytes) & 1;
+            std::memcpy(job.mask + (i + c) * job.rows + row + w * LANES, &kept,
+                        std::min(left - w * LANES, LANES));
+        }
+}
+
 // All columns of VECTORS * LANES rows.
 template <class CodeBook, bool DESCEND>
 void unit(const Job& job, const CodeBook& book, std::int64_t row, Errors& e) {
     Lanes sum[VECTORS];
     const int left = int(std::min<std::int64_t>(job.rows - row, VECTORS * LANES));
     for (int i = 0; i < job.columns; i++) {
-        gather(job.inner + i * job.columns, i, e, sum);
+        if (job.of && i % job.of == 0) choose(job, i, row, left, e);
+        gather(job.inner + i * job.columns, job.of ? i / job.of * job.of : 0, i, e, sum);
         for (int w = 0; w < VECTORS; w++) {
             const int count = left - w * LANES;
+            if (job.of) sum[w] += e[i][w];
             e[i][w] = count > 0 ? column<CodeBook, DESCEND>(job, book, i, row + w * LANES, count, sum[w]) : Lanes{};
         }
     }
@@ -152,7 +191,7 @@ void tile_error(const Trials& trials, const Job& job, const CodeBook& book, std:
     Lanes total[VECTORS]{}, sum[VECTORS];
     for (int i = 0; i < width; i++) {
         const float* factor = trials.blocks + (group * trials.width + i) * trials.width;
-        gather(factor, i, e, sum);
+        gather(factor, 0, i, e, sum);
         for (int w = 0; w < VECTORS; w++) {
             const int count = left - w * LANES;
             if (count <= 0) break;
@@ -209,19 +248,19 @@ void run_threaded(std::int64_t units, int threads, std::int64_t columns, Part pa
 
 }  // namespace
 
-// Returns 0 on success, 2 with more than LEVELS levels, 3 without memory.
-extern "C" int attar_columns(std::int64_t rows, int columns, int threads, float low, float high, float zero,
+// `levels` < 0: weights stay real. Returns 0 on success, 2 with more than LEVELS levels, 3 without memory.
+extern "C" int attar_columns(std::int64_t rows, int columns, int keep, int of, int threads, float low, float high, float zero,
                              int levels, const float* table, const float* scale, const float* zeros,
                              const float* minimum, const std::int64_t* tile, const float* inner,
                              const float* step, const float* gradient, float* current,
-                             const std::uint8_t* mask, const float* first, float* codes, float* errors) {
+                             std::uint8_t* mask, const float* first, float* codes, float* errors) {
     if (levels > LEVELS) return 2;
-    const Job job{rows,    columns, low,      high,    zero,  levels, table, scale, zeros,
-                  minimum, tile,    inner,    step,    gradient, current, mask,  first, codes, errors};
-    const auto part = levels ? run<NonUniform> : run<Uniform>;
+    const Job job{rows,    columns, keep,  of,   low,      high,    zero, levels, table, scale, zeros,
+                  minimum, tile,    inner, step, gradient, current, mask, first,  codes, errors};
+    const auto part = levels < 0 ? run<Real> : levels ? run<NonUniform> : run<Uniform>;
     const std::int64_t units = (rows + VECTORS * LANES - 1) / (VECTORS * LANES);
     try {
-        run_threaded(units, threads, columns,
+        run_threaded(units, threads, columns + of,
                      [&](std::int64_t from, std::int64_t to, Errors& e) { part(job, from, to, e); });
     } catch (...) {
         return 3;

@@ -1,6 +1,37 @@
-"""Pruning criteria: one file each, and the table of their names. A criterion scores units: float64 (layers,
-units)."""
+"""Pruning criteria: one file each, and the tables of their names. A criterion of units gets a
+:class:`~attar.pruning.scoring.UnitScoring` and returns scores, the more important the larger: float64
+(layers, units) of heads and neurons, (1, channels) of the residual stream, (1, layers).
+"""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from attar.pruning.criteria.activation import activation_importance
 from attar.pruning.criteria.gradient import gradient_importance
+from attar.pruning.criteria.influence import influence
+from attar.pruning.criteria.layer_kl import layer_kl
+from attar.pruning.criteria.layer_run import run_scores
+from attar.pruning.criteria.stream_activation import stream_activation_importance
+from attar.pruning.criteria.taylor import taylor_importance
+from attar.pruning.criteria.weighted_activation import weighted_activation_importance
+from attar.pruning.scoring import UnitScoring
 
-CRITERIA = {"gradient": gradient_importance}
+UnitCriterion = Callable[[UnitScoring], Tensor]
+
+UNIT_CRITERIA: dict[str, UnitCriterion] = {
+    "gradient": gradient_importance,
+    "taylor": taylor_importance,
+    "activation": activation_importance,
+    "wanda": weighted_activation_importance,
+}
+"""Of heads and neurons."""
+
+HIDDEN_CRITERIA: dict[str, UnitCriterion] = {"activation": stream_activation_importance}
+LAYER_CRITERIA: dict[str, UnitCriterion] = {"influence": influence, "kl": layer_kl, "run": run_scores}
+
+HEAD_CRITERIA = ("gradient", "taylor", "kl", "run")
+"""Criteria that need the model's head."""
+
+LOSS_CRITERIA = ("gradient", "taylor")
+"""Criteria in units of the loss, which compare units of different layers as they are."""

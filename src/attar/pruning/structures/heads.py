@@ -1,4 +1,8 @@
-"""Attention heads, in groups: a KV head with all the query heads that read it."""
+"""Attention heads: in groups, a KV head with all the query heads that read it, or query heads alone.
+
+Minitron (arXiv 2407.14679) ranks query heads within their group, removes the same number from each and leaves
+the KV heads: the query projections and the output projection get smaller, the KV cache does not.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,100 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attar.errors import ModelError
-from attar.models.anatomy import discover
-from attar.models.load import empty_model
-from attar.models.parts import Anatomy, weight_of
-from attar.models.surgery import keep_heads
-from attar.pruning.settings import PruneSettings
-from attar.pruning.structures.structure import Structure, UnitCut, units_of
+from attar.models.cut_plan import CutPlan, heads_of_groups
+from attar.models.parts import Anatomy, Attention, weight_of
+from attar.pruning.criteria import UNIT_CRITERIA
+from attar.pruning.scoring import UnitWeights
+from attar.pruning.structures.structure import Structure, nearest, owners_of, units_of
 
 
-def head_units(model: nn.Module, anatomy: Anatomy) -> tuple[list[nn.Module], list[Tensor]]:
-    """Per layer, the output projection and the KV group of each of its inputs."""
-    attentions = [block.attention for block in anatomy.blocks]
-    modules = [model.get_submodule(attention.o.name) for attention in attentions]
-    columns = [[group.o_columns for group in attention.groups()] for attention in attentions]
-    sizes = [attention.o.in_features for attention in attentions]
-    return modules, [units_of(*pair) for pair in zip(columns, sizes, strict=True)]
+def group_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
+    """Of each KV group its rows of q, k and v and its columns of o."""
+    layers = []
+    for attention in (block.attention for block in anatomy.blocks):
+        groups = attention.groups()
+        rows = (
+            (attention.q, [group.q_rows for group in groups]),
+            (attention.k, [group.k_rows for group in groups]),
+            (attention.v, [group.v_rows for group in groups]),
+        )
+        columns = units_of([group.o_columns for group in groups], attention.o.in_features)
+        layers.append(_weights(model, attention, columns, rows))
+    return layers
 
 
-def head_count(total: int, settings: PruneSettings) -> int:
-    """KV groups that stay: the nearest number, at least one."""
-    return max(round(total * (1.0 - settings.ratio)), 1)
+def query_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
+    """Of each query head its rows of q and its columns of o."""
+    layers = []
+    for attention in (block.attention for block in anatomy.blocks):
+        heads = range(attention.heads)
+        rows = ((attention.q, [attention.query_rows(head) for head in heads]),)
+        columns = units_of([attention.query_columns(head) for head in heads], attention.o.in_features)
+        layers.append(_weights(model, attention, columns, rows))
+    return layers
 
 
-def head_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: PruneSettings) -> UnitCut:
-    """How heads are removed; tried on a model without weights.
-
-    Raises:
-        ModelError: the family's config has no number for fewer heads, and ``rigid`` is ``error``.
-    """
-    try:
-        keep_heads(empty_model(config), [list(range(count))] * len(anatomy.blocks))
-    except ModelError as error:
-        if settings.rigid == "zero":
-            return zero_heads
-        raise ModelError(error.message, hint="--method neurons, or --rigid zero to zero the heads") from error
-    return keep_heads
+def _weights(
+    model: nn.Module, attention: Attention, columns: torch.Tensor, rows: Sequence[Any]
+) -> UnitWeights:
+    producers = []
+    for part, units in rows:
+        module = model.get_submodule(part.name)
+        producers.append((module, owners_of(units, weight_of(module).shape[0])))
+    return UnitWeights(model.get_submodule(attention.o.name), columns, tuple(producers))
 
 
-def zero_heads(model: nn.Module, keep: Sequence[Sequence[int]]) -> nn.Module:
+def group_plan(anatomy: Anatomy, keep: Sequence[Sequence[int]]) -> CutPlan:
+    """The cut that leaves these KV groups of each layer."""
+    pairs = zip(anatomy.blocks, keep, strict=True)
+    return CutPlan(heads=tuple(heads_of_groups(block.attention, kept) for block, kept in pairs))
+
+
+def query_plan(anatomy: Anatomy, keep: Sequence[Sequence[int]]) -> CutPlan:
+    """The cut that leaves these query heads of each KV head of each layer."""
+    rows, heads = iter(keep), []
+    for attention in (block.attention for block in anatomy.blocks):
+        size = attention.heads // attention.kv_heads
+        heads.append(tuple(group * size + head for group in range(attention.kv_heads) for head in next(rows)))
+    return CutPlan(heads=tuple(heads))
+
+
+def zero_heads(model: nn.Module, anatomy: Anatomy, plan: CutPlan) -> nn.Module:
     """Zero the output projection's columns of the removed heads, in place. Nothing gets smaller."""
+    assert plan.heads is not None
     with torch.no_grad():
-        for block, kept in zip(discover(model).blocks, keep, strict=True):
+        for block, kept in zip(anatomy.blocks, plan.heads, strict=True):
             weight = weight_of(model.get_submodule(block.attention.o.name))
-            for number, group in enumerate(block.attention.groups()):
-                if number not in kept:
-                    weight[:, list(group.o_columns)] = 0.0
+            for head in range(block.attention.heads):
+                if head not in kept:
+                    weight[:, list(block.attention.query_columns(head))] = 0.0
     return model
 
 
-HEADS = Structure("head groups", head_units, head_count, head_cut, lambda block: block.attention.name)
+HEADS = Structure(
+    noun="head groups",
+    owner="each layer",
+    criteria=UNIT_CRITERIA,
+    weights=group_weights,
+    total=lambda anatomy: anatomy.blocks[0].attention.kv_heads,
+    count=nearest,
+    plan=group_plan,
+    parts=lambda anatomy: [block.attention.name for block in anatomy.blocks],
+    uneven=True,
+)
+QUERY_HEADS = Structure(
+    noun="query heads",
+    owner="each KV head",
+    criteria=UNIT_CRITERIA,
+    weights=query_weights,
+    total=lambda anatomy: anatomy.blocks[0].attention.heads // anatomy.blocks[0].attention.kv_heads,
+    count=nearest,
+    plan=query_plan,
+    parts=lambda anatomy: [
+        f"{block.attention.name} group {group}"
+        for block in anatomy.blocks
+        for group in range(block.attention.kv_heads)
+    ],
+)

@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attar.errors import SettingsError
-from attar.models.parts import Anatomy
-from attar.models.surgery import keep_neurons
-from attar.pruning.settings import PruneSettings
-from attar.pruning.structures.structure import Structure, UnitCut
-
-
-def neuron_units(model: nn.Module, anatomy: Anatomy) -> tuple[list[nn.Module], list[Tensor]]:
-    """Per layer, the down projection; each of its inputs is a neuron."""
-    modules = [model.get_submodule(block.mlp.down.name) for block in anatomy.blocks]
-    return modules, [torch.arange(block.mlp.neurons) for block in anatomy.blocks]
+from attar.models.cut_plan import CutPlan
+from attar.models.parts import Anatomy, weight_of
+from attar.pruning.criteria import UNIT_CRITERIA
+from attar.pruning.scoring import UnitWeights
+from attar.pruning.structures.sizes import snapped
+from attar.pruning.structures.structure import Structure, owners_of
 
 
-def neuron_count(total: int, settings: PruneSettings) -> int:
-    """Neurons that stay: about the fraction asked for, as a multiple that quantization groups can use.
-
-    Raises:
-        SettingsError: the multiple is larger than the layer.
-    """
-    wanted = total * (1.0 - settings.ratio)
-    if settings.multiple_of > total:
-        raise SettingsError("multiple_of", settings.multiple_of, f"at most the {total} neurons of a layer")
-    if settings.multiple_of:
-        return _nearest(total, wanted, settings.multiple_of)
-    return next(
-        _nearest(total, wanted, m)
-        for m in (64, 32, 16, 8, 4, 2, 1)
-        if m == 1 or (total % m == 0 and wanted >= 8 * m and _hits(total, wanted, m))
-    )
+def neuron_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
+    """Of each neuron its rows of up and gate and its column of down."""
+    layers = []
+    for mlp in (block.mlp for block in anatomy.blocks):
+        producers = []
+        for part in (mlp.up, mlp.gate):
+            if part is not None:
+                module = model.get_submodule(part.name)
+                rows = [[row] for row in part.stored_rows()]
+                producers.append((module, owners_of(rows, weight_of(module).shape[0])))
+        consumer = model.get_submodule(mlp.down.name)
+        layers.append(UnitWeights(consumer, torch.arange(mlp.neurons), tuple(producers)))
+    return layers
 
 
-def _nearest(total: int, wanted: float, multiple: int) -> int:
-    """The multiple nearest to the number wanted; at least one, at most all."""
-    return min(max(round(wanted / multiple), 1) * multiple, total)
+def neuron_plan(anatomy: Anatomy, keep: Sequence[Sequence[int]]) -> CutPlan:
+    """The cut that leaves these neurons of each layer."""
+    return CutPlan(neurons=tuple(tuple(kept) for kept in keep))
 
 
-def _hits(total: int, wanted: float, multiple: int) -> bool:
-    """Whether the multiple is off by at most a quarter of what is to be removed."""
-    return abs(_nearest(total, wanted, multiple) - wanted) <= 0.25 * (total - wanted)
-
-
-def neuron_cut(config: dict[str, Any], anatomy: Anatomy, count: int, settings: PruneSettings) -> UnitCut:
-    """Neurons are always removed: every family's config has their number."""
-    return keep_neurons
-
-
-NEURONS = Structure("neurons", neuron_units, neuron_count, neuron_cut, lambda block: block.mlp.name)
+NEURONS = Structure(
+    noun="neurons",
+    owner="each layer",
+    criteria=UNIT_CRITERIA,
+    weights=neuron_weights,
+    total=lambda anatomy: anatomy.blocks[0].mlp.neurons,
+    count=lambda total, options: snapped(total, options, "neurons of a layer"),
+    plan=neuron_plan,
+    parts=lambda anatomy: [block.mlp.name for block in anatomy.blocks],
+    uneven=True,
+)

@@ -1,22 +1,22 @@
 """The interface of a structure that can be pruned.
 
-A unit is the smallest removable piece (a KV head with its query heads, a neuron). Its output is one or more
-input columns of the Linear that follows: that is where a mask multiplies, and where a criterion looks.
+A unit is the smallest removable piece: a KV head with its query heads, a neuron, a channel, a layer. Units
+that are compared with each other form a row of the scores: the heads of a layer, the channels of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attar.models.parts import Anatomy, Block
-from attar.pruning.settings import PruneSettings
-
-UnitCut = Callable[[Any, Sequence[Sequence[int]]], Any]
+from attar.models.cut_plan import CutPlan
+from attar.models.parts import Anatomy
+from attar.pruning.criteria import UnitCriterion
+from attar.pruning.scoring import UnitWeights
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,47 @@ class Structure:
     """One kind of units.
 
     Attributes:
-        noun: what a message calls the units.
-        units: per layer, the Linear that follows the units, and the unit of each of its inputs (int64 (F,)).
-        count: how many of ``total`` units a layer keeps under the settings.
-        cut: ``cut(config, anatomy, count, settings)``: the function that removes units, given a model and the
-            kept units of each layer. Raises where the family's config cannot express the result.
-        part: name of the module whose units these are, for the report.
+        noun: what a message calls the units; ``owner`` what has a row of them.
+        criteria: the criteria that score them, by name.
+        weights: per layer, the weights of its units; empty where a criterion needs none.
+        total: units of a row.
+        count: ``count(total, options)``: how many of them stay.
+        plan: ``plan(anatomy, keep)``: the cut that leaves the units ``keep`` of each row.
+        parts: names of the modules whose units the rows are, for the report.
+        uneven: rows may keep different numbers, where the config can say it.
     """
 
     noun: str
-    units: Callable[[nn.Module, Anatomy], tuple[list[nn.Module], list[Tensor]]]
-    count: Callable[[int, PruneSettings], int]
-    cut: Callable[[dict[str, Any], Anatomy, int, PruneSettings], UnitCut]
-    part: Callable[[Block], str]
+    owner: str
+    criteria: Mapping[str, UnitCriterion]
+    weights: Callable[[nn.Module, Anatomy], list[UnitWeights]]
+    total: Callable[[Anatomy], int]
+    count: Callable[[int, Any], int]
+    plan: Callable[[Anatomy, Sequence[Sequence[int]]], CutPlan]
+    parts: Callable[[Anatomy], list[str]]
+    uneven: bool = False
 
 
 def units_of(columns: Sequence[Sequence[int]], features: int) -> Tensor:
     """The unit of each input column, int64 (F,), from the columns of each unit."""
-    owner = torch.full((features,), -1, dtype=torch.int64)
-    for unit, inside in enumerate(columns):
-        owner[torch.as_tensor(inside)] = unit
+    owner = owners_of(columns, features)
     assert (owner >= 0).all(), "every column belongs to a unit"
     return owner
+
+
+def owners_of(indices: Sequence[Sequence[int]], size: int) -> Tensor:
+    """The unit of each index, int64 (size,), from the indices of each unit; -1: of none."""
+    owner = torch.full((size,), -1, dtype=torch.int64)
+    for unit, inside in enumerate(indices):
+        owner[torch.as_tensor(inside)] = unit
+    return owner
+
+
+def nearest(total: int, options: Any) -> int:
+    """Units that stay: the nearest number, at least one."""
+    return max(round(total * (1.0 - float(options.ratio))), 1)
+
+
+def no_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
+    """For structures whose criteria look at hidden states."""
+    return []

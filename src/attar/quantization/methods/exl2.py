@@ -318,7 +318,7 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
         group_grid = EXL2Grid(((bits, width),))
         parameters = group_grid.parameters([h], [c])
         tiles = torch.arange(width, device=W.device) // TILE
-        codes[:, a] = round_columns(current, U[a, a], group_grid, parameters, tiles)
+        codes[:, a], _ = round_columns(current, U[a, a], group_grid, parameters, tiles)
         error = current - codes[:, a] * parameters.scale[:, :1]
         E = torch.linalg.solve_triangular(U[a, a], error, upper=True, left=False)
         left[:, rest].addmm_(E, U[a, rest], alpha=-1.0)

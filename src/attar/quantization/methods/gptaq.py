@@ -88,7 +88,7 @@ def gptaq(
     V, shifted_U = _shifted(W[:, order], U, P, residual)
     rows = grid.by_row(parameters, len(W))
     kept = None if mask is None else mask[:, order]
-    codes = round_columns(V, shifted_U, grid, rows, factor.group(grid.group_size), kept)
+    codes, _ = round_columns(V, shifted_U, grid, rows, factor.group(grid.group_size), kept)
     return in_original_order(codes, factor, grid, parameters)
 
 

@@ -5,7 +5,8 @@
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 
 Letters: W (N, K) weight, N outputs, K inputs; H (K, K), U (K, K) from hessian.py. The loop over the columns
-is in columns.py.
+is in columns.py. With a sparsity it also chooses which weights become zero: SparseGPT's joint pruning and
+quantization (arXiv 2301.00774, section 3.4).
 
 Differs from the paper: the parameters are chosen from the weight before any column is rounded, so that with
 act-order (columns of the largest H_ii first, from the authors' code) the stored format keeps its column
@@ -20,6 +21,7 @@ from torch import Tensor
 from attar.quantization.columns import RoundingResult, in_original_order, round_columns
 from attar.quantization.grids import Grid, TileParameters
 from attar.quantization.hessian import HessianFactor, check_finite, factorize
+from attar.sparsity import Sparsity
 
 
 def gptq(
@@ -32,6 +34,7 @@ def gptq(
     act_order: bool = True,
     mask: Tensor | None = None,
     factor: HessianFactor | None = None,
+    sparsity: Sparsity | None = None,
 ) -> RoundingResult:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
 
@@ -45,16 +48,19 @@ def gptq(
         act_order: columns in descending order of H_ii; groups keep the weight's column order.
         mask: bool (N, K); False: the weight is zero and stays zero.
         factor: of H, damped and ordered already; None: computed here.
+        sparsity: how many weights become zero, chosen in the loop instead of a mask; with N:M, K is a
+            multiple of M and M columns are neighbours in the factor's order.
 
     Raises:
         NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
     """
     W = weight.float().clone()
     check_finite(W)
-    factor = factor or factorize(H, damp, act_order)
+    factor = factor or factorize(H, damp, act_order, sparsity.of or 1 if sparsity else 1)
     W[:, factor.dead] = 0.0
     parameters = parameters or grid.choose(W, importance=factor.diagonal)
     rows, order = grid.by_row(parameters, len(W)), factor.order
     kept = None if mask is None else mask[:, order]
-    codes = round_columns(W[:, order], factor.U, grid, rows, factor.group(grid.group_size), kept)
-    return in_original_order(codes, factor, grid, parameters)
+    group = factor.group(grid.group_size)
+    codes, kept = round_columns(W[:, order], factor.U, grid, rows, group, kept, sparsity=sparsity)
+    return in_original_order(codes, factor, grid, parameters, kept)

@@ -31,6 +31,7 @@ from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
 from attar.quantization.methods import lsq
+from attar.walks.masks import Masks
 from attar.walks.objectives import Loss, next_token
 from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory
@@ -73,6 +74,7 @@ def learn(
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,
     start: Mapping[str, QuantizedTensor] | None = None,
+    masks: Mapping[str, Tensor] | None = None,
 ) -> QATResult:
     """Train a model under quantization.
 
@@ -89,6 +91,7 @@ def learn(
         work: folder of resumable states.
         held_out: as in the train walk.
         start: initial codes and scales by module name; Linears without start from the grid's own choice.
+        masks: bool (N, K) by module name, False where the weight under the quantizer stays zero.
 
     Raises:
         SettingsError: ``train`` is unknown, or a grid searches for its scales itself.
@@ -102,10 +105,9 @@ def learn(
     model.requires_grad_(others)
     quantizers = {name: _attach(linears[name], grids[name], (start or {}).get(name), train) for name in grids}
     hooks = [_round_inputs(_linear(model, name), quantizer) for name, quantizer in inputs.items()]
+    options: dict[str, Any] = {"held_out": held_out, "progress": progress, "what": "qat"}
     try:
-        history = run(
-            model, loss, rows, settings, work=work, held_out=held_out, progress=progress, what="qat"
-        )
+        history = run(model, loss, rows, settings, work=work, masks=_stored(masks or {}, linears), **options)
     finally:
         for hook in hooks:
             hook.remove()
@@ -231,6 +233,18 @@ def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train:
     quantizer = WeightQuantizer(weight.detach(), grid, start, fixed=fixed, transposed=transposed)
     parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
     return quantizer
+
+
+def _stored(masks: Mapping[str, Tensor], linears: Mapping[str, nn.Module]) -> Masks:
+    """Masks (N, K) as those of the parameters under the quantizers."""
+    return Masks(
+        {
+            f"{name}.parametrizations.weight.original": mask
+            if isinstance(linears[name], nn.Linear)
+            else mask.T
+            for name, mask in masks.items()
+        }
+    )
 
 
 def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:

@@ -74,7 +74,7 @@ def qronos(
     first = W[:, order[0]] + missing[:, order[0]] / damped[order[0]]
     rows = grid.by_row(parameters, len(W))
     kept = None if mask is None else mask[:, order]
-    codes = round_columns(V, U, grid, rows, factor.group(grid.group_size), kept, first)
+    codes, _ = round_columns(V, U, grid, rows, factor.group(grid.group_size), kept, first)
     return in_original_order(codes, factor, grid, parameters)
 
 

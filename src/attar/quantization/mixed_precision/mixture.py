@@ -1,13 +1,8 @@
-"""Mixed precision: bits for each layer, chosen by the KL that rounding it alone costs the model.
-
-The measurements stay in a file of their own in the user's cache, named after the checkpoint and the text;
-later runs with other budgets measure nothing again.
-"""
+"""Mixed precision: bits for each layer, chosen by the KL that rounding it alone costs the model."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,89 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.hashing import sha256_text
-from attar.data.packing import calibration_batches, row_length
-from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
-from attar.models.device import pick_device
-from attar.models.load import load_model, load_tokenizer
-from attar.models.parts import Anatomy, weight_of
+from attar.models.parts import weight_of
 from attar.models.stored import stored_precision
-from attar.options import flatten
 from attar.progress import Progress
 from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
-from attar.quantization.mixed_precision.measurements import Measurement, SensitivityKey
 from attar.quantization.mixed_precision.sensitivity import (
-    MEMORY,
     CandidateGrid,
     RoundFunction,
     measure,
     nearest_mse,
-    reference_of,
     rounded,
-    shared_groups,
 )
 from attar.quantization.plan import group_size, plan
 from attar.quantization.settings import QuantizeSettings
+from attar.walks.measurements import Measurement
+from attar.walks.reference import MEMORY, reference_of
+from attar.walks.sensitivity import load_inputs, shared_groups
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-
-ROWS = 32  # calibration sequences that sensitivities are measured on
-
-
-@dataclass(frozen=True)
-class SensitivityInputs:
-    """The model and the text that sensitivities are measured on.
-
-    Attributes:
-        model: loaded dense, float32.
-        batches: int64 (B, S).
-    """
-
-    model: Any
-    anatomy: Anatomy
-    batches: list[Tensor]
-    key: SensitivityKey
-    file: Path
-
-    @property
-    def blocks(self) -> list[str]:
-        """Names of the blocks."""
-        return [block.name for block in self.anatomy.blocks]
-
-
-def load_inputs(checkpoint: Checkpoint, settings: Any) -> SensitivityInputs:
-    """Load the model and its calibration text, at most :data:`ROWS` sequences.
-
-    Args:
-        settings: with the options data, bos, samples, sequence_length, batch_size, seed and device.
-
-    Raises:
-        DataError: there is not enough text.
-    """
-    options = flatten(settings)
-    device = torch.device(pick_device(options["device"]))
-    model = load_model(checkpoint, dtype=torch.float32, device=device)
-    batches = calibration_batches(
-        load_tokenizer(checkpoint),
-        options["data"],
-        samples=min(options["samples"], ROWS),
-        sequence_length=row_length(options["sequence_length"], checkpoint.config),
-        batch_size=options["batch_size"],
-        seed=options["seed"],
-        bos=options["bos"],
-    )
-    key = SensitivityKey(
-        model=checkpoint.fingerprint(),
-        data=sha256_text(f"{fingerprint(options['data'])} {options['bos']}"),
-        tokens=sum(batch.numel() for batch in batches),
-        sequence_length=batches[0].shape[1],
-        seed=options["seed"],
-    )
-    return SensitivityInputs(model, discover(model), batches, key, cache_folder() / key.file_name())
 
 
 def mixture(
@@ -163,15 +96,6 @@ def _fits(grid: Grid, shape: tuple[int, int]) -> bool:
     return not grid.group_size or shape[1] % grid.group_size == 0
 
 
-def cache_folder() -> Path:
-    """Folder of measurements that outlast a run: ``$ATTAR_CACHE``, or ``attar`` in the user's cache."""
-    root = os.environ.get("ATTAR_CACHE")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
-    folder = base / "sensitivity"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @dataclass(frozen=True)
 class SchemeMix:
     """A scheme for every module under a budget.
@@ -214,7 +138,7 @@ def mix(
             options = groups.setdefault(one.group, [])
             members[one.group] = one.modules
             if math.isfinite(one.kl):
-                options.append(Option(one.grid, one.bits, one.kl))
+                options.append(Option(one.option, one.bits, one.kl))
     _check_cover(members, shapes)
     weights = sum(rows * columns for rows, columns in shapes.values())
     curve = tuple((point.bits / weights, point.loss) for point in frontier(groups))

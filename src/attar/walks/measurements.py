@@ -1,15 +1,15 @@
 """Measured sensitivities on disk, one JSON file for each model, text, amount of text and seed:
 
-    {"format": "attar sensitivity", "version": 2,
+    {"format": "attar sensitivity", "version": 3,
      "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "precision"},
      "measurements": [{"group", "modules": [names],
-                       "grid": name, "definition": the grid in full and how weights were rounded,
+                       "option": name, "definition": the change in full,
                        "bits": stored bits of the group, "weights": their number,
                        "kl": nats a token (null: infinite),
                        "output_error": ||(W - W') x||^2 / ||W x||^2 over the group}, ...]}
 
-A measurement is found by its group, modules, name and definition: integer mixes, GGUF type mixes and EXL2
-targets can share a file, and a grid that changed under its old name is measured again.
+A measurement is found by its group, modules, option and definition: integer mixes, GGUF type mixes, EXL2
+targets and sparsities can share a file, and an option that changed under its old name is measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, ModelError
 
-FORMAT, VERSION = "attar sensitivity", 2
+FORMAT, VERSION = "attar sensitivity", 3
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class SensitivityKey:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One group on one grid.
+    """One group, changed in one way.
 
     Attributes:
-        definition: the grid in full, and how weights were rounded to it.
-        bits: stored bits of the group, scales included.
+        option: short name of the change, such as a scheme or a sparsity.
+        definition: the change in full: the grid and how weights were rounded to it, say.
+        bits: stored bits of the group, scales included; zeros count nothing.
         weights: number of the group's weights.
         kl: nats a token; infinite when the model's output was not finite.
         output_error: relative squared error of the group's outputs.
@@ -65,7 +66,7 @@ class Measurement:
 
     group: str
     modules: tuple[str, ...]
-    grid: str
+    option: str
     definition: str
     bits: int
     weights: int
@@ -74,8 +75,8 @@ class Measurement:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], str, str]:
-        """Group, modules, grid and definition."""
-        return self.group, self.modules, self.grid, self.definition
+        """Group, modules, option and definition."""
+        return self.group, self.modules, self.option, self.definition
 
 
 def read(file: Path, key: SensitivityKey | None = None) -> list[Measurement]:

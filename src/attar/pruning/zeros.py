@@ -1,0 +1,260 @@
+"""The walk of unstructured pruning: an ordinary dense checkpoint in, the same with zeros in its Linears out.
+
+    amounts     how many zeros each layer gets                               (allocation.py)
+    prune       magnitude: while the tensors are written, without text
+                else: block by block with calibration activations            (layerwise.py, walks/sweep.py)
+    reconstruct the weights that stay give back what was lost               (reconstruction/)
+    write       pruned weights in their stored types, everything else as it is
+    check       the zeros of each layer, counted in the files
+
+A killed run resumes from the finished blocks and shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.atomic import write_config
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.shards import TensorSpec
+from attar.errors import NumericsError
+from attar.models.device import pick_device
+from attar.pruning.allocation import amounts_of
+from attar.pruning.criteria.magnitude import magnitude_scores
+from attar.pruning.layerwise import LayerPruner, PruneSolver
+from attar.pruning.linears import Amounts, Linears, PrunedLinear, PrunedWeights, pruned_linears
+from attar.pruning.reconstruction.walk import ReconstructionPlan, reconstruct
+from attar.pruning.settings import PruneSettings, ZerosSettings
+from attar.pruning.solvers.sparsegpt import sparsegpt
+from attar.pruning.task import PruneTask
+from attar.quantization.columns import BLOCK
+from attar.sparsity import Sparsity, parse_sparsity
+from attar.walks.stream import stream
+from attar.walks.sweep import SweepResult, sweep
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+STORED = "as ordinary weights: the files are as large as before"
+PATTERN_PAYS = (
+    "attar's own runtime reads fewer bytes of a 2:4 pattern (see docs/prune.md); no other engine gains"
+)
+NOTHING_PAYS = "no engine gains from zeros in this layout, attar's own runtime only from 2:4"
+
+Biases = Mapping[str, Tensor]
+"""New biases, by module name."""
+
+Reports = Mapping[str, Mapping[str, Any]]
+"""What a walk says of each layer, by module name."""
+
+
+@dataclass(frozen=True)
+class ZerosMethod:
+    """A method of unstructured pruning.
+
+    Attributes:
+        sees_text: the model is run on calibration text.
+        solver: for LayerPruner; None: scores alone.
+        factored: the solver takes the factor of the Hessian, which Linears with the same inputs share.
+        arguments: options of the settings that the solver takes.
+    """
+
+    sees_text: bool = True
+    solver: PruneSolver | None = None
+    factored: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+def prune_zeros(task: PruneTask) -> None:
+    """Set the least important weights of the blocks' Linears to zero.
+
+    Raises:
+        AttarError: the checkpoint is quantized, N:M does not fit, or a weight is not finite.
+    """
+    linears = pruned_linears(task.source, task.options)
+    asked = parse_sparsity(task.options.sparsity)
+    if not asked.two_of_four:
+        task.progress.log(f"note: {NOTHING_PAYS}")
+    batches = task.batches() if sees_text(task.settings) else []
+    amounts, chosen = amounts_of(task, linears, batches)
+    walk = sweep_linears if ZEROS[task.settings.method].sees_text else stream_magnitude
+    weights, reports = walk(task, linears, amounts, batches)
+    biases: Biases = {}
+    if task.settings.reconstruction != "none":
+        weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
+    write(task, linears, weights, biases)
+    rows = check(task, linears, amounts, reports)
+    zeros = sum(row["zeros"] for row in rows)
+    total = sum(linear.size for linear in linears.values())
+    details = task.output.details
+    details["zeros"] = {
+        "method": task.settings.method,
+        "asked": str(asked),
+        "fraction": zeros / total,
+        "zeros": zeros,
+        "of": total,
+        "pattern": str(asked) if asked.of else "none",
+        "stored": STORED,
+        "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
+    }
+    if chosen:
+        details["allocation"] = chosen
+    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
+
+
+def sees_text(settings: PruneSettings) -> bool:
+    """Whether the model is run on calibration text."""
+    options = settings.options
+    assert isinstance(options, ZerosSettings)
+    method = ZEROS[settings.method]
+    return method.sees_text or options.allocation != "uniform" or settings.reconstruction != "none"
+
+
+def stream_magnitude(
+    task: PruneTask,
+    linears: Linears,
+    amounts: Amounts,
+    batches: list[Tensor],
+) -> tuple[PrunedWeights, Reports]:
+    """The smallest weights of each layer become zero when it is written."""
+
+    def pruned(linear: PrunedLinear) -> Tensor:
+        weight = linear.turned(task.source.load(linear.stored))
+        if not torch.isfinite(weight).all():
+            raise NumericsError(f"{linear.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        return weight.masked_fill(~amounts[linear.module].mask(magnitude_scores(weight)), 0.0)
+
+    return pruned, {}
+
+
+def sweep_linears(
+    task: PruneTask,
+    linears: Linears,
+    amounts: Amounts,
+    batches: list[Tensor],
+) -> tuple[PrunedWeights, Reports]:
+    """One Linear at a time, each with the inputs that it gets after the layers pruned before it; where the
+    weights stay as they are, one block at a time."""
+    method = ZEROS[task.settings.method]
+    options = {name: getattr(task.options, name) for name in method.arguments}
+    result = sweep(
+        task.source,
+        batches,
+        LayerPruner(linears, amounts, method.solver, options, method.factored),
+        work=task.output.work / "blocks",
+        select=linears.__contains__,
+        precision=task.settings.precision,
+        device=torch.device(pick_device(task.settings.device)),
+        progress=task.progress,
+        what=f"prune {task.settings.method}",
+    )
+    task.output.details["precision"] = result.precision
+    return SweptWeights(result), {row["name"]: row for row in result.reports}
+
+
+class SweptWeights:
+    """Pruned weights from a sweep's files; those of one block are in memory."""
+
+    def __init__(self, result: SweepResult) -> None:
+        self.result = result
+        self.block: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
+
+    def __call__(self, linear: PrunedLinear) -> Tensor:
+        number = self.result.block_of[linear.module]
+        if self.block[0] != number:
+            self.block = (number, self.result.tensors(number))
+        return self.block[1][linear.module]["weight"]
+
+
+def reconstruct_zeros(
+    task: PruneTask, linears: Linears, weights: PrunedWeights, reports: Reports, batches: list[Tensor]
+) -> tuple[PrunedWeights, Biases, Reports]:
+    """The weights that stay, and biases, changed to give back what the zeros lost."""
+    plan = ReconstructionPlan(
+        task.settings.reconstruction, lambda name: weights(linears[name]), linears, linears
+    )
+    solved = reconstruct(task, plan, batches)
+    task.output.details["reconstruct"] = plan.kind
+    rows = {row["name"]: {**reports.get(row["name"], {}), **row} for row in solved.reports}
+    return lambda linear: solved.weight(linear.module), solved.biases(), rows
+
+
+def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Biases) -> None:
+    """Write config and tensors: those of the linears pruned, all others as they are."""
+    source, output = task.source, task.output
+    stored = {linear.stored: linear for linear in linears.values()}
+    owners = {linear.stored.removesuffix("weight") + "bias": linear.module for linear in linears.values()}
+
+    def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
+        if owners.get(name) in biases:
+            return {name: biases[owners[name]].to(load().dtype)}
+        linear = stored.get(name)
+        return {name: load() if linear is None else linear.turned(weights(linear))}
+
+    write_config(output.folder / "config.json", source.config)
+    stream(
+        source,
+        lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
+        transform,
+        output.folder,
+        work=output.work / "shards",
+        progress=task.progress,
+    )
+
+
+def check(
+    task: PruneTask,
+    linears: Linears,
+    amounts: Amounts,
+    reports: Reports,
+) -> list[dict[str, Any]]:
+    """One row a layer: its zeros as they are in the files, and the walk's report or the weight's error.
+
+    Raises:
+        NumericsError: a layer has fewer zeros than it must have.
+    """
+    written, rows = open_checkpoint(task.output.folder), []
+    with task.progress.task("check", total=len(linears)) as bar:
+        for name, linear in linears.items():
+            pruned = linear.turned(written.load(linear.stored))
+            amount, zeros = amounts[name], int((pruned == 0).sum())
+            if not holds(pruned, amount):
+                raise NumericsError(f"{name}: {zeros / linear.size:.4%} zeros, not {amount}")
+            row = {"name": name, "sparsity": zeros / linear.size, "zeros": zeros}
+            rows.append({**row, **(reports.get(name) or weight_error(task.source, linear, pruned))})
+            bar.advance()
+    return rows
+
+
+def holds(weight: Tensor, amount: Sparsity) -> bool:
+    """Whether a weight (N, K) has the zeros of an amount, and the pattern of N:M.
+
+    A fraction may miss one zero in each block of columns, where solvers round it.
+    """
+    if amount.of:
+        kept = (weight != 0).unflatten(1, (-1, amount.of)).sum(-1)
+        return int(kept.max()) <= amount.kept
+    missing: int = round(weight.numel() * amount.zeros) - int((weight == 0).sum())
+    return missing <= weight.shape[1] / BLOCK + 1
+
+
+def weight_error(source: Checkpoint, linear: PrunedLinear, pruned: Tensor) -> dict[str, float]:
+    """The relative squared error of the weight, where no inputs were seen."""
+    before = linear.turned(source.load(linear.stored)).float()
+    lost, whole = (
+        float(part.square().sum(dtype=torch.float64)) for part in (before - pruned.float(), before)
+    )
+    return {"weight_error": lost / max(whole, 1e-30)}
+
+
+ZEROS: dict[str, ZerosMethod] = {
+    "magnitude": ZerosMethod(sees_text=False),
+    "wanda": ZerosMethod(),
+    "sparsegpt": ZerosMethod(solver=sparsegpt, factored=True, arguments=("damp",)),
+}
+"""The methods by name; their options are in settings.METHOD_SETTINGS."""
