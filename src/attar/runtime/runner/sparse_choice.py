@@ -1,7 +1,7 @@
 """Whether 2:4 weights are multiplied in their own form (kernels/semi_structured.py), which is measured.
 
-The form reads fewer bytes and picks its inputs by shuffles. Where these are slow, as on processors without byte
-shuffles, the dense form is faster. Results do not depend on the choice, bfloat16 with 8-bit activations aside.
+The form reads fewer bytes, and picks its inputs by shuffles. On processors where these are slow the dense
+form is faster. Results do not depend on the choice, bfloat16 with 8-bit activations aside.
 """
 
 from __future__ import annotations

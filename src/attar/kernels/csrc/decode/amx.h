@@ -63,8 +63,8 @@ private:
     int rows_;
 };
 
-// Where the bytes of a dense four come from, of positions p0 + 4 p1 (0 <= p0 < p1 <= 3) of its pair of values: byte p0 is
-// the pair's first, p1 its second, others are zero.
+// Where the bytes of a dense four come from, by the positions p0 + 4 p1 (p0 < p1) of its pair of values: byte p0 is the
+// pair's first, p1 its second, others are zero.
 struct ExpansionTable {
     alignas(64) std::uint8_t source[16][4];
 
