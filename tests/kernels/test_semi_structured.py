@@ -161,7 +161,7 @@ def test_the_largest_sums(kind, team):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 def test_products_of_bf16(tokens, bits, team):
-    """With float32 activations bit by bit those of the dense form, which adds zeros between; with rounded ones
+    """With float32 activations bit by bit those of the dense form, which adds zeros; with rounded ones
     within the rounding of sums, as bfloat16 has instructions of its own."""
     for rows, columns in [*SHAPES, (70, 48)]:
         sparse, dense = (pack_bf16(weight(rows, columns), pays=p) for p in (always, None))
