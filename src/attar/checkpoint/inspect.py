@@ -35,6 +35,7 @@ class Inspection:
         disk_bytes: bytes of all files of the folder, or of all parts of the file.
         tied: whether the head is the embedding.
         quantization: method, format and bits of the stored codes, or None.
+        zeros: method, fraction and pattern of the zeros that pruning set, as its card says; None elsewhere.
         container: types and metadata of a single-file model; None for a folder.
         stage: the verb that made it; ``original`` without a card.
         command: a command line that makes it again.
@@ -55,6 +56,7 @@ class Inspection:
     tied: bool
     geometry: ModelGeometry
     quantization: dict[str, Any] | None
+    zeros: dict[str, Any] | None
     container: dict[str, Any] | None
     stage: str
     command: str
@@ -106,6 +108,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         tied=_tied(config, counted, shape),
         geometry=shape,
         quantization=_quantization(config, counted, container),
+        zeros=_zeros(card),
         container=container,
         stage=card.stage,
         command=card.command,
@@ -184,6 +187,15 @@ def _quantization(
         "bytes": counted.quantized.bytes,
         "bits_per_weight": counted.quantized.bits_per_weight,
     }
+
+
+def _zeros(card: Card) -> dict[str, Any] | None:
+    """Method, fraction and pattern of the zeros that pruning set, where the card says them."""
+    stated = card.details.get("zeros")
+    kinds = {"method": str, "pattern": str, "fraction": float, "of": int}
+    if not isinstance(stated, dict) or not all(isinstance(stated.get(key), kinds[key]) for key in kinds):
+        return None
+    return {key: stated[key] for key in kinds}
 
 
 def _schemes(stated: dict[str, Any]) -> list[dict[str, Any]]:

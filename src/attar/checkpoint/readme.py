@@ -127,10 +127,16 @@ def _summary(card: Card) -> str:
 
 def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
     """Rows of the table: the main settings, then sizes."""
-    settings = {name: card.settings.get(name) for name in ("scheme", "format", "type", "method", "ratio")}
+    names = ("scheme", "format", "type", "method", "ratio", "sparsity")
+    settings = {name: card.settings.get(name) for name in names}
     rows = [(name, f"`{value}`") for name, value in settings.items() if value not in (None, "", "auto")]
     if importance := card.details.get("importance"):
         rows.append(("importance matrix", str(importance)))
+    if zeros := card.details.get("zeros"):
+        rows.append(
+            ("zeros", f"{zeros['fraction']:.1%} of {zeros['of']:,} weights, stored {zeros['stored']}")
+        )
+        rows.append(("speed", zeros["speed"]))
     if bits := card.details.get("bits_per_weight"):
         rows.append(("bits a weight", f"{bits:.2f}"))
     weights = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]

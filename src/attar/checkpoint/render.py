@@ -65,6 +65,8 @@ def _facts(inspection: Inspection) -> Iterator[str]:
     yield _fact("context", f"{shape.context:,} tokens" if shape.context else "not stated")
     if inspection.quantization:
         yield _fact("quantized", _codes(inspection.quantization))
+    if inspection.zeros:
+        yield _fact("zeros", _zeros(inspection.zeros))
 
 
 def _fact(label: str, text: str) -> str:
@@ -88,6 +90,13 @@ def _codes(quantization: dict[str, Any]) -> str:
     stored = f": {quantization['tensors']} tensors at {bits:.2f} bits" if bits else ""
     kinds = ", ".join([" and ".join(dict.fromkeys(schemes)), *form] if schemes else form)
     return f"{kinds} ({quantization['method']}){stored}"
+
+
+def _zeros(zeros: dict[str, Any]) -> str:
+    """Such as ``50.0 % of the 14.2 M weights of the blocks' Linears, 2:4, by wanda``."""
+    pattern = f", {zeros['pattern']}" if zeros["pattern"] != "none" else ""
+    linears = f"the {count_text(zeros['of'])} weights of the blocks' Linears"
+    return f"{zeros['fraction'] * 100:.1f} % of {linears}{pattern}, by {zeros['method']}"
 
 
 def _parts(inspection: Inspection) -> Iterator[str]:

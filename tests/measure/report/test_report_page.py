@@ -84,7 +84,7 @@ def test_report_says_what_was_measured(run: RunRecord) -> None:
     for stage in run.stages:
         assert stage.name in text
         assert stage.title in text
-    headings = ("Size against quality", "Error of every quantized layer", "Training", "Lineage")
+    headings = ("Size against quality", "Error of every layer", "Training", "Lineage")
     for words in (
         *headings,
         "transformers",

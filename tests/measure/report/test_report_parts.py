@@ -128,7 +128,7 @@ def test_layer_names() -> None:
 def test_series_of_one_parent(run: RunRecord) -> None:
     series = series_of(list(run.stages[5:]))
     assert [sery.label for sery in series] == ["round to nearest", "quantize"], "the larger errors first"
-    assert len(series[0].errors) == 28
+    assert len(series[0].values) == 28
     alone = series_of([run.stages[5]])
     assert [sery.label for sery in alone] == ["rtn (error of the weights)"]
     assert (

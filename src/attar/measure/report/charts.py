@@ -1,15 +1,15 @@
-"""Line charts: training loss by step, and relative output error by layer.
+"""Line charts: training loss by step; relative output error, and fraction of zeros, by layer.
 
-Stages that quantized the same parent share a panel per kind of layer. A sweep also reports the error of
-round-to-nearest on the same inputs, which is drawn too. Where only weight errors are known (round-to-nearest
-alone reads no data), those are drawn. All panels have one scale, from zero.
+Stages that quantized or pruned the same parent share a panel per kind of layer. A quantizing sweep also
+reports the error of round-to-nearest on the same inputs, which is drawn too. Where only weight errors are
+known (round-to-nearest and magnitude read no data), those are drawn. All panels have one scale, from zero.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ CURVE_WIDTH, CURVE_HEIGHT = 430.0, 240.0
 MAX_POINTS = 300  # longer curves are averaged in buckets
 LOSS = "loss"
 PANEL_WIDTH, PANEL_HEIGHT = 236.0, 168.0
+EVEN = 0.001  # fractions of zeros that differ by less are the same
 SERIES = 4  # colours in the style sheet
 
 
@@ -112,20 +113,37 @@ def _points(rows: list[Mapping[str, Any]], key: str) -> list[PixelPoint]:
 
 @dataclass(frozen=True)
 class Series:
-    """Relative output error by layer name, of one stage."""
+    """A number of each layer by its name, such as the relative output error, of one stage."""
 
     label: str
-    errors: Mapping[str, float]
+    values: Mapping[str, float]
 
 
 def layer_pictures(run: RunRecord) -> Markup | None:
-    """Panels for every parent whose quantization reported layers; None without any."""
+    """Panels for every parent whose quantization or pruning reported errors of layers; None without any."""
+    return _panels(run, series_of, "relative output error")
+
+
+def zeros_pictures(run: RunRecord) -> Markup | None:
+    """Panels for every parent whose pruning set zeros, not as many in each layer; None without any."""
+    return _panels(run, uneven_zeros, "fraction of zeros")
+
+
+def _panels(run: RunRecord, choose: Callable[[list[StageRecord]], list[Series]], what: str) -> Markup | None:
     groups: dict[str, list[StageRecord]] = {}
     for stage in run.stages:
         groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
-    known = {parent: series for parent, stages in groups.items() if (series := series_of(stages))}
-    drawn = [_group(parent, series, len(known) > 1) for parent, series in known.items()]
+    known = {parent: series for parent, stages in groups.items() if (series := choose(stages))}
+    drawn = [_group(parent, series, len(known) > 1, what) for parent, series in known.items()]
     return join(drawn) if drawn else None
+
+
+def uneven_zeros(stages: list[StageRecord]) -> list[Series]:
+    """Fractions of zeros of the stages with one parent in which layers differ."""
+    series = [Series(stage.name, _numbers(stage, "sparsity")) for stage in stages]
+    return [
+        one for one in series if one.values and max(one.values.values()) - min(one.values.values()) > EVEN
+    ]
 
 
 def series_of(stages: list[StageRecord]) -> list[Series]:
@@ -134,24 +152,25 @@ def series_of(stages: list[StageRecord]) -> list[Series]:
 
     The largest come first, so that the better ones are drawn above them.
     """
-    series = [Series(stage.name, _errors(stage, "error")) for stage in stages]
-    rounded = (errors for stage in stages if (errors := _errors(stage, "rtn_error")))
+    series = [Series(stage.name, _numbers(stage, "error")) for stage in stages]
+    rounded = (errors for stage in stages if (errors := _numbers(stage, "rtn_error")))
     series.append(Series("round to nearest", next(rounded, {})))
-    if not any(one.errors for one in series):
+    if not any(one.values for one in series):
         series = [
-            Series(f"{stage.name} (error of the weights)", _errors(stage, "weight_error")) for stage in stages
+            Series(f"{stage.name} (error of the weights)", _numbers(stage, "weight_error"))
+            for stage in stages
         ]
-    known = [one for one in series if one.errors]
-    return sorted(known, key=lambda one: -sum(one.errors.values()) / len(one.errors))
+    known = [one for one in series if one.values]
+    return sorted(known, key=lambda one: -sum(one.values.values()) / len(one.values))
 
 
-def _errors(stage: StageRecord, key: str) -> dict[str, float]:
-    errors = {}
+def _numbers(stage: StageRecord, key: str) -> dict[str, float]:
+    values = {}
     for row in stage.rows("layers"):
         name, value = row.get("name"), row.get(key)
         if isinstance(name, str) and isinstance(value, (int, float)):
-            errors[name] = float(value)
-    return errors
+            values[name] = float(value)
+    return values
 
 
 def split_name(name: str) -> tuple[int | None, str]:
@@ -160,18 +179,18 @@ def split_name(name: str) -> tuple[int | None, str]:
     return (int(match[1]), match[2]) if match else (None, name)
 
 
-def _group(parent: str, series: list[Series], several: bool) -> Markup:
+def _group(parent: str, series: list[Series], several: bool, what: str) -> Markup:
     kinds: dict[str, None] = {}
     for one in series:
-        kinds.update(dict.fromkeys(split_name(name)[1] for name in one.errors))
-    high = max(error for one in series for error in one.errors.values())
-    panels = [_panel(kind, series, high) for kind in kinds]
+        kinds.update(dict.fromkeys(split_name(name)[1] for name in one.values))
+    high = max(error for one in series for error in one.values.values())
+    panels = [_panel(kind, series, high, what) for kind in kinds]
     heading = el("h3", f"from {parent}") if several else None
     legend = html_legend([LegendEntry(f"s{number % SERIES}", one.label) for number, one in enumerate(series)])
     return join(heading, legend, el("div", panels, class_="panels"))
 
 
-def _panel(kind: str, series: list[Series], high: float) -> Markup:
+def _panel(kind: str, series: list[Series], high: float, what: str) -> Markup:
     tables = [_by_block(one, kind) for one in series]
     blocks = sorted({block for table in tables for block in table})
     left, right, top, bottom = 42.0, PANEL_WIDTH - 8.0, 30.0, PANEL_HEIGHT - 26.0
@@ -188,7 +207,7 @@ def _panel(kind: str, series: list[Series], high: float) -> Markup:
     return picture(
         PANEL_WIDTH,
         PANEL_HEIGHT,
-        f"relative output error of {kind}, block by block",
+        f"{what} of {kind}, block by block",
         text(0, 14, kind, class_="panel-title"),
         left_axis(y, left, right, 4),
         numbers,
@@ -198,7 +217,7 @@ def _panel(kind: str, series: list[Series], high: float) -> Markup:
 
 
 def _by_block(series: Series, kind: str) -> dict[int, float]:
-    parts = ((split_name(name), error) for name, error in series.errors.items())
+    parts = ((split_name(name), error) for name, error in series.values.items())
     return {block or 0: error for (block, part), error in parts if part == kind}
 
 
