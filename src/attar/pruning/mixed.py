@@ -45,6 +45,7 @@ from attar.pruning.plan_costs import (
 from attar.pruning.plan_space import PlanSpace, UnitRanking, plan_space, planned_model
 from attar.pruning.plans import plans_within, predicted_kl, shortlist
 from attar.pruning.ranking import rank_units
+from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.scan import (
     CutMeasurement,
     ScanFile,
@@ -155,7 +156,8 @@ def prune_mixed(task: PruneTask) -> None:
     planned = planned_model(space, range(space.full.layers), stored_precision(source))
     plan_budget(planned, options).check(planned, space.grid)
     path = Path(options.scan) if options.scan else output.work / "scan.json"
-    study = cut_study(source, space, task.settings, task.batches(), path, output.work, progress)
+    batches = task.batches()
+    study = cut_study(source, space, task.settings, batches, path, output.work, progress)
     if note := precision_note(source):
         progress.log(note)
     scanned = scan_cuts(study, output.work / "reference", progress)
@@ -167,7 +169,14 @@ def prune_mixed(task: PruneTask) -> None:
         best, output.details["candidates"] = compare_candidates(task, study, scanned, trials)
     full, layers = space.full, scanned.planned.kept_layers(best.sizes.layers)
     progress.log(f"prune mixed: {best.sizes.text(full)}: {_trial_text(scanned, best)}")
-    pruned = cut_model(study.model, study.space.cut_plan(best.sizes, study.ranking, layers))
+    plan = study.space.cut_plan(best.sizes, study.ranking, layers)
+    kind = task.settings.reconstruction
+    if plan.hidden is not None and kind != "none":
+        progress.log("the plan removes channels of the residual stream: nothing is reconstructed")
+    elif kind != "none":
+        reconstruct_units(task, study.model, study.space.anatomy, plan, kind, batches)
+        output.details["reconstruct"] = kind
+    pruned = cut_model(study.model, plan)
     save_model(pruned, output.folder, dtype=stored_precision(source))
     shares = scanned.shares()
     output.details |= {
