@@ -36,7 +36,7 @@ def save(family, folder, dtype=torch.bfloat16, **changes):
 
 
 def pruned(model, out, **options):
-    return prune(model, out, prune_settings(**options, **SMALL))
+    return prune(model, out, prune_settings(**{"reconstruct": "none", **SMALL, **options}))
 
 
 def weights(checkpoint, settings=None):
@@ -102,25 +102,26 @@ def inputs_of(model, name, batches):
 
 
 def wanda_by_hand(model, batches, sparsity):
-    """Each group's inputs from a pass of the whole model as it is then; each row's smallest scores go."""
+    """Algorithm 1 of the paper: the norms of all inputs of a block from passes of the whole model as it is
+    then, with the blocks before pruned and this one not; each row's smallest scores go."""
     for block in discover(model).blocks:
-        leaves = {name.rpartition(".")[2]: name for name in block.linears}
-        groups = (["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"])
-        for group in groups:
-            norms = torch.cat(inputs_of(model, leaves[group[0]], batches)).double().square().sum(0).sqrt()
-            for leaf in group:
-                weight = weight_of(model.get_submodule(leaves[leaf])).detach()
-                scores = weight.double().abs() * norms
-                for row, score in zip(weight, scores, strict=True):
-                    size = sparsity.of or len(row)
-                    for start in range(0, len(row), size):
-                        count = round(size * sparsity.zeros)
-                        row[start + score[start : start + size].argsort()[:count]] = 0.0
+        norms = {
+            name: torch.cat(inputs_of(model, name, batches)).double().square().sum(0).sqrt()
+            for name in block.linears
+        }
+        for name in block.linears:
+            weight = weight_of(model.get_submodule(name)).detach()
+            scores = weight.double().abs() * norms[name]
+            for row, score in zip(weight, scores, strict=True):
+                size = sparsity.of or len(row)
+                for start in range(0, len(row), size):
+                    count = round(size * sparsity.zeros)
+                    row[start + score[start : start + size].argsort()[:count]] = 0.0
     return model
 
 
 @pytest.mark.parametrize("amount", ["0.5", "2:4"])
-def test_wanda_sees_the_inputs_after_the_layers_pruned_before(amount, tmp_path, monkeypatch):
+def test_wanda_sees_the_inputs_after_the_blocks_pruned_before(amount, tmp_path, monkeypatch):
     before = open_checkpoint(save("llama3", tmp_path, torch.float32))
     batches = list(tiny_models.tokens(load_model(before), batch=6, length=24).split(2))
     monkeypatch.setattr("attar.pruning.task.PruneTask.batches", lambda task: batches)

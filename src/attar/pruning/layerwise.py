@@ -44,6 +44,12 @@ class LayerPruner:
         """The original model's inputs are not needed."""
         return False
 
+    @property
+    def at_once(self) -> bool:
+        """Scores are of the block as it is (Wanda, algorithm 1); weights that compensate see what the Linears
+        before them have lost."""
+        return self.solver is None
+
     def accumulator(self, names: Sequence[str], inputs: int) -> InputNorms | Hessian:
         """Empty statistics of a group."""
         return InputNorms(inputs) if self.solver is None else Hessian(inputs)

@@ -138,7 +138,8 @@ def sweep_linears(
     amounts: Amounts,
     batches: list[Tensor],
 ) -> tuple[PrunedWeights, Reports]:
-    """One Linear at a time, each with the inputs that it gets after the layers pruned before it."""
+    """One Linear at a time, each with the inputs that it gets after the layers pruned before it; where the
+    weights stay as they are, one block at a time."""
     method = ZEROS[task.settings.method]
     options = {name: getattr(task.options, name) for name in method.arguments}
     result = sweep(

@@ -63,6 +63,8 @@ class Solver(Protocol):
     Attributes:
         original: the accumulator also needs the original model's inputs: ``add(x, original)`` instead of
             ``add(x)``, both (B, S, K).
+        at_once: groups get the inputs of the block as it was, and are replaced together; false where a solver
+            does not say so: a group gets what the groups solved before it leave.
     """
 
     @property
@@ -315,6 +317,7 @@ class _BlockRunner:
             original_passes = self._passes(copy.deepcopy(self.block.module), self.originals, groups)
         passes = self._passes(self.block.module, self.store, groups)
         solutions: dict[str, Solution] = {}
+        at_once = bool(getattr(solver, "at_once", False))
         try:
             for number, group in enumerate(groups):
                 accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
@@ -328,11 +331,16 @@ class _BlockRunner:
                         accumulator.add(x, original)
                 weights = {name: weight_of(self.modules[name]).clone() for name in group}
                 solved = solver.solve(weights, accumulator)
-                for name in group:
+                for name in () if at_once else group:
                     _put(self.modules[name], solved[name].weight, solved[name].tensors)
                 solutions.update({name: solved[name] for name in group})
             _write(file, solutions)
-            self._replace(self.store, passes.outputs())
+            for name in solutions if at_once else ():
+                _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
+            self._replace(
+                self.store,
+                self._outputs(self.block.module, self.store) if at_once else passes.outputs(),
+            )
             if original_passes is not None and self.originals is not None:
                 self._replace(self.originals, original_passes.outputs())
         finally:
