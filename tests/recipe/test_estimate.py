@@ -55,6 +55,8 @@ class Flat:
     criterion: str = "auto"
     rounds: int = 1
     allocation: str = "uniform"
+    reconstruction: str = "none"
+    reconstruct_epochs: int = 4
     candidates: int = 1
     candidate_steps: int = 100
 
@@ -149,6 +151,15 @@ def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
     assert learned == pytest.approx(8 * 1.2e6 * 4 * 100 * 8 * 256)
     assert pruning("wanda").products < pruning("wanda", allocation="owl").products
     assert pruning("wanda", allocation="owl").products < pruning("wanda", allocation="measured").products
+
+
+def test_reconstruction_costs_a_sweep_or_the_training_of_blocks() -> None:
+    none, linear, block = (
+        pruning("wanda", reconstruction=how).products for how in ("none", "linear", "block")
+    )
+    training = 2 * 4 * 6 * 1e6 * TOKENS
+    assert none < linear < block
+    assert block - linear == pytest.approx(training + 0.6 * 2 * TOKENS * 4 * 1e6)
 
 
 def test_the_text_alone_needs_no_teacher() -> None:

@@ -30,6 +30,7 @@ from attar.pruning.layerwise import LayerPruner, PruneSolver
 from attar.pruning.linears import Amounts, Linears, PrunedLinear, PrunedWeights, pruned_linears
 from attar.pruning.reconstruction.walk import ReconstructionPlan, reconstruct
 from attar.pruning.settings import PruneSettings, ZerosSettings
+from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
@@ -89,11 +90,19 @@ def prune_zeros(task: PruneTask) -> None:
         weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
     write(task, linears, weights, biases)
     rows = check(task, linears, amounts, reports)
+    details = task.output.details
+    details["zeros"] = summary(task.settings.method, asked, linears, rows)
+    if chosen:
+        details["allocation"] = chosen
+    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
+
+
+def summary(method: str, asked: Sparsity, linears: Linears, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the card says of all zeros together."""
     zeros = sum(row["zeros"] for row in rows)
     total = sum(linear.size for linear in linears.values())
-    details = task.output.details
-    details["zeros"] = {
-        "method": task.settings.method,
+    return {
+        "method": method,
         "asked": str(asked),
         "fraction": zeros / total,
         "zeros": zeros,
@@ -102,9 +111,6 @@ def prune_zeros(task: PruneTask) -> None:
         "stored": STORED,
         "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
     }
-    if chosen:
-        details["allocation"] = chosen
-    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
 
 
 def sees_text(settings: PruneSettings) -> bool:
@@ -145,7 +151,7 @@ def sweep_linears(
     result = sweep(
         task.source,
         batches,
-        LayerPruner(linears, amounts, method.solver, options, method.factored),
+        LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row),
         work=task.output.work / "blocks",
         select=linears.__contains__,
         precision=task.settings.precision,
@@ -256,5 +262,6 @@ ZEROS: dict[str, ZerosMethod] = {
     "magnitude": ZerosMethod(sees_text=False),
     "wanda": ZerosMethod(),
     "sparsegpt": ZerosMethod(solver=sparsegpt, factored=True, arguments=("damp",)),
+    "alps": ZerosMethod(solver=alps, arguments=("damp", "iterations")),
 }
 """The methods by name; their options are in settings.METHOD_SETTINGS."""
