@@ -140,3 +140,13 @@ def test_the_rate_rises_and_falls_and_a_tenth_is_held_out():
     assert shares.index(1.0) == 9 and sorted(shares[10:], reverse=True) == shares[10:]
     assert _split(20) == (list(range(18)), [18, 19])
     assert _split(3) == ([0, 1], [2]) and _split(1) == ([0], [0])
+
+
+def test_the_seed_is_the_order_of_the_batches():
+    view = View()
+    weights = pruned(view)
+    first, again, other = (
+        reconstructor(view, weights, epochs=1, rates=(0.01,), seed=seed).solve_block(view)["0"].weight
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)

@@ -105,7 +105,7 @@ def test_layers_after_a_gap_are_reconstructed(tmp_path, monkeypatch):
 
 
 def test_the_default_is_linear_where_it_wins():
-    """Magnitude reads no text; after removed layers least squares made attar:tiny worse."""
+    """Magnitude reads no text; after removed layers least squares may make a model worse."""
     kinds = {
         method: prune_settings(method=method).reconstruction
         for method in METHOD_SETTINGS
@@ -156,7 +156,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
-    options = {"method": "magnitude", "reconstruct": "block", "samples": 24}  # batches have an order
+    options = {"method": "magnitude", "reconstruct": "block"}
     first, second = (pruned(folder, tmp_path / name, **options) for name in ("a", "b"))
     files = [open_checkpoint(out.path).path / "model.safetensors" for out in (first, second)]
     assert files[0].read_bytes() == files[1].read_bytes()
