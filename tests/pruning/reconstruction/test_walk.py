@@ -67,6 +67,9 @@ def test_every_family_is_reconstructed(tmp_path, family, kind):
         )
         off[reconstruct] = float((tiny_models.logits(load_model(out), rows) - whole).square().mean())
     assert off[kind] < off["none"]
+    source = open_checkpoint(folder)
+    biases = [name for name in source.tensors if name.endswith(".bias")]
+    assert bool(biases) == any(not torch.equal(out.load(name), source.load(name)) for name in biases)
 
 
 @pytest.mark.parametrize("method", ["heads", "neurons", "query-heads"])
