@@ -33,6 +33,7 @@ SMALL = {
     "sequence_length": 32,
     "batch_size": 2,
     "precision": "fp32",
+    "reconstruct": "none",
     "data": str(Path(json.__file__).parent),
 }
 KEY = ScanKey("model", "text", 64, 32, 0, 4, "gradient", "fp32")

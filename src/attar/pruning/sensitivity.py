@@ -133,14 +133,14 @@ def _pruning(task: PruneTask, inputs: SensitivityInputs, linears: Linears) -> tu
 
 def _norms(inputs: SensitivityInputs, linears: Linears) -> dict[str, Tensor]:
     """||X_j||_2 (K,) of each layer's inputs in the dense model."""
-    hooked = observe_norms(inputs.model, {name: linear.shape[1] for name, linear in linears.items()})
+    widths = {name: linear.shape[1] for name, linear in linears.items()}
+    accumulators, hooks = observe_norms(inputs.model, widths)
     with torch.no_grad():
         for batch in inputs.batches:
             inputs.model(input_ids=batch.to(inputs.model.device))
-    norms = {name: accumulator.value() for name, accumulator in hooked.items()}
-    for name in linears:
-        inputs.model.get_submodule(name)._forward_pre_hooks.clear()
-    return norms
+    for hook in hooks:
+        hook.remove()
+    return {name: accumulator.value() for name, accumulator in accumulators.items()}
 
 
 def _by_magnitude(weight: Tensor, amount: Sparsity) -> Tensor:

@@ -143,9 +143,9 @@ class UnitSettings:
     ratio: float = _ratio()
     criterion: str = _option(
         "auto",
-        "the scores. Heads and neurons: gradient (of a mask), taylor (of the weights), activation, wanda; "
-        "layers: influence, kl (of leaving each out), run (of consecutive layers); auto: the first that is "
-        "named here",
+        "the scores. Heads and neurons: wanda (share of the next projection's output), gradient (of a mask), "
+        "taylor (of the weights), activation; channels: activation; layers: influence, kl (of leaving each "
+        "out), run (of consecutive layers); auto: the first named, with scope global gradient",
     )
     rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
 
@@ -172,7 +172,7 @@ def _multiple_of() -> Any:
 class HeadSettings(UnitSettings):
     """Remove attention heads, in groups: a KV head with its query heads."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
     scope: str = _scope()
     rigid: str = _option(
@@ -187,7 +187,7 @@ class HeadSettings(UnitSettings):
 class NeuronSettings(UnitSettings):
     """Remove neurons of the MLPs."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
     scope: str = _scope()
     multiple_of: int = _multiple_of()
@@ -201,7 +201,7 @@ class NeuronSettings(UnitSettings):
 class QueryHeadSettings(UnitSettings):
     """Remove query heads, as many of every KV head; the KV heads stay."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +301,8 @@ class PruneSettings:
     reconstruct: str = _option(
         "auto",
         "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
-        "(linear, then each block is trained to the original's outputs), none; auto: what won on every model "
-        "tried, see docs/prune.md",
+        "(linear, then each block is trained to the original's outputs), none; auto: linear, but none for "
+        "magnitude, hidden, layers and mixed",
         ("auto", "none", "linear", "block"),
     )
     reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
@@ -335,7 +335,7 @@ class PruneSettings:
         """What is reconstructed: none, linear or block."""
         if self.reconstruct != "auto":
             return self.reconstruct
-        return "none" if self.method in ("magnitude", "hidden") else "linear"
+        return "none" if self.method in ("magnitude", "hidden", "layers", "mixed") else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:

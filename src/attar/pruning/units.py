@@ -164,8 +164,11 @@ def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
 
 
 def _criterion(structure: Structure, options: Any) -> str:
-    """The criterion's name; ``auto`` is the first of the structure."""
-    return next(iter(structure.criteria)) if options.criterion == "auto" else str(options.criterion)
+    """The criterion's name; ``auto`` is the structure's first, or the first that compares layers as it is."""
+    if options.criterion != "auto":
+        return str(options.criterion)
+    over_layers = getattr(options, "scope", "layer") == "global"
+    return next(name for name in structure.criteria if not over_layers or name in LOSS_CRITERIA)
 
 
 def _multiple(options: Any, count: int) -> int:

@@ -245,8 +245,8 @@ def holds(weight: Tensor, amount: Sparsity) -> bool:
     if amount.of:
         kept = (weight != 0).unflatten(1, (-1, amount.of)).sum(-1)
         return int(kept.max()) <= amount.kept
-    missing: int = round(weight.numel() * amount.zeros) - int((weight == 0).sum())
-    return missing <= weight.shape[1] / BLOCK + 1
+    missing = round(weight.numel() * amount.zeros) - int((weight == 0).sum())
+    return bool(missing <= weight.shape[1] // BLOCK + 1)
 
 
 def weight_error(source: Checkpoint, linear: PrunedLinear, pruned: Tensor) -> dict[str, float]:
