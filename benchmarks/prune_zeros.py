@@ -15,8 +15,9 @@ METHODS = (
     "wanda",
     "sparsegpt",
     "alps",
+    "wanda,reconstruct=linear",
     "wanda,reconstruct=block",
-    "sparsegpt,reconstruct=block",
+    "sparsegpt,reconstruct=linear",
 )
 THEIRS = ("wanda", "sparsegpt")
 
@@ -98,7 +99,7 @@ def zeros_table(sparsity: str, done: list[tuple[Method, dict[str, Any]]]) -> str
 
 def label(method: Method) -> str:
     """A method as a row is called: what was mended, if anything."""
-    return method.label.replace(",reconstruct=block", " + block reconstruction").replace(",", ", ")
+    return method.label.replace(",", ", ").replace(", reconstruct=", ", then ")
 
 
 def time(bench: Bench) -> str:

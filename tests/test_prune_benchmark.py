@@ -95,7 +95,7 @@ def test_the_table_is_sorted_by_kl_and_divides_by_the_peer_s_perplexity():
         (methods[3], {"failed": "no memory"}),
     ]
     lines = prune_zeros.zeros_table("2:4", done).splitlines()
-    assert lines[2].startswith("| wanda + block reconstruction | attar | 19.00 | 0.1000 | 50.0% | – |")
+    assert lines[2].startswith("| wanda, then block | attar | 19.00 | 0.1000 | 50.0% | – |")
     assert lines[3].startswith("| sparsegpt | attar | 20.00 | 0.2000 | 50.0% | 0.8000 |")
     assert lines[4].startswith("| sparsegpt | llmcompressor | 25.00 |")
     assert "failed: no memory" in lines[5]

@@ -1,5 +1,7 @@
 """Amounts of zeros: what a text means, and which weights stay."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,3 +73,21 @@ def test_a_matrix_that_cannot_have_the_pattern_is_named():
     parse_sparsity("2:4").check(64, "q_proj")
     with pytest.raises(SettingsError, match=r"sparsity is '2:4'.*q_proj has 66"):
         parse_sparsity("2:4").check(66, "q_proj")
+
+
+@pytest.mark.parametrize("text", ["1:2", "1:4", "2:4", "2:8", "3:4", "4:8", "3:8", "2:6", "0.5"])
+def test_two_of_four_is_what_every_mask_of_the_pattern_has(text):
+    """Against the worst choice of kept weights, four by four."""
+    sparsity = parse_sparsity(text)
+    worst = 4
+    if sparsity.of:
+        row = torch.zeros(3, sparsity.of)
+        counts = []
+        for kept in itertools.combinations(range(sparsity.of), sparsity.kept):
+            row[:] = 0.0
+            row[1, list(kept)] = 1.0
+            row[0, -sparsity.kept :] = row[2, : sparsity.kept] = 1.0
+            whole = row.flatten()[: len(row.flatten()) // 4 * 4]
+            counts.append(int(whole.unflatten(0, (-1, 4)).sum(1).max()))
+        worst = max(counts)
+    assert sparsity.two_of_four == (worst <= 2)

@@ -19,6 +19,7 @@ def settings_of(job: jobs.Job, rows: int, length: int) -> dict[str, Any]:
     given: dict[str, Any] = {
         "method": job.method,
         "reconstruct": "none",
+        "precision": "fp32" if job.dtype == "float32" else "auto",
         "samples": rows,
         "sequence_length": length,
         "batch_size": job.batch_size,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import calibration_batches, row_length
 from attar.models.load import load_tokenizer
@@ -106,6 +107,8 @@ def launch(tool: str, job: Job, timeout: float | None = None, *, verb: str = "")
     """
     command = [sys.executable if tool == OURS else environments.python(tool), script(tool, verb)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if tool == OURS:  # the attar of this process, also where PYTHONPATH is relative
+        environment["PYTHONPATH"] = str(Path(attar.__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:  # some tools write where they stand
         text = replace(job, started=time.time()).text()
         try:

@@ -259,6 +259,8 @@ def run_stage(
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
     check_models(model, teacher)
+    if teacher is None and STAGES[verb].teacher:
+        settings.check_alone()
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     if verb == "quantize":
         model = _dense(model)

@@ -102,7 +102,7 @@ def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
         assert (after[name].view(-1, 4).sum(-1) == 2).all()
     changed = load_model(recovered.path, dtype=torch.float32).get_submodule(name).weight
     assert not torch.equal(changed, load_model(pruned, dtype=torch.float32).get_submodule(name).weight)
-    assert recovered.card.details["zeros"] == {"linears": len(before), "sparsity": 0.5}
+    assert recovered.card.details["kept_zeros"] == {"linears": len(before), "sparsity": 0.5}
     assert recovered.card.settings["keep_zeros"] == "auto"  # no lineage: by the amount of zeros
 
 
@@ -123,7 +123,7 @@ def test_zeros_can_be_given_up(models, tmp_path):
     settings = RecoverSettings(**SETTINGS, keep_zeros="false")
     recovered = recover(pruned, tmp_path / "out", settings, teacher=teacher)
     assert not any(zeros.any() for zeros in zeros_of(recovered.path).values())
-    assert "zeros" not in recovered.card.details
+    assert "kept_zeros" not in recovered.card.details
 
 
 def test_lines_say_what_is_kept(models, tmp_path):

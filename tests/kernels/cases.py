@@ -20,6 +20,25 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def sparse_weights(kind: str) -> Iterator[PackedWeight]:
+    """The same, 2:4."""
+    kept = normal(70, 64, 4, seed=1).argsort(2).argsort(2).flatten(1) < 2
+    if kind == "bf16":
+        yield pack(normal(70, 256) * 0.05 * kept, "bf16", bias=normal(70), pays=lambda kind: True)
+        return
+    top = 16 if kind == "int4" else 128
+    for group, zeroed in product(GROUPS, (False, True)):
+        generator = torch.Generator().manual_seed(group)
+        codes = torch.randint(0, top, (70, 256), generator=generator)
+        zeros = torch.full((70, 256 // group), top // 2 if kind == "int4" else 128)
+        if zeroed:
+            zeros = torch.randint(0, top, zeros.shape, generator=generator)
+        codes = torch.where(kept, codes, zeros.repeat_interleave(group, 1)).to(torch.uint8)
+        scales = torch.rand(70, 256 // group, generator=generator) * 0.02 + 0.001
+        stored = zeros.float() if zeroed else None
+        yield pack_codes(codes, scales, stored, kind=kind, bias=normal(70), pays=lambda kind: True)
+
+
 def packed_weights(kind: str) -> Iterator[PackedWeight]:
     """Every group, with and without zero points; 70 rows, which do not fill their panels."""
     if kind == "bf16":
@@ -34,11 +53,11 @@ def packed_weights(kind: str) -> Iterator[PackedWeight]:
         yield pack_codes(codes, scales, zeros, kind=kind, bias=normal(70))
 
 
-def products(kind: str, bits: int = 8) -> Recording:
+def products(kind: str, bits: int = 8, sparse: bool = False) -> Recording:
     """One to forty tokens of every packed weight: blocks of eight and sixteen, and what is left."""
     recording = Recording()
     team = recording.call("attar_thread_pool", 2, checked=False)
-    for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15, 40)):
+    for packed, tokens in product((sparse_weights if sparse else packed_weights)(kind), (1, 2, 5, 8, 15, 40)):
         x, y, weight = (
             normal(tokens, 256, seed=tokens),
             torch.zeros(tokens, 70),

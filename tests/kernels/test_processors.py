@@ -35,6 +35,12 @@ PRODUCTS = {
     "int8, 16 bits": lambda: cases.products("int8", bits=16),
     "bf16, 16 bits": lambda: cases.products("bf16", bits=16),
     "bf16": lambda: cases.products("bf16"),
+    "int4 2:4": lambda: cases.products("int4", sparse=True),
+    "int8 2:4": lambda: cases.products("int8", sparse=True),
+    "int4 2:4, 16 bits": lambda: cases.products("int4", bits=16, sparse=True),
+    "int8 2:4, 16 bits": lambda: cases.products("int8", bits=16, sparse=True),
+    "bf16 2:4, 16 bits": lambda: cases.products("bf16", bits=16, sparse=True),
+    "bf16 2:4": lambda: cases.products("bf16", sparse=True),
 }
 STEPS = {
     "float32": lambda: cases.steps("llama3", kv_dtype="float32", bits=16),

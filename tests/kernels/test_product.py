@@ -319,6 +319,7 @@ class Linear(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
         *((name, ctypes.c_int32) for name in ("kind", "group", "zeros")),
         ("unit", ctypes.c_float),
+        ("sparse", ctypes.c_int32),
     ]
 
 path, small = sys.argv[1], int(sys.argv[2])

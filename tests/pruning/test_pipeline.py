@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import attar
+from attar.checkpoint.render import render
 from attar.formats.readers import Decoded
 from attar.measure.run_folder import read_run
 from attar.measure.verdict import findings
@@ -67,8 +68,9 @@ def test_a_recipe_keeps_the_zeros_to_its_end(model, tmp_path):
         for name, weight in linears(stages[stage]).items():
             assert two_of_four(weight) and not weight[zeros[name]].any(), (stage, name)
     for stage in ("recover", "w8", "w4"):
-        settings = json.loads((stages[stage] / "attar.json").read_text())["settings"]
-        assert settings["keep_zeros"] == "true", "the lineage says so"
+        card = json.loads((stages[stage] / "attar.json").read_text())
+        assert card["settings"]["keep_zeros"] == "true", "the lineage says so"
+        assert "2:4, by wanda" in render(attar.inspect(stages[stage]))
     lines = findings(read_run(tmp_path / "run"))
     assert any("recover won back" in line for line in lines), lines
 

@@ -1,5 +1,6 @@
 """What a plan costs is what the cut model's file has."""
 
+import dataclasses
 import itertools
 import random
 
@@ -9,7 +10,7 @@ import torch
 from attar.models.load import load_model, save_model
 from attar.models.surgery import cut_model
 from attar.pruning.plan_costs import PlanGrid, PlanSizes, byte_cost, parameter_cost, read_cost
-from attar.pruning.plan_space import first_units, plan_space, planned_model
+from attar.pruning.plan_space import first_units, plan_space
 from tests import tiny_models
 
 
@@ -20,8 +21,12 @@ def random_plans(space, count, seed=0):
     return list(dict.fromkeys(itertools.islice(filter(space.allows, plans), count)))
 
 
+def space_of(model, storage=torch.float32):
+    return plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]}, storage)
+
+
 def check(model, plans, space, removal, storage, folder):
-    planned = planned_model(space, removal, storage)
+    planned = dataclasses.replace(space.planned, removal=tuple(removal))
     for plan in plans:
         layers = planned.kept_layers(plan.layers)
         cut = cut_model(model, space.cut_plan(plan, first_units(space.full), layers))
@@ -33,7 +38,7 @@ def check(model, plans, space, removal, storage, folder):
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
 def test_bytes_and_parameters_are_exact_in_every_family(family, tmp_path):
     model = tiny_models.build(family)
-    space = plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    space = space_of(model)
     plans = [space.full, *random_plans(space, 3)]
     assert any(plan != space.full for plan in plans)
     check(model, plans, space, [2, 0, 1], torch.float32, tmp_path)
@@ -41,7 +46,7 @@ def test_bytes_and_parameters_are_exact_in_every_family(family, tmp_path):
 
 def test_bytes_of_twenty_plans_of_a_trained_model_are_exact(tmp_path):
     model = load_model("attar:tiny", dtype=torch.float32)
-    space = plan_space(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    space = space_of(model, torch.bfloat16)
     plans = random_plans(space, 21)
     assert len(plans) >= 20
     check(model, plans, space, [3, 1, 0, 2, 7, 6, 4, 5], torch.bfloat16, tmp_path)
@@ -49,8 +54,7 @@ def test_bytes_of_twenty_plans_of_a_trained_model_are_exact(tmp_path):
 
 def test_a_table_over_a_grid_has_the_costs_of_its_plans():
     model = tiny_models.build("llama2")  # an untied head
-    space = plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]})
-    planned = planned_model(space, range(3), torch.bfloat16)
+    planned = space_of(model, torch.bfloat16).planned
     grid = PlanGrid((1, 3, 4), (12, 96), (32, 64), (1, 2, 3))
     parameters, read = planned.over(grid, parameter_cost), planned.over(grid, read_cost)
     assert parameters.shape == (3, 2, 2, 3)
@@ -64,8 +68,8 @@ def test_a_table_over_a_grid_has_the_costs_of_its_plans():
 
 def test_layers_go_in_the_order_of_the_removal():
     model = tiny_models.build("llama2")
-    space = plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]})
-    planned = planned_model(space, [1, 2, 0], torch.float32)
+    space = space_of(model)
+    planned = dataclasses.replace(space.planned, removal=(1, 2, 0))
     assert [planned.kept_layers(count) for count in (3, 2, 1)] == [[0, 1, 2], [0, 2], [0]]
     names = [name for name, *_ in planned.headers(space.full._replace(layers=2)) if "layers." in name]
     assert {name.split(".")[2] for name in names} == {"0", "1"}

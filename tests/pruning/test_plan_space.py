@@ -1,6 +1,7 @@
 """Which structures a family's config can have fewer of."""
 
 import pytest
+import torch
 
 from attar.pruning.plan_space import UnitRanking, plan_space, snap
 from tests import tiny_models
@@ -8,7 +9,7 @@ from tests import tiny_models
 
 def space_of(family, **changes):
     model = tiny_models.build(family, **changes)
-    return plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    return plan_space({**model.config.to_dict(), "architectures": [type(model).__name__]}, torch.float32)
 
 
 def test_a_llama_allows_everything():

@@ -17,11 +17,12 @@ from attar.errors import CheckpointError, ModelError
 from attar.models.load import load_model
 from attar.models.surgery import cut_model
 from attar.progress import SILENT
-from attar.pruning.mixed import cut_study, scan, scan_cuts
+from attar.pruning.mixed import scan
 from attar.pruning.plan_costs import PlanSizes
 from attar.pruning.plan_space import plan_space
 from attar.pruning.scan import CutMeasurement, ScanFile, ScanKey, curves, even_cuts, layer_cuts, removal_order
 from attar.pruning.settings import prune_settings
+from attar.pruning.study import cut_study, scan_cuts
 from attar.pruning.task import calibration
 from attar.walks.objectives import next_token_loss, token_kl
 from tests import tiny_models
@@ -32,6 +33,7 @@ SMALL = {
     "sequence_length": 32,
     "batch_size": 2,
     "precision": "fp32",
+    "reconstruct": "none",
     "data": str(Path(json.__file__).parent),
 }
 KEY = ScanKey("model", "text", 64, 32, 0, 4, "gradient", "fp32")
@@ -46,7 +48,7 @@ def study_of(folder, file):
     from attar.checkpoint.open import open_checkpoint
 
     source, settings = open_checkpoint(folder), prune_settings(**SMALL)
-    space = plan_space(source.config)
+    space = plan_space(source.config, torch.float32)
     return cut_study(
         source, space, settings, calibration(source, settings), file, file.parent / "scores", SILENT
     )
@@ -95,7 +97,7 @@ def test_an_interrupted_scan_goes_on_and_ends_with_the_same_bytes(llama, tmp_pat
     def add(self, measurement):
         original(self, measurement)
         runs.append(measurement)
-        if len(runs) % 7 == 0:
+        if len(runs) % 11 == 0:
             raise KilledError
 
     monkeypatch.setattr(ScanFile, "add", add)
@@ -106,7 +108,7 @@ def test_an_interrupted_scan_goes_on_and_ends_with_the_same_bytes(llama, tmp_pat
             break
         except KilledError:
             kills += 1
-    assert kills >= 3 and parts.read_bytes() == whole.read_bytes()
+    assert kills >= 2 and parts.read_bytes() == whole.read_bytes()
     assert len({one.identity for one in runs}) == len(runs)  # nothing was measured twice
 
 
@@ -191,13 +193,12 @@ def test_layers_go_by_the_cost_of_their_absence():
 
 def test_the_cuts_cover_every_layer_and_amount():
     full = PlanSizes(4, 96, 64, 3)
-    grid = plan_space(
-        {**tiny_models.config("llama3").to_dict(), "architectures": ["LlamaForCausalLM"]}
-    ).measured
+    config = {**tiny_models.config("llama3").to_dict(), "architectures": ["LlamaForCausalLM"]}
+    grid = plan_space(config, torch.float32).measured
     even = list(even_cuts(grid, full))
     assert {cut.structure for cut in even} == {"heads", "neurons", "hidden", "layers"}
     assert all(cut.kept < cut.of and cut.layer is None for cut in even)
-    alone = list(layer_cuts(full, ("heads", "layers"), 3))
+    alone = list(layer_cuts(full, ("heads", "layers")))
     assert [cut.layer for cut in alone] == sorted(cut.layer for cut in alone)
     assert sum(cut.structure == "layers" for cut in alone) == 3
     assert {cut.structure for cut in alone} == {"heads", "layers"}

@@ -152,7 +152,8 @@ def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkey
     seen = []
     plain = units.next_token_loss
     monkeypatch.setattr(units, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))
-    pruned = prune(save("llama3", tmp_path), tmp_path / "out", prune_settings(precision=asked, **SMALL))
+    settings = prune_settings(criterion="gradient", precision=asked, **SMALL)
+    pruned = prune(save("llama3", tmp_path), tmp_path / "out", settings)
     fast = native or asked == "bf16"
     assert pruned.card.details["precision"] == ("bf16" if fast else "fp32")
     assert set(seen) == {torch.bfloat16 if fast else torch.float32}

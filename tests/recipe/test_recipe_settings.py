@@ -38,6 +38,20 @@ EVERY = [
 ]
 
 
+@pytest.mark.parametrize("verb", ["quantize", "recover"])
+@pytest.mark.parametrize(
+    ("origin", "value", "expected"),
+    [(PYTHON, True, "true"), (PYTHON, "auto", "auto"), (COMMAND, "false", "false"), (PYTHON, False, "false")],
+)
+def test_true_and_false_may_be_choices_next_to_others(
+    verb: str, origin: SettingsOrigin, value: object, expected: str
+) -> None:
+    settings = parse(STAGES[verb].settings_class(), {"keep_zeros": value}, origin)
+    assert plain(settings)["keep_zeros"] == expected
+    with pytest.raises(SettingsError, match="auto, true or false"):
+        parse(STAGES[verb].settings_class(), {"keep_zeros": "yes"}, origin)
+
+
 def recipe_origin(given: Mapping[str, Any]) -> SettingsOrigin:
     """Each key on a line of its own, from line 5."""
     positions = {name: f"r.yaml:{line}" for line, name in enumerate(given, 5)}

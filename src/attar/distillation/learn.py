@@ -55,7 +55,7 @@ def learn(
     if rollouts is not None:
         objective = OBJECTIVES[rollouts.settings.draft_loss]
         rows, held_out = rollouts.training_rows(count, rows), rollouts.held_out_rows()
-    loss = next_token
+    loss: Loss = next_token
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
         signal = SIGNALS["cached" if settings.teacher_top else "online"]

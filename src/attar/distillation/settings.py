@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attar.distillation.layer_map import is_map
-from attar.errors import SettingsError
+from attar.errors import SettingsError, UsageError
 from attar.walks.settings import TrainSettings, check_range
 
 VERSION = 2
@@ -83,6 +83,12 @@ class RecoverSettings(LearnSettings):
     def reads_teacher(self) -> bool:
         """Whether a teacher is of use."""
         return self.alpha > 0.0 or (self.adapter_rank > 0 and self.adapter_init == "error")
+
+    def check_alone(self) -> None:
+        """Raise where training without a teacher is impossible."""
+        if self.alpha > 0.0:
+            hint = "--teacher MODEL, or --alpha 0 to learn from the text alone"
+            raise UsageError("recover needs a teacher, the model to agree with", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,12 @@ from attar.distillation.rollouts import HELD_OUT_TOKENS, RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.online import SignalSource
 from attar.distillation.students import make_student
-from attar.errors import ModelError, UsageError
+from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.stored import precision_note, stored_precision
-from attar.models.zeros import resolve_zeros, zero_mask
+from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
 from attar.progress import SILENT, Progress
 from attar.walks.masks import Masks
 from attar.walks.train import TrainHistory
@@ -118,9 +118,8 @@ def recover(
     Raises:
         AttarError: see errors.py; no output is left.
     """
-    if teacher is None and settings.alpha > 0.0:
-        hint = "--teacher MODEL, or --alpha 0 to learn from the text alone"
-        raise UsageError("recover needs the model to learn from", hint=hint)
+    if teacher is None:
+        settings.check_alone()
     source = open_checkpoint(model)
     original = open_checkpoint(teacher) if teacher is not None and settings.reads_teacher else None
     settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
@@ -154,7 +153,8 @@ def recover(
         masks.check(student)
         _save(student, source, output, history, progress)
         if masks:
-            output.details["zeros"] = {"linears": len(masks.kept), "sparsity": masks.sparsity}
+            output.details["kept_zeros"] = {"linears": len(masks.kept), "sparsity": masks.sparsity}
+            output.details.update(stated_zeros(source))
     return open_checkpoint(out)
 
 

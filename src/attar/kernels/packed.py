@@ -8,11 +8,15 @@ Scales are kept as float16 multiples of a power of two chosen for the matrix, it
 float16 scales are kept exactly (while the largest is less than 2^24 times the smallest), float32 ones to
 2^-12 of their value. Of zero points either z is kept in float16 or s z in that unit, whichever is nearer
 for the matrix: whole zero points and GGUF's float16 minima are both exact.
+
+A 2:4 weight can be packed to its kept values and their positions (semi_structured.py): the same numbers
+in fewer bytes. The caller says where that is faster: ``pays``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,15 +24,18 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError, UsageError
+from attar.kernels import semi_structured
 from attar.kernels.memory import Arena
 
 PANEL = 32  # rows
 ROWS = 128 * PANEL  # packed at a time
 GROUPS = (16, 32, 64, 128)
-BITS = {"int4": 4, "int8": 8}
+BITS = {"int4": 4, "int8": 8, "bf16": 16}
 
 Kind = Literal["bf16", "int8", "int4"]
 Zeros = Literal["middle", "points", "products"]
+Form = Literal["dense", "2:4", "2:4 as dense"]
+Pays = Callable[[Kind], bool]  # whether products of a kind are faster in the 2:4 form
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class PackedWeight:
         zeros: stored zero points: middle (none: all are 8 or 128), points z, or products s z.
         unit: power of two that stored scales are multiplied by.
         bias: float32 (N,) or None.
+        form: "2:4 as dense": the weight is 2:4, and its zeros are stored.
     """
 
     data: Tensor
@@ -53,15 +61,27 @@ class PackedWeight:
     zeros: Zeros = "middle"
     unit: float = 1.0
     bias: Tensor | None = None
+    form: Form = "dense"
 
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
         return len(self.data)
 
+    @property
+    def label(self) -> str:
+        """The kind and form, as descriptions have them."""
+        forms = {"dense": "", "2:4": " 2:4", "2:4 as dense": " (2:4, run dense: no faster here)"}
+        return f"{self.kind}{forms[self.form]}"
 
-def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None) -> PackedWeight:
+
+def pack_bf16(
+    weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None, pays: Pays | None = None
+) -> PackedWeight:
     """A weight (N, K), rounded to bfloat16. Does not modify its inputs.
+
+    Args:
+        pays: whether a 2:4 weight is packed as such; None: no.
 
     Raises:
         UsageError: K is odd.
@@ -69,15 +89,17 @@ def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None
     rows, columns = weight.shape
     if columns % 2:
         raise UsageError(f"a weight of {columns} inputs cannot be packed", hint="an even number is needed")
-    nbytes = -(-rows // PANEL) * PANEL * columns * 2
+    parts = weight.split(ROWS)  # so that a large head needs little memory besides
+    sparse = pays is not None and all(semi_structured.holds(part.to(torch.bfloat16) != 0) for part in parts)
+    form = _form("bf16", sparse, pays)
+    nbytes = packed_bytes(rows, columns, "bf16", 0, form)
     data = torch.empty(nbytes, dtype=torch.uint8) if arena is None else arena.allocate(nbytes)
     offset = 0
-    for rows_part in weight.split(ROWS):  # so that a large head needs little memory besides
-        lanes = _padded(rows_part.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
-        part = lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
+    for rows_part in parts:
+        part = _bf16_bytes(_padded(rows_part.to(torch.bfloat16)), form)
         data[offset : offset + len(part)] = part
         offset += len(part)
-    return PackedWeight(data, rows, columns, "bf16", bias=_bias(bias))
+    return PackedWeight(data, rows, columns, "bf16", bias=_bias(bias), form=form)
 
 
 def pack_codes(
@@ -88,6 +110,7 @@ def pack_codes(
     kind: Kind,
     bias: Tensor | None = None,
     arena: Arena | None = None,
+    pays: Pays | None = None,
 ) -> PackedWeight:
     """A quantized weight. Does not modify its inputs.
 
@@ -98,6 +121,7 @@ def pack_codes(
         kind: int4 or int8.
         bias: (N,).
         arena: allocates the bytes; None: a tensor of their own.
+        pays: whether a 2:4 weight is packed as such; None: no. A code is zero where W is: at its zero point.
 
     Raises:
         UsageError: the groups do not divide K, or are not of 16, 32, 64 or 128 inputs.
@@ -107,9 +131,17 @@ def pack_codes(
     group = _group(columns, scales.shape[1])
     unit, stored, parts = _constants(scales, zeros)
     fields = [part.view(-1, PANEL, columns // group).transpose(1, 2).contiguous() for part in parts]
-    parts_bytes = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
+    sparse = None if pays is None or stored == "products" else _sparse_values(codes, zeros, group, bits)
+    form = _form(kind, sparse is not None, pays)
+    if sparse is not None and form == "2:4":
+        values, nonzero = sparse
+        steps = semi_structured.encode(_padded(values), _padded(nonzero), bits)
+        code_bytes = steps.view(len(steps), columns // group, -1)
+    else:
+        code_bytes = _code_bytes(_padded(codes), group, bits)
+    parts_bytes = [*(field.view(torch.uint8) for field in fields), code_bytes]
     data = _moved(torch.cat(parts_bytes, dim=2).flatten(), arena)
-    return PackedWeight(data, rows, columns, kind, group, stored, unit, _bias(bias))
+    return PackedWeight(data, rows, columns, kind, group, stored, unit, _bias(bias), form)
 
 
 def pack(
@@ -119,12 +151,13 @@ def pack(
     group: int = 32,
     bias: Tensor | None = None,
     arena: Arena | None = None,
+    pays: Pays | None = None,
 ) -> PackedWeight:
     """A weight (N, K), rounded to nearest where ``kind`` is int4 or int8."""
     if kind == "bf16":
-        return pack_bf16(weight, bias=bias, arena=arena)
+        return pack_bf16(weight, bias=bias, arena=arena, pays=pays)
     codes, scales = quantize(weight, kind, group)
-    return pack_codes(codes, scales, kind=kind, bias=bias, arena=arena)
+    return pack_codes(codes, scales, kind=kind, bias=bias, arena=arena, pays=pays)
 
 
 def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
@@ -150,20 +183,76 @@ def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
 def unpack(packed: PackedWeight) -> Tensor:
     """W, float32 (N, K), as the product multiplies it."""
     rows, columns = packed.rows, packed.columns
+    panels = -(-rows // PANEL)
+    if packed.kind == "bf16" and packed.form == "2:4":
+        values, _ = semi_structured.decode(packed.data.view(panels, columns // semi_structured.STEP, -1), 16)
+        return values[:rows].float()
     if packed.kind == "bf16":
         pairs = packed.data.view(torch.bfloat16).view(-1, columns // 2, 2, 16, 2)
         return pairs.permute(0, 2, 3, 1, 4).reshape(-1, columns)[:rows].float()
     bits, group = BITS[packed.kind], packed.group
     head = 64 if packed.zeros == "middle" else 128
-    groups = packed.data.view(-1, columns // group, head + PANEL * group * bits // 8)
+    groups = packed.data.view(panels, columns // group, -1)
     scales = groups[..., :64].contiguous().view(torch.float16).transpose(1, 2).float() * packed.unit
-    codes, scales = _codes(groups[..., head:], group, bits).float(), scales[..., None]
-    if packed.zeros == "middle":
-        return ((codes - (1 << (bits - 1))) * scales).reshape(-1, columns)[:rows]
-    zeros = groups[..., 64:128].contiguous().view(torch.float16).transpose(1, 2)[..., None].float()
-    points = packed.zeros == "points"
-    parts = (codes - zeros) * scales if points else codes * scales - zeros * packed.unit
+    scales, zeros = scales[..., None], torch.tensor(float(1 << (bits - 1)))
+    if packed.zeros != "middle":
+        zeros = groups[..., 64:128].contiguous().view(torch.float16).transpose(1, 2)[..., None].float()
+    if packed.form == "2:4":
+        return (_differences(groups[..., head:], zeros, group, bits) * scales).reshape(-1, columns)[:rows]
+    codes = _codes(groups[..., head:], group, bits).float()
+    products = packed.zeros == "products"
+    parts = codes * scales - zeros * packed.unit if products else (codes - zeros) * scales
     return parts.reshape(-1, columns)[:rows]
+
+
+def packed_bytes(rows: int, columns: int, kind: Kind, group: int, form: Form) -> int:
+    """Bytes of a weight without stored zero points."""
+    padded = -(-rows // PANEL) * PANEL
+    bits = BITS[kind] // 2 + 1 if form == "2:4" else BITS[kind]
+    scales = 2 * columns // group if group else 0
+    return padded * (columns * bits // 8 + scales)
+
+
+def _form(kind: Kind, sparse: bool, pays: Pays | None) -> Form:
+    """The form of a weight; ``sparse``: it is 2:4."""
+    if not sparse or pays is None:
+        return "dense"
+    return "2:4" if pays(kind) else "2:4 as dense"
+
+
+def _bf16_bytes(rows: Tensor, form: Form) -> Tensor:
+    """Bytes of whole panels, flat."""
+    if form == "2:4":
+        return semi_structured.encode(rows, rows != 0, 16).flatten()
+    lanes = rows.view(-1, 2, 16, rows.shape[1] // 2, 2)
+    return lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
+
+
+def _sparse_values(
+    codes: Tensor, zeros: Tensor | None, group: int, bits: int
+) -> tuple[Tensor, Tensor] | None:
+    """What a 2:4 weight stores, uint8 (N, K), and its non-zeros; None where it is not one that can be stored:
+    codes q of 4 bits, signed q - z of 8."""
+    parts = codes.unflatten(1, (-1, group))
+    points = torch.tensor(1 << (bits - 1)) if zeros is None else zeros.float()[..., None]
+    nonzero = (parts != points).flatten(1)
+    if not semi_structured.holds(nonzero):
+        return None
+    if bits == 4:
+        return codes, nonzero
+    differences = (parts.short() - points.short()).flatten(1)
+    inside = int(differences.min()) >= -128 and int(differences.max()) < 128
+    return (differences.to(torch.int8).view(torch.uint8), nonzero) if inside else None
+
+
+def _differences(data: Tensor, zeros: Tensor, group: int, bits: int) -> Tensor:
+    """q - z of a 2:4 weight, float32 (panels, 32, K / G, G); 0 where nothing is kept."""
+    steps = data.reshape(len(data), data.shape[1] * group // semi_structured.STEP, -1)
+    values, kept = semi_structured.decode(steps, bits)
+    shape = (len(data), PANEL, data.shape[1], group)
+    if bits == 8:
+        return values.view(torch.int8).float().view(shape)
+    return (values.float().view(shape) - zeros) * kept.view(shape)
 
 
 def _code_bytes(codes: Tensor, group: int, bits: int) -> Tensor:

@@ -32,6 +32,7 @@ class LinearStruct(ctypes.Structure):
         *((name, LONG) for name in ("rows", "columns")),
         *((name, INT) for name in ("kind", "group", "zeros")),
         ("unit", FLOAT),
+        ("sparse", INT),
     ]
 
 
@@ -90,6 +91,7 @@ def linear_struct(packed: PackedWeight) -> LinearStruct:
         packed.group,
         ZEROS[packed.zeros],
         packed.unit,
+        packed.form == "2:4",
     )
 
 

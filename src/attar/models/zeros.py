@@ -53,6 +53,12 @@ def pruned_to_zeros(checkpoint: Checkpoint) -> bool:
     return any(_sets_zeros(record) for record in _history(checkpoint))
 
 
+def stated_zeros(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a card says of its zeros, as ``zeros``, for the card of a result that keeps them; else empty."""
+    stated: dict[str, Any] = {} if checkpoint.card is None else checkpoint.card.details
+    return {"zeros": stated["zeros"]} if "zeros" in stated else {}
+
+
 def _quantized(checkpoint: Checkpoint) -> bool:
     """Whether the weights are rounded, or were once."""
     packed = quant_method(checkpoint) is not None or any(info.block for info in checkpoint.tensors.values())

@@ -132,7 +132,7 @@ def dense_norms(task: PruneTask, linears: Linears, batches: Sequence[Tensor]) ->
         None,
         work=task.output.work / "norms",
         precision=task.settings.precision,
-        prepare=lambda model: accumulators.update(observe_norms(model, inputs)),
+        prepare=lambda model: accumulators.update(observe_norms(model, inputs)[0]),
         device=torch.device(pick_device(task.settings.device)),
         progress=task.progress,
         what="input norms",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,56 +25,96 @@ from attar.data.packing import pack, row_length
 from attar.data.seen import note_texts, record
 from attar.errors import DataError, ModelError
 from attar.models.load import load_tokenizer
+from attar.models.parts import Anatomy
 from attar.models.surgery import cut_model
+from attar.pruning.study import CutScan, CutStudy
+from attar.pruning.trials import PlanTrial
 from attar.walks.objectives import distillation_loss, soft_loss, token_kl
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 
 if TYPE_CHECKING:
-    from attar.pruning.mixed import CutScan, CutStudy, PlanTrial
     from attar.pruning.task import PruneTask
 
 HELD_OUT = 8_192  # tokens on which candidates are judged
 LEARNING_RATE = 2e-4  # that of attar recover
 
 
+@dataclass(frozen=True)
+class CandidateTexts:
+    """Rows (N, S) for training, and rows of the calibration split that no score and no scan has read."""
+
+    rows: Tensor
+    held_out: Tensor
+
+
+def candidate_texts(task: PruneTask, anatomy: Anatomy) -> CandidateTexts:
+    """The text of the candidates.
+
+    Raises:
+        ModelError: an encoder.
+        DataError: no calibration text is left for the judgement.
+    """
+    if not anatomy.causal:
+        raise ModelError("candidates are causal models: an encoder is not distilled", hint="--candidates 1")
+    settings, options = task.settings, task.options
+    tokenizer, length = load_tokenizer(task.source), row_length(settings.sequence_length, task.source.config)
+    count = options.candidate_steps * settings.batch_size
+    judged = max(HELD_OUT // length, 1)
+    records = [
+        record("prune", tokenizer, settings, split, length=length, rows=number)
+        for split, number in (("train", count), ("calibration", settings.samples + judged))
+    ]
+    note_texts(task.output, records, task.progress)
+
+    def rows(split: str, number: int) -> Tensor:
+        return pack(
+            tokenizer, settings.data, split, length=length, rows=number, seed=settings.seed, bos=settings.bos
+        ).rows
+
+    held_out = rows("calibration", settings.samples + judged)[settings.samples :]
+    if not len(held_out):
+        raise DataError(
+            f"{settings.data}: the calibration split has no rows after the first {settings.samples}",
+            hint="fewer --samples, or more text",
+        )
+    return CandidateTexts(rows("train", count), held_out)
+
+
 def compare_candidates(
-    task: PruneTask, study: CutStudy, scanned: CutScan, trials: Sequence[PlanTrial]
+    task: PruneTask,
+    texts: CandidateTexts,
+    study: CutStudy,
+    scanned: CutScan,
+    trials: Sequence[PlanTrial],
 ) -> tuple[PlanTrial, list[dict[str, Any]]]:
     """The plan that is best after training; for each candidate its sizes, its held-out KL before and after.
 
     Args:
         trials: plans within the budget, the best first.
-
-    Raises:
-        ModelError: an encoder.
-        DataError: too little text.
     """
-    if not study.space.anatomy.causal:
-        raise ModelError("candidates are causal models: an encoder is not distilled", hint="--candidates 1")
     options, full = task.options, study.space.full
     cuts = [trial.sizes.cut_structures(full) for trial in trials]
     chosen = pick_candidates(trials, cuts, options.candidates)
     study.model.requires_grad_(False)
-    rows, held_out = _texts(task)
     table = []
     for number, trial in enumerate(chosen, start=1):
         file = task.output.work / "candidates" / f"{'-'.join(map(str, trial.sizes))}.json"
         if not file.exists():
             layers = scanned.planned.kept_layers(trial.sizes.layers)
             student = cut_model(study.model, study.space.cut_plan(trial.sizes, study.ranking, layers))
-            before = held_out_kl(study.model, student, held_out)
+            before = held_out_kl(study.model, student, texts.held_out)
             what = f"candidate {number} of {len(chosen)}"
             train(
                 student.requires_grad_(True),
                 distillation_loss(soft_loss(study.model)),
-                rows,
+                texts.rows,
                 _training(task),
                 work=file.with_suffix(""),
                 progress=task.progress,
                 what=what,
             )
-            after = held_out_kl(study.model, student.eval(), held_out)
+            after = held_out_kl(study.model, student.eval(), texts.held_out)
             write_json(file, {"kl_before": before, "kl_after": after})
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
         known = {"plan": trial.sizes.text(full), "kl": trial.kl, "parameters": trial.parameters}
@@ -107,32 +148,6 @@ def held_out_kl(original: nn.Module, cut: nn.Module, rows: Tensor, batch: int = 
             p, q = (model(input_ids=tokens.to(device)).logits.flatten(0, 1) for model in (original, cut))
             total += float(token_kl(p, q).sum())
     return float(total / rows.numel())
-
-
-def _texts(task: PruneTask) -> tuple[Tensor, Tensor]:
-    """Training rows, and rows of the calibration split that no score and no scan has read."""
-    settings, options = task.settings, task.options
-    tokenizer, length = load_tokenizer(task.source), row_length(settings.sequence_length, task.source.config)
-    count = options.candidate_steps * settings.batch_size
-    judged = max(HELD_OUT // length, 1)
-    records = [
-        record("prune", tokenizer, settings, split, length=length, rows=number)
-        for split, number in (("train", count), ("calibration", settings.samples + judged))
-    ]
-    note_texts(task.output, records, task.progress)
-
-    def rows(split: str, number: int) -> Tensor:
-        return pack(
-            tokenizer, settings.data, split, length=length, rows=number, seed=settings.seed, bos=settings.bos
-        ).rows
-
-    held_out = rows("calibration", settings.samples + judged)[settings.samples :]
-    if not len(held_out):
-        raise DataError(
-            f"{settings.data}: the calibration split has no rows after the first {settings.samples}",
-            hint="fewer --samples, or more text",
-        )
-    return rows("train", count), held_out
 
 
 def _training(task: PruneTask) -> TrainSettings:

@@ -31,6 +31,7 @@ class LayerPruner:
         solver: also changes the weights that stay; None: Wanda's scores, and weights stay as they are.
         options: the solver's further arguments.
         factored: the solver also takes the factor of the Hessian.
+        by_row: scores are compared within a row.
     """
 
     linears: Linears
@@ -38,11 +39,18 @@ class LayerPruner:
     solver: PruneSolver | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     factored: bool = False
+    by_row: bool = True
 
     @property
     def original(self) -> bool:
         """The original model's inputs are not needed."""
         return False
+
+    @property
+    def at_once(self) -> bool:
+        """Scores are of the block as it is (Wanda, algorithm 1); weights that compensate see what the Linears
+        before them have lost."""
+        return self.solver is None
 
     def accumulator(self, names: Sequence[str], inputs: int) -> InputNorms | Hessian:
         """Empty statistics of a group."""
@@ -74,7 +82,7 @@ class LayerPruner:
             return weight
         if self.solver is not None:
             return self.solver(weight, value, amount, **shared)
-        return weight.masked_fill(~amount.mask(wanda_scores(weight, value), by_row=True), 0.0)
+        return weight.masked_fill(~amount.mask(wanda_scores(weight, value), by_row=self.by_row), 0.0)
 
     def _error(
         self, weight: Tensor, pruned: Tensor, statistics: InputNorms | Hessian, value: Tensor

@@ -24,6 +24,7 @@ from attar.pruning.plans import steps
 
 POINTS = 8  # amounts of a structure that are measured
 CHOICES = 24  # about as many amounts that a plan may have
+StoredShapes = dict[str, tuple[int, ...]]
 LEAST = {"heads": 1 / 8, "neurons": 1 / 8, "hidden": 1 / 4, "layers": 1 / 4}  # shares that stay at least
 
 
@@ -47,6 +48,7 @@ class PlanSpace:
 
     Attributes:
         empty: the model without weights.
+        planned: its tensors, and how cuts shrink them; layers go in their order.
         refused: why its config cannot have fewer units of a structure, by structure.
         measured: the amounts that a scan measures.
         grid: the amounts that a plan may have, all within those measured.
@@ -54,10 +56,15 @@ class PlanSpace:
 
     empty: Any
     anatomy: Anatomy
-    full: PlanSizes
+    planned: PlannedModel
     refused: Mapping[str, str]
     measured: PlanGrid
     grid: PlanGrid
+
+    @property
+    def full(self) -> PlanSizes:
+        """The uncut model."""
+        return self.planned.full
 
     @property
     def structures(self) -> tuple[str, ...]:
@@ -73,20 +80,31 @@ class PlanSpace:
             layers: those that stay.
             alone: the layer whose heads or neurons are cut, no other's; None: all.
         """
-        heads = neurons = None
-        blocks = self.anatomy.blocks
-        if sizes.heads < self.full.heads:
-            kept = _best(ranking.heads, sizes.heads, alone)
-            pairs = zip(blocks, kept, strict=True)
-            heads = tuple(heads_of_groups(block.attention, groups) for block, groups in pairs)
-        if sizes.neurons < self.full.neurons:
-            neurons = _best(ranking.neurons, sizes.neurons, alone)
-        hidden = tuple(sorted(ranking.hidden[: sizes.hidden])) if sizes.hidden < self.full.hidden else None
-        return CutPlan(heads, neurons, hidden, tuple(layers) if len(layers) < self.full.layers else None)
+        return _cut_plan(self.anatomy, self.full, sizes, ranking, layers, alone)
 
     def allows(self, sizes: PlanSizes) -> bool:
         """Whether the config can say a plan."""
-        return not _refusal(self.empty, self.cut_plan(sizes, first_units(self.full), range(sizes.layers)))
+        plan = self.cut_plan(sizes, first_units(self.full), range(sizes.layers))
+        return not isinstance(_cut(self.empty, plan), str)
+
+
+def _cut_plan(
+    anatomy: Anatomy,
+    full: PlanSizes,
+    sizes: PlanSizes,
+    ranking: UnitRanking,
+    layers: Sequence[int],
+    alone: int | None = None,
+) -> CutPlan:
+    heads = neurons = None
+    if sizes.heads < full.heads:
+        kept = _best(ranking.heads, sizes.heads, alone)
+        pairs = zip(anatomy.blocks, kept, strict=True)
+        heads = tuple(heads_of_groups(block.attention, groups) for block, groups in pairs)
+    if sizes.neurons < full.neurons:
+        neurons = _best(ranking.neurons, sizes.neurons, alone)
+    hidden = tuple(sorted(ranking.hidden[: sizes.hidden])) if sizes.hidden < full.hidden else None
+    return CutPlan(heads, neurons, hidden, tuple(layers) if len(layers) < full.layers else None)
 
 
 def _best(ranked: Sequence[Sequence[int]], count: int, alone: int | None) -> tuple[tuple[int, ...], ...]:
@@ -101,8 +119,19 @@ def first_units(full: PlanSizes) -> UnitRanking:
     return UnitRanking(heads, neurons, range(full.hidden))
 
 
-def plan_space(config: Mapping[str, Any]) -> PlanSpace:
+def _cut(empty: Any, plan: CutPlan) -> Any:
+    """The cut model; where the config cannot say it, why."""
+    try:
+        return cut_model(empty, plan)
+    except ModelError as error:
+        return error.message
+
+
+def plan_space(config: Mapping[str, Any], storage: torch.dtype) -> PlanSpace:
     """What may be cut from the model of a parsed config.json.
+
+    Args:
+        storage: the type in which weights are stored.
 
     Raises:
         ModelError: its layers differ in size, or nothing can be cut.
@@ -117,29 +146,23 @@ def plan_space(config: Mapping[str, Any]) -> PlanSpace:
         )
     full = PlanSizes(*sizes.pop(), anatomy.hidden_size, len(anatomy.blocks))
     measured, grid = _grids(empty, full)
-    space = PlanSpace(empty, anatomy, full, {}, measured, grid)
-    refused = {}
+    refused, shrunk = {}, dict[str, StoredShapes]()
     for name in STRUCTURES:
         units, smallest = getattr(full, name), min(getattr(measured, name))
         smallest = smallest if smallest < units else max(round(LEAST[name] * units), 1)
         least = full._replace(**{name: smallest})
-        plan = space.cut_plan(least, first_units(full), range(least.layers))
-        refusal = "one must stay" if least == full else _refusal(empty, plan)
-        if refusal:
-            refused[name] = refusal
+        plan = _cut_plan(anatomy, full, least, first_units(full), range(least.layers))
+        cut = _cut(empty, plan) if least != full else "one must stay"
+        if isinstance(cut, str):
+            refused[name] = cut
+        elif name in WIDTHS:
+            shrunk[name] = _shrinkage(_shapes(empty), _shapes(cut), units - smallest)
     if len(refused) == len(STRUCTURES):
         raise ModelError(f"{anatomy.family}: nothing can be cut: {refused['neurons']}")
     uncut = {name: (getattr(full, name),) for name in refused}
-    return PlanSpace(empty, anatomy, full, refused, measured._replace(**uncut), grid._replace(**uncut))
-
-
-def _refusal(empty: Any, plan: CutPlan) -> str:
-    """Why the config cannot say a plan; empty where it can."""
-    try:
-        cut_model(empty, plan)
-    except ModelError as error:
-        return error.message
-    return ""
+    planned = PlannedModel(full, _planned(empty, anatomy, shrunk, storage), tuple(range(full.layers)))
+    measured, grid = (amounts._replace(**uncut) for amounts in (measured, grid))
+    return PlanSpace(empty, anatomy, planned, refused, measured, grid)
 
 
 def _grids(empty: Any, full: PlanSizes) -> tuple[PlanGrid, PlanGrid]:
@@ -169,42 +192,39 @@ def snap(name: str, units: int) -> int:
     return max(wanted, 32) if units >= 128 and units % 32 == 0 else wanted
 
 
-def planned_model(space: PlanSpace, removal: Sequence[int], storage: torch.dtype) -> PlannedModel:
-    """How each tensor of the checkpoint shrinks.
+def _planned(
+    empty: Any, anatomy: Anatomy, shrunk: Mapping[str, StoredShapes], storage: torch.dtype
+) -> tuple[PlannedTensor, ...]:
+    """All tensors of a checkpoint of the model.
 
     Args:
-        removal: layers in the order in which they go.
-        storage: the type in which weights are stored.
+        shrunk: what a unit takes from each size of each tensor, by structure.
     """
-    before = _shapes(space.empty)
-    shrunk: dict[str, list[list[int]]] = {
-        name: [[0, 0, 0] for _ in shape] for name, (shape, _) in before.items()
-    }
-    for axis, structure in enumerate(WIDTHS):
-        if structure in space.refused:
-            continue
-        count = min(getattr(space.measured, structure))
-        sizes = space.full._replace(**{structure: count})
-        cut = cut_model(space.empty, space.cut_plan(sizes, first_units(space.full), range(sizes.layers)))
-        removed = getattr(space.full, structure) - count
-        for name, (shape, _) in _shapes(cut).items():
-            for number, (old, new) in enumerate(zip(before[name][0], shape, strict=True)):
-                shrunk[name][number][axis] = (old - new) // removed
     tensors = []
-    for name, (shape, dtype) in before.items():
-        stored = stored_dtype(storage if dtype.is_floating_point else dtype)
+    for name, tensor in _tensors(empty).items():
+        stored = stored_dtype(storage if tensor.is_floating_point() else tensor.dtype)
+        none = (0,) * tensor.dim()
+        columns = [shrunk[structure][name] if structure in shrunk else none for structure in WIDTHS]
         tensors.append(
             PlannedTensor(
-                name=_file_name(space.empty, name),
-                block=_block_of(space.anatomy, name),
+                name=_file_name(empty, name, tensor),
+                block=_block_of(anatomy, name),
                 dtype=stored,
                 bits=BITS[stored],
-                shape=shape,
-                shrink=tuple(map(tuple, shrunk[name])),
-                looked_up=_is_looked_up(space.anatomy, name.rpartition(".")[0]),
+                shape=tuple(tensor.shape),
+                shrink=tuple(zip(*columns, strict=True)),
+                looked_up=_is_looked_up(anatomy, name.rpartition(".")[0]),
             )
         )
-    return PlannedModel(space.full, tuple(tensors), tuple(removal))
+    return tuple(tensors)
+
+
+def _shrinkage(before: StoredShapes, after: StoredShapes, removed: int) -> StoredShapes:
+    """What one unit takes from each size of each tensor."""
+    return {
+        name: tuple((old - new) // removed for old, new in zip(shape, after[name], strict=True))
+        for name, shape in before.items()
+    }
 
 
 def _block_of(anatomy: Anatomy, name: str) -> int | None:
@@ -218,19 +238,21 @@ def _is_looked_up(anatomy: Anatomy, module: str) -> bool:
     return module == anatomy.positions or (module == anatomy.embedding and not anatomy.tied)
 
 
-def _file_name(model: Any, name: str) -> str:
+def _file_name(model: Any, name: str, tensor: Tensor) -> str:
     """A tensor's name in the files that transformers writes (GPT-NeoX's head has an older one there)."""
-    names = list(revert_weight_conversion(model, {name: model.state_dict()[name]}))
+    names = list(revert_weight_conversion(model, {name: tensor}))
     return str(names[0]) if len(names) == 1 else name
 
 
-def _shapes(model: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of every tensor of a checkpoint of the model: tied ones under their first name."""
-    seen: set[int] = set()
-    shapes = {}
-    tensor: Tensor
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            shapes[name] = (tuple(tensor.shape), tensor.dtype)
-    return shapes
+def _shapes(model: Any) -> StoredShapes:
+    """Shape of every tensor of a checkpoint of the model."""
+    return {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint of the model: tied ones under their first name."""
+    first: dict[int, str] = {}
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: state[name] for name in first.values()}

@@ -34,7 +34,7 @@ from attar.walks.objectives import next_token_loss, token_kl
 from attar.walks.reference import ReferenceModel
 
 FORMAT, VERSION = "attar scan", 1
-LAYER_AMOUNTS = (0.75, 0.5, 0.25)  # shares of the units of one layer that stay
+LAYER_AMOUNTS = (0.75, 0.5)  # shares of the units of one layer that stay
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,22 @@ def _from_json(row: Mapping[str, Any]) -> CutMeasurement:
     return measurement
 
 
-def layer_cuts(full: PlanSizes, structures: Sequence[str], layers: int) -> Iterator[CutMeasurement]:
+def absences(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurement]:
+    """Each layer left out alone, which says in which order they go."""
+    for layer in range(full.layers if "layers" in structures else 0):
+        yield CutMeasurement("layers", layer, 0, 1)
+
+
+def layer_cuts(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurement]:
     """The cuts of each layer alone, layer by layer: left out, and some of its heads and neurons."""
-    for layer in range(layers):
-        if "layers" in structures:
-            yield CutMeasurement("layers", layer, 0, 1)
+    left_out = {cut.layer: cut for cut in absences(full, structures)}
+    for layer in range(full.layers):
+        yield from filter(None, [left_out.get(layer)])
         for structure in ("heads", "neurons"):
             units = getattr(full, structure)
-            kept = (
-                {max(round(share * units), 1) for share in LAYER_AMOUNTS} if structure in structures else ()
-            )
+            kept = {max(round(share * units), 1) for share in LAYER_AMOUNTS}
             for count in sorted(kept, reverse=True):
-                if count < units:
+                if count < units and structure in structures:
                     yield CutMeasurement(structure, layer, count, units)
 
 

@@ -57,7 +57,7 @@ def measured_fractions(
         DataError: there is not enough text.
     """
     inputs = load_inputs(task.source, task.settings)
-    name, pruning = _pruning(task.settings.method, inputs, linears)
+    name, pruning = _pruning(task, inputs, linears)
     groups = shared_groups(inputs.anatomy.blocks, list(linears))
     sizes = {group: sum(linears[module].size for module in modules) for group, modules in groups.items()}
     fractions = measured_at(asked.zeros)
@@ -119,34 +119,36 @@ def _options(curve: Mapping[float, float], size: int) -> Iterator[Option]:
             yield Option(f"{fraction:.4f}", size - round(size * fraction), loss)
 
 
-def _pruning(method: str, inputs: SensitivityInputs, linears: Linears) -> tuple[str, Pruning]:
+def _pruning(task: PruneTask, inputs: SensitivityInputs, linears: Linears) -> tuple[str, Pruning]:
     """How weights are pruned for a measurement, and its name."""
-    if method == "magnitude":
+    if task.settings.method == "magnitude":
         return "magnitude", lambda module, fraction: partial(_by_magnitude, amount=Sparsity(fraction))
     norms = _norms(inputs, linears)
-    return "wanda", lambda module, fraction: partial(
-        _by_wanda, norms=norms[module], amount=Sparsity(fraction)
+    by_row = task.options.by_row
+    name = "wanda by row" if by_row else "wanda by layer"
+    return name, lambda module, fraction: partial(
+        _by_wanda, norms=norms[module], amount=Sparsity(fraction), by_row=by_row
     )
 
 
 def _norms(inputs: SensitivityInputs, linears: Linears) -> dict[str, Tensor]:
     """||X_j||_2 (K,) of each layer's inputs in the dense model."""
-    hooked = observe_norms(inputs.model, {name: linear.shape[1] for name, linear in linears.items()})
+    widths = {name: linear.shape[1] for name, linear in linears.items()}
+    accumulators, hooks = observe_norms(inputs.model, widths)
     with torch.no_grad():
         for batch in inputs.batches:
             inputs.model(input_ids=batch.to(inputs.model.device))
-    norms = {name: accumulator.value() for name, accumulator in hooked.items()}
-    for name in linears:
-        inputs.model.get_submodule(name)._forward_pre_hooks.clear()
-    return norms
+    for hook in hooks:
+        hook.remove()
+    return {name: accumulator.value() for name, accumulator in accumulators.items()}
 
 
 def _by_magnitude(weight: Tensor, amount: Sparsity) -> Tensor:
     return weight.masked_fill(~amount.mask(magnitude_scores(weight)), 0.0)
 
 
-def _by_wanda(weight: Tensor, norms: Tensor, amount: Sparsity) -> Tensor:
-    return weight.masked_fill(~amount.mask(wanda_scores(weight, norms), by_row=True), 0.0)
+def _by_wanda(weight: Tensor, norms: Tensor, amount: Sparsity, by_row: bool) -> Tensor:
+    return weight.masked_fill(~amount.mask(wanda_scores(weight, norms), by_row=by_row), 0.0)
 
 
 def _changes(

@@ -62,6 +62,11 @@ class ZerosSettings:
         for pattern in self.ignore:
             _check_pattern(pattern)
 
+    @property
+    def by_row(self) -> bool:
+        """Whether Wanda's scores, where the method uses them, are compared within a row."""
+        return True
+
 
 def _check_pattern(pattern: str) -> None:
     """Raise where a pattern is no regular expression, though it says so."""
@@ -93,6 +98,15 @@ class MagnitudeSettings(ZerosSettings):
 class WandaSettings(ZerosSettings):
     """The smallest products of a weight and the norm of its input."""
 
+    compare: str = _option(
+        "row", "weights are compared within a row, as the paper does, or within the layer", ("row", "layer")
+    )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether weights are compared within a row."""
+        return self.compare == "row"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGPTSettings(ZerosSettings):
@@ -103,6 +117,18 @@ class SparseGPTSettings(ZerosSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALPSSettings(SparseGPTSettings):
+    """The weights whose loss the remaining ones compensate best, found by ADMM: the mask may change as a
+    whole in every step."""
+
+    iterations: int = _option(300, "steps of ADMM, at most")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("iterations", self.iterations, 1, 2**40, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +143,9 @@ class UnitSettings:
     ratio: float = _ratio()
     criterion: str = _option(
         "auto",
-        "the scores. Heads and neurons: gradient (of a mask), taylor (of the weights), activation, wanda; "
-        "layers: influence, kl (of leaving each out), run (of consecutive layers); auto: the first that is "
-        "named here",
+        "the scores. Heads and neurons: wanda (share of the next projection's output), gradient (of a mask), "
+        "taylor (of the weights), activation; channels: activation; layers: influence, kl (of leaving each "
+        "out), run (of consecutive layers); auto: the first named, with scope global gradient",
     )
     rounds: int = _option(1, "steps in which the units go, with fresh scores before each")
 
@@ -146,7 +172,7 @@ def _multiple_of() -> Any:
 class HeadSettings(UnitSettings):
     """Remove attention heads, in groups: a KV head with its query heads."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
     scope: str = _scope()
     rigid: str = _option(
@@ -161,7 +187,7 @@ class HeadSettings(UnitSettings):
 class NeuronSettings(UnitSettings):
     """Remove neurons of the MLPs."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
     scope: str = _scope()
     multiple_of: int = _multiple_of()
@@ -175,7 +201,7 @@ class NeuronSettings(UnitSettings):
 class QueryHeadSettings(UnitSettings):
     """Remove query heads, as many of every KV head; the KV heads stay."""
 
-    criteria: ClassVar[tuple[str, ...]] = ("gradient", "taylor", "activation", "wanda")
+    criteria: ClassVar[tuple[str, ...]] = ("wanda", "gradient", "taylor", "activation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +268,7 @@ METHOD_SETTINGS: dict[str, type] = {
     "magnitude": MagnitudeSettings,
     "wanda": WandaSettings,
     "sparsegpt": SparseGPTSettings,
+    "alps": ALPSSettings,
     "heads": HeadSettings,
     "query-heads": QueryHeadSettings,
     "neurons": NeuronSettings,
@@ -261,8 +288,8 @@ class PruneSettings:
 
     method: str = _option(
         "neurons",
-        "magnitude, wanda, sparsegpt: zeros, where weights are small, small for their inputs, or easily "
-        "compensated by others; "
+        "magnitude, wanda: zeros where weights are small, or small for their inputs; sparsegpt, alps: where "
+        "others compensate them, found column by column, or by ADMM, better and slower; "
         "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
         "the MLP; hidden: channels of the residual stream; layers: whole ones; mixed: as much of each as "
         "costs least quality, by a scan",
@@ -271,6 +298,14 @@ class PruneSettings:
     options: PruneMethodSettings = field(
         default_factory=NeuronSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
     )
+    reconstruct: str = _option(
+        "auto",
+        "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
+        "(linear, then each block is trained to the original's outputs), none; auto: linear, but none for "
+        "magnitude, hidden, layers and mixed",
+        ("auto", "none", "linear", "block"),
+    )
+    reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
     samples: int = _option(64, "calibration sequences")
     sequence_length: int = _option(256, "tokens in a calibration sequence, at most the context")
     batch_size: int = _option(8, "sequences in one pass")
@@ -287,10 +322,20 @@ class PruneSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_text(self)
-        for name in ("samples", "batch_size"):
+        for name in ("samples", "batch_size", "reconstruct_epochs"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("seed", self.seed, 0, 2**63, "0 or more")
+        if self.method == "hidden" and self.reconstruct in ("linear", "block"):
+            allowed = "none or auto with method hidden, which leaves no layer its inputs; use attar recover"
+            raise SettingsError("reconstruct", self.reconstruct, allowed)
+
+    @property
+    def reconstruction(self) -> str:
+        """What is reconstructed: none, linear or block."""
+        if self.reconstruct != "auto":
+            return self.reconstruct
+        return "none" if self.method in ("magnitude", "hidden", "layers", "mixed") else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:

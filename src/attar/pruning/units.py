@@ -25,6 +25,7 @@ from attar.models.parts import Anatomy
 from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import cut_model
 from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
+from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.scoring import UnitScoring
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
 from attar.pruning.settings import PruneSettings
@@ -73,6 +74,9 @@ def prune_units(task: PruneTask) -> None:
     )
     scores, keep = choose_units(structure, options, scoring, count)
     plan = structure.plan(anatomy, keep)
+    if settings.reconstruction != "none":
+        reconstruct_units(task, loaded, anatomy, plan, settings.reconstruction, scoring.batches)
+        output.details["reconstruct"] = settings.reconstruction
     smaller = zero_heads(loaded, anatomy, plan) if zeroed else checked_cut(scoring, plan)
     save_model(smaller, output.folder, dtype=stored_precision(source))
     output.details["layers"] = _report(structure.parts(anatomy), scores, keep)
@@ -160,8 +164,11 @@ def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
 
 
 def _criterion(structure: Structure, options: Any) -> str:
-    """The criterion's name; ``auto`` is the first of the structure."""
-    return next(iter(structure.criteria)) if options.criterion == "auto" else str(options.criterion)
+    """The criterion's name; ``auto`` is the structure's first, or the first that compares layers as it is."""
+    if options.criterion != "auto":
+        return str(options.criterion)
+    over_layers = getattr(options, "scope", "layer") == "global"
+    return next(name for name in structure.criteria if not over_layers or name in LOSS_CRITERIA)
 
 
 def _multiple(options: Any, count: int) -> int:

@@ -3,6 +3,7 @@
     amounts     how many zeros each layer gets                               (allocation.py)
     prune       magnitude: while the tensors are written, without text
                 else: block by block with calibration activations            (layerwise.py, walks/sweep.py)
+    reconstruct the weights that stay give back what was lost               (reconstruction/)
     write       pruned weights in their stored types, everything else as it is
     check       the zeros of each layer, counted in the files
 
@@ -27,7 +28,9 @@ from attar.pruning.allocation import amounts_of
 from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.layerwise import LayerPruner, PruneSolver
 from attar.pruning.linears import Amounts, Linears, PrunedLinear, PrunedWeights, pruned_linears
+from attar.pruning.reconstruction.walk import ReconstructionPlan, reconstruct
 from attar.pruning.settings import PruneSettings, ZerosSettings
+from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
@@ -43,6 +46,9 @@ PATTERN_PAYS = (
     "attar's own runtime reads fewer bytes of a 2:4 pattern (see docs/prune.md); no other engine gains"
 )
 NOTHING_PAYS = "no engine gains from zeros in this layout, attar's own runtime only from 2:4"
+
+Biases = Mapping[str, Tensor]
+"""New biases, by module name."""
 
 Reports = Mapping[str, Mapping[str, Any]]
 """What a walk says of each layer, by module name."""
@@ -79,13 +85,24 @@ def prune_zeros(task: PruneTask) -> None:
     amounts, chosen = amounts_of(task, linears, batches)
     walk = sweep_linears if ZEROS[task.settings.method].sees_text else stream_magnitude
     weights, reports = walk(task, linears, amounts, batches)
-    write(task, linears, weights)
+    biases: Biases = {}
+    if task.settings.reconstruction != "none":
+        weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
+    write(task, linears, weights, biases)
     rows = check(task, linears, amounts, reports)
+    details = task.output.details
+    details["zeros"] = summary(task.settings.method, asked, linears, rows)
+    if chosen:
+        details["allocation"] = chosen
+    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
+
+
+def summary(method: str, asked: Sparsity, linears: Linears, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the card says of all zeros together."""
     zeros = sum(row["zeros"] for row in rows)
     total = sum(linear.size for linear in linears.values())
-    details = task.output.details
-    details["zeros"] = {
-        "method": task.settings.method,
+    return {
+        "method": method,
         "asked": str(asked),
         "fraction": zeros / total,
         "zeros": zeros,
@@ -94,16 +111,14 @@ def prune_zeros(task: PruneTask) -> None:
         "stored": STORED,
         "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
     }
-    if chosen:
-        details["allocation"] = chosen
-    details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
 
 
 def sees_text(settings: PruneSettings) -> bool:
     """Whether the model is run on calibration text."""
     options = settings.options
     assert isinstance(options, ZerosSettings)
-    return ZEROS[settings.method].sees_text or options.allocation != "uniform"
+    method = ZEROS[settings.method]
+    return method.sees_text or options.allocation != "uniform" or settings.reconstruction != "none"
 
 
 def stream_magnitude(
@@ -129,13 +144,14 @@ def sweep_linears(
     amounts: Amounts,
     batches: list[Tensor],
 ) -> tuple[PrunedWeights, Reports]:
-    """One Linear at a time, each with the inputs that it gets after the layers pruned before it."""
+    """One Linear at a time, each with the inputs that it gets after the layers pruned before it; where the
+    weights stay as they are, one block at a time."""
     method = ZEROS[task.settings.method]
     options = {name: getattr(task.options, name) for name in method.arguments}
     result = sweep(
         task.source,
         batches,
-        LayerPruner(linears, amounts, method.solver, options, method.factored),
+        LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row),
         work=task.output.work / "blocks",
         select=linears.__contains__,
         precision=task.settings.precision,
@@ -161,12 +177,28 @@ class SweptWeights:
         return self.block[1][linear.module]["weight"]
 
 
-def write(task: PruneTask, linears: Linears, weights: PrunedWeights) -> None:
+def reconstruct_zeros(
+    task: PruneTask, linears: Linears, weights: PrunedWeights, reports: Reports, batches: list[Tensor]
+) -> tuple[PrunedWeights, Biases, Reports]:
+    """The weights that stay, and biases, changed to give back what the zeros lost."""
+    plan = ReconstructionPlan(
+        task.settings.reconstruction, lambda name: weights(linears[name]), linears, linears
+    )
+    solved = reconstruct(task, plan, batches)
+    task.output.details["reconstruct"] = plan.kind
+    rows = {row["name"]: {**reports.get(row["name"], {}), **row} for row in solved.reports}
+    return lambda linear: solved.weight(linear.module), solved.biases(), rows
+
+
+def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Biases) -> None:
     """Write config and tensors: those of the linears pruned, all others as they are."""
     source, output = task.source, task.output
     stored = {linear.stored: linear for linear in linears.values()}
+    owners = {linear.stored.removesuffix("weight") + "bias": linear.module for linear in linears.values()}
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
+        if owners.get(name) in biases:
+            return {name: biases[owners[name]].to(load().dtype)}
         linear = stored.get(name)
         return {name: load() if linear is None else linear.turned(weights(linear))}
 
@@ -213,8 +245,8 @@ def holds(weight: Tensor, amount: Sparsity) -> bool:
     if amount.of:
         kept = (weight != 0).unflatten(1, (-1, amount.of)).sum(-1)
         return int(kept.max()) <= amount.kept
-    missing: int = round(weight.numel() * amount.zeros) - int((weight == 0).sum())
-    return missing <= weight.shape[1] / BLOCK + 1
+    missing = round(weight.numel() * amount.zeros) - int((weight == 0).sum())
+    return bool(missing <= weight.shape[1] // BLOCK + 1)
 
 
 def weight_error(source: Checkpoint, linear: PrunedLinear, pruned: Tensor) -> dict[str, float]:
@@ -230,5 +262,6 @@ ZEROS: dict[str, ZerosMethod] = {
     "magnitude": ZerosMethod(sees_text=False),
     "wanda": ZerosMethod(),
     "sparsegpt": ZerosMethod(solver=sparsegpt, factored=True, arguments=("damp",)),
+    "alps": ZerosMethod(solver=alps, arguments=("damp", "iterations")),
 }
 """The methods by name; their options are in settings.METHOD_SETTINGS."""

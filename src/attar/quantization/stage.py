@@ -27,7 +27,7 @@ from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.stored import stored_precision
-from attar.models.zeros import resolve_zeros
+from attar.models.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result
@@ -85,6 +85,8 @@ def quantize(
         if transforms:
             details["transforms"] = transforms
         chosen = plan(source, settings.storage, assigned, group_order=ordered, dtype=dtype)
+        if settings.storage.keep_zeros == "true" and not settings.transform.rotate:
+            details.update(stated_zeros(checkpoint))
         details["loads_in"] = loads_in(chosen)
         details["group_sizes"] = group_sizes(chosen)
         for warning in warnings(details["loads_in"]):

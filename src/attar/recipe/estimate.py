@@ -8,7 +8,8 @@
                    elements of an optimizer step
     prune          the text once through the model, 2 P T, with gradients 6 P T, in each round of units; for
                    zeros a sweep with its Hessians and its solving; leaving layers out one by one: each from
-                   its block on, P T; a scan: every structure at some amounts, and each layer alone
+                   its block on, P T; a scan: every structure at some amounts, and each layer alone; then
+                   reconstruction: a sweep and solving, or training of each block, 6 B T an epoch
     sweep          every block twice (its input, its rounded output): 4 B T; Hessians 2 K^2 T for each group
                    of Linears with K inputs; twice with the original's inputs (gptaq, qronos, yaqa)
     solving        for each Linear (N, K): K columns for the rounding and for each pass of refinement, each
@@ -117,12 +118,12 @@ PRUNE_COSTS = {
     "wanda": PruneCost(swept=True),
     "sparsegpt": PruneCost(swept=True, hessians=True, columns=True),
     "alps": PruneCost(swept=True, hessians=True, products=100),
-    "heads": PruneCost(passes=1, backward=True),
-    "query-heads": PruneCost(passes=1, backward=True),
-    "neurons": PruneCost(passes=1, backward=True),
+    "heads": PruneCost(passes=1),
+    "query-heads": PruneCost(passes=1),
+    "neurons": PruneCost(passes=1),
     "hidden": PruneCost(passes=1),
     "layers": PruneCost(passes=1),
-    "mixed": PruneCost(passes=1, backward=True, scanned=6),
+    "mixed": PruneCost(passes=1, scanned=6),
 }
 """By the methods of attar.pruning.stage.METHODS, with the first criterion of each."""
 
@@ -137,6 +138,8 @@ CRITERION_COSTS = {
 """By the criteria of units; "kl" takes half a pass for each layer."""
 _WIDTHS = 3  # structures of a scan besides layers: heads, neurons, hidden
 _MEASURED_ROWS = 16  # at most, on which cuts and groups of layers are measured
+_REFITS = 10  # products of a weight with its Hessian that correct it
+_RATES_TRIED = 2  # learning rates of a block's reconstruction
 _GROUP_PASSES = 20  # of a layer's groups, each at some fractions of zeros, from its block on
 
 
@@ -220,7 +223,8 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
     if entry.stage in ("distill", "recover"):
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
-        return _pruning(settings, source) + Work(elements=4 * source.parameters)
+        work = _pruning(settings, source) + Work(elements=4 * source.parameters)
+        return work + _mending(settings, result, getattr(entry.settings, "reconstruction", "none"))
     if entry.stage == "quantize":
         return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
     if entry.stage == "export":
@@ -290,10 +294,28 @@ def _measuring(settings: Any, source: Shape, cost: PruneCost) -> Work:
     return work
 
 
+def _mending(settings: Any, result: Shape, reconstruction: str) -> Work:
+    """What is reconstructed after pruning: nothing, each Linear, or then each block too."""
+    if reconstruction == "none":
+        return Work()
+    work = _sweeping(settings, result) + Work(2.0 * _REFITS * _cubes(result))
+    if reconstruction == "block":
+        learned = _RATES_TRIED * getattr(settings, "reconstruct_epochs", 1) * _calibration(settings)
+        work += _sweeping(settings, result, 2, hessians=False) + Work(6 * result.blocks * learned)
+    return work
+
+
 def _prune_cost(settings: Any) -> PruneCost:
     """The cost of the criterion, where one is chosen, else of the method."""
-    cost = PRUNE_COSTS.get(getattr(settings, "method", ""), PruneCost())
-    return CRITERION_COSTS.get(getattr(settings, "criterion", ""), cost)
+    cost, criterion = PRUNE_COSTS.get(getattr(settings, "method", ""), PruneCost()), _criterion(settings)
+    return CRITERION_COSTS.get(criterion, cost)
+
+
+def _criterion(settings: Any) -> str:
+    """The criterion of units; over all layers at once it is the gradient where none is named."""
+    criterion = str(getattr(settings, "criterion", ""))
+    over_layers = criterion == "auto" and getattr(settings, "scope", "layer") == "global"
+    return "gradient" if over_layers else criterion
 
 
 def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:

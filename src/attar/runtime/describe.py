@@ -15,7 +15,8 @@ class Description:
 
     Attributes:
         why: why the compiled runner does not run it, in a sentence; empty where it does.
-        weights: format of the Linears' weights: int4, int8, bf16, or a dtype.
+        weights: format of the Linears' weights: int4, int8, bf16, or a dtype; "int4 2:4" where only the kept
+            values of 2:4 weights are read.
         activations: format of the inputs of products: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
         kv_tokens, kv_bytes: size of the KV cache.

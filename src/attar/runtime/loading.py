@@ -20,6 +20,7 @@ from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
+from attar.kernels.product import default_threads
 from attar.models.device import pick_device
 from attar.models.plain_config import end_tokens
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
@@ -31,6 +32,7 @@ from attar.runtime.runner.choice import RunnerSettings, obstacle
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
+from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.runner.step_config import step_config
 from attar.runtime.step import Runner
 
@@ -137,7 +139,8 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     embedding = torch.bfloat16 if packed or settings.dtype == "bfloat16" else None
     if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
         embedding = torch.float16  # nearer to codes times a scale
-    model = model_weights(config, view.tensors, load, coded, weights=kind, embedding=embedding)
+    pays = sparse_pays(settings.bits, default_threads())
+    model = model_weights(config, view.tensors, load, coded, weights=kind, embedding=embedding, pays=pays)
     kv_dtype = (
         {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
     )

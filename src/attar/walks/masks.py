@@ -48,7 +48,7 @@ class Masks:
     @property
     def sparsity(self) -> float:
         """Fraction of the masked weights that stay zero."""
-        total = sum(mask.numel() for mask in self.kept.values())
+        total = sum(int(mask.numel()) for mask in self.kept.values())
         return 1.0 - sum(int(mask.count_nonzero()) for mask in self.kept.values()) / max(total, 1)
 
     def pairs(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -48,7 +48,8 @@ class Solution:
 
     Attributes:
         weight: (N, K) the weight that the rest of the sweep uses.
-        tensors: what is stored, by short name ("codes", "scale").
+        tensors: what is stored, by short name ("codes", "scale"). A "bias" (N,) is the Linear's new bias, and
+            the rest of the sweep uses it.
     """
 
     weight: Tensor
@@ -62,6 +63,8 @@ class Solver(Protocol):
     Attributes:
         original: the accumulator also needs the original model's inputs: ``add(x, original)`` instead of
             ``add(x)``, both (B, S, K).
+        at_once: groups get the inputs of the block as it was, and are replaced together; false where a solver
+            does not say so: a group gets what the groups solved before it leave.
     """
 
     @property
@@ -146,6 +149,7 @@ def sweep(
     *,
     work: Path,
     select: Callable[[str], bool] = lambda name: True,
+    skip: Container[int] = (),
     spill_bytes: int = 4 * 2**30,
     waiting_bytes: int | None = None,
     precision: str = "auto",
@@ -163,6 +167,8 @@ def sweep(
         solver: for each Linear, or each block; None: nothing is solved, the hooks of ``prepare`` observe.
         work: folder for finished blocks and spilled activations; the sweep resumes from it.
         select: which Linears, by full module name, are solved.
+        skip: numbers of blocks that the model no longer has: its hidden states pass them unchanged, only the
+            original model's (of solvers that compare with it) go through.
         spill_bytes: hidden states beyond this many bytes are on disk.
         waiting_bytes: memory for passes that wait between two groups; beyond it they start again for each
             group, which takes two to three times as long and no memory. None: a quarter of the memory that is
@@ -200,7 +206,9 @@ def sweep(
             runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting)
             groups = runner.groups(select) if solver is not None else []
             with skeleton.loaded(block):
-                if file.exists():
+                if index in skip:
+                    runner.skip(file)
+                elif file.exists():
                     runner.restore(solver, file)
                 elif hasattr(solver, "solve_block"):
                     runner.solve_whole(cast(BlockSolver, solver), groups, file)
@@ -241,6 +249,13 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]
             tensors.setdefault(name, {})[short] = opened.get_tensor(key)
         reports = json.loads(opened.metadata()["reports"])
     return tensors, reports
+
+
+def _put(module: Any, weight: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Give a Linear its new weight (N, K), and its new bias where there is one."""
+    weight_of(module).copy_(weight)
+    if "bias" in tensors:
+        module.bias.copy_(tensors["bias"])
 
 
 class _BlockRunner:
@@ -302,6 +317,7 @@ class _BlockRunner:
             original_passes = self._passes(copy.deepcopy(self.block.module), self.originals, groups)
         passes = self._passes(self.block.module, self.store, groups)
         solutions: dict[str, Solution] = {}
+        at_once = bool(getattr(solver, "at_once", False))
         try:
             for number, group in enumerate(groups):
                 accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
@@ -315,11 +331,16 @@ class _BlockRunner:
                         accumulator.add(x, original)
                 weights = {name: weight_of(self.modules[name]).clone() for name in group}
                 solved = solver.solve(weights, accumulator)
-                for name in group:
-                    weight_of(self.modules[name]).copy_(solved[name].weight)
+                for name in () if at_once else group:
+                    _put(self.modules[name], solved[name].weight, solved[name].tensors)
                 solutions.update({name: solved[name] for name in group})
             _write(file, solutions)
-            self._replace(self.store, passes.outputs())
+            for name in solutions if at_once else ():
+                _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
+            self._replace(
+                self.store,
+                self._outputs(self.block.module, self.store) if at_once else passes.outputs(),
+            )
             if original_passes is not None and self.originals is not None:
                 self._replace(self.originals, original_passes.outputs())
         finally:
@@ -336,9 +357,15 @@ class _BlockRunner:
         view = BlockView(self.block.module, names, modules, len(self.store), self)
         solved = solver.solve_block(view)
         for name in names:
-            weight_of(self.modules[name]).copy_(solved[name].weight)
+            _put(self.modules[name], solved[name].weight, solved[name].tensors)
         _write(file, {name: solved[name] for name in names})
         self._replace(self.store, self._outputs(self.block.module, self.store))
+
+    def skip(self, file: Path) -> None:
+        """Run the original model's hidden states alone; nothing is solved."""
+        if self.originals is not None:
+            self._replace(self.originals, self._outputs(self.block.module, self.originals))
+        _write(file, {})
 
     def restore(self, solver: Solver | BlockSolver | None, file: Path) -> None:
         """Put the weights of a finished block in place."""
@@ -346,7 +373,7 @@ class _BlockRunner:
             self._replace(self.originals, self._outputs(self.block.module, self.originals))
         for name, tensors in _read(file)[0].items():
             assert solver is not None, "a sweep without a solver stores nothing"
-            weight_of(self.modules[name]).copy_(solver.restore(name, tensors))
+            _put(self.modules[name], solver.restore(name, tensors), tensors)
         self._replace(self.store, self._outputs(self.block.module, self.store))
 
     def _passes(self, module: nn.Module, store: HiddenStates, groups: list[list[str]]) -> BlockPasses:

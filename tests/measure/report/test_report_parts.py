@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.measure.report.charts import held_out_key, series_of, smooth, split_name, thin
+from attar.measure.report.charts import (
+    held_out_key,
+    series_of,
+    smooth,
+    split_name,
+    thin,
+    uneven_zeros,
+    zeros_pictures,
+)
 from attar.measure.report.labels import LabelBox, place_labels, text_width
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.sections import differences, same_start
@@ -135,6 +143,22 @@ def test_series_of_one_parent(run: RunRecord) -> None:
         series_of([StageRecord("prune", details={"layers": [{"name": "model.layers.0.mlp", "kept": 3}]})])
         == []
     )
+
+
+def test_zeros_are_drawn_where_layers_differ() -> None:
+    def stage(name: str, *fractions: float) -> StageRecord:
+        layers = [
+            {"name": f"model.layers.{number}.mlp.up_proj", "sparsity": fraction}
+            for number, fraction in enumerate(fractions)
+        ]
+        return StageRecord(name, parents=("original",), details={"layers": layers})
+
+    stages = (stage("equal", 0.5, 0.5002), stage("owl", 0.4, 0.6), StageRecord("quantize"))
+    (series,) = uneven_zeros(list(stages))
+    assert series.label == "owl" and list(series.values.values()) == [0.4, 0.6]
+    drawn = zeros_pictures(RunRecord(stages))
+    assert drawn is not None and "fraction of zeros of mlp.up_proj" in drawn and "equal" not in drawn
+    assert zeros_pictures(RunRecord(stages[:1])) is None
 
 
 def test_curves_are_thinned_and_smoothed() -> None:

@@ -1,5 +1,7 @@
 """Wanda's scores and masks against float64 by hand."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -69,14 +71,18 @@ def test_output_error_is_that_of_the_tokens_kept():
 
 def test_hooks_observe_every_pass_but_not_meta():
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    seen = observe_norms(model, {"0": 4, "2": 6})
+    seen, hooks = observe_norms(model, {"0": 4, "2": 6})
     x = torch.randn(5, 4)
     with torch.no_grad():
         model(x)
         model(x)
         hidden = torch.tanh(model[0].weight @ x.T + model[0].bias[:, None]).T
     assert torch.allclose(seen["2"].value(), (2 * hidden.square().sum(0)).sqrt(), rtol=1e-5)
-    model.to("meta")(torch.empty(3, 4, device="meta"))
+    copy.deepcopy(model).to("meta")(torch.empty(3, 4, device="meta"))
+    assert seen["0"].tokens == 10
+    for hook in hooks:
+        hook.remove()
+    model(x)
     assert seen["0"].tokens == 10
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from attar.checkpoint.atomic import write_bytes
 from attar.measure.report.charts import curve_pictures, layer_pictures, zeros_pictures
 from attar.measure.report.conflicts import conflict_pictures
+from attar.measure.report.cuts import scan_pictures
 from attar.measure.report.markup import Child, Markup, el, join
 from attar.measure.report.quality import quality_picture
 from attar.measure.report.sections import definitions, lineage_tree, parent_tables, sample_cards, stage_table
@@ -100,6 +101,12 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
             "Every pair of parents of a merge, by layer: cosine of their changes to the base, and how often "
             "the signs agree where both changed a weight. At 0 and 50 % (dotted) the changes are unrelated; "
             "below, they undo each other.",
+        ),
+        _section(
+            "What pruning costs",
+            scan_pictures(run),
+            "KL of the whole model to the cut one on calibration text, by the share of the parameters that "
+            "go, and of each layer cut alone. Both scales are logarithmic; lower and lighter are better.",
         ),
         _section("Training", curve_pictures(run)),
         _section(

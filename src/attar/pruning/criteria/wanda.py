@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from attar.errors import NumericsError
 
@@ -75,18 +76,22 @@ def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:
     return weight.float().abs() * norms.to(weight.device)
 
 
-def observe_norms(model: nn.Module, inputs: Mapping[str, int]) -> dict[str, InputNorms]:
-    """Accumulators of some modules' inputs, which hooks fill whenever the model runs, except on meta.
+def observe_norms(
+    model: nn.Module, inputs: Mapping[str, int]
+) -> tuple[dict[str, InputNorms], list[RemovableHandle]]:
+    """Accumulators of some modules' inputs, which hooks fill whenever the model runs, except on meta; and the
+    hooks.
 
     Args:
         inputs: K by module name.
     """
     accumulators = {name: InputNorms(count, sample=0) for name, count in inputs.items()}
+    hooks = []
     for name, accumulator in accumulators.items():
 
         def add(_: nn.Module, args: tuple[Tensor, ...], accumulator: InputNorms = accumulator) -> None:
             if not args[0].is_meta:
                 accumulator.add(args[0])
 
-        model.get_submodule(name).register_forward_pre_hook(add)
-    return accumulators
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(add))
+    return accumulators, hooks

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.formats.coded import UniformWeight
 from attar.kernels.memory import Arena
-from attar.kernels.packed import BITS, GROUPS, Kind, PackedWeight, pack_codes
+from attar.kernels.packed import BITS, GROUPS, Kind, PackedWeight, Pays, pack_codes
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,13 @@ class PackedCodes:
         """G."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
-    def pack(self, bias: Tensor | None = None, arena: Arena | None = None) -> PackedWeight:
+    def pack(
+        self, bias: Tensor | None = None, arena: Arena | None = None, pays: Pays | None = None
+    ) -> PackedWeight:
         """The bytes that a product reads, columns in the order ``order``."""
-        return pack_codes(self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena)
+        return pack_codes(
+            self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena, pays=pays
+        )
 
 
 def codes_of(weight: UniformWeight) -> PackedCodes | None:

@@ -15,8 +15,10 @@ from torch import Tensor
 from attar.errors import UsageError
 from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
+from attar.kernels.product import default_threads
 from attar.kernels.structures import PRODUCTS, StepTokens
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
 
 KV_DTYPES = tuple(KV_BYTES)
@@ -80,7 +82,7 @@ class Compiled:
     def facts(self) -> dict[str, Any]:
         """For ``describe.py``."""
         program, layers = self._program, self.weights.layers
-        kinds = {getattr(layer, name).kind: None for layer in layers for name in PRODUCTS}
+        kinds = {getattr(layer, name).label: None for layer in layers for name in PRODUCTS}
         return {
             "weights": " and ".join(kinds),
             "activations": self.activations,
@@ -166,5 +168,8 @@ def compiled(
     names, load = (
         (tensors, tensors.__getitem__) if isinstance(tensors, dict) else (tensors.tensors, tensors.load)
     )
-    model = model_weights(config, names, load, weights=weights, head=head, group=group, context=context)
+    pays = sparse_pays(settings.get("bits", 16), settings.get("threads") or default_threads())
+    model = model_weights(
+        config, names, load, weights=weights, head=head, group=group, context=context, pays=pays
+    )
     return Compiled(model, **settings)

@@ -20,7 +20,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
-from attar.kernels.packed import Kind, PackedWeight, pack
+from attar.kernels.packed import Kind, PackedWeight, Pays, pack
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
@@ -86,6 +86,7 @@ def model_weights(
     group: int = 32,
     context: int | None = None,
     embedding: torch.dtype | None = None,
+    pays: Pays | None = None,
 ) -> ModelWeights:
     """Weights for the compiled step.
 
@@ -98,6 +99,7 @@ def model_weights(
         group: inputs that share a scale.
         context: rows of the rotary tables; None: the config's ``max_position_embeddings``.
         embedding: float16, bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
+        pays: whether 2:4 weights are packed as such (sparse_choice.py); None: no.
 
     Raises:
         ModelError: the family, or a part of the checkpoint, is not supported by the compiled step.
@@ -107,14 +109,14 @@ def model_weights(
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
-        tensors = _LayerTensors(config, source, f"model.layers.{index}.", arena, weights, group)
+        tensors = _LayerTensors(config, source, f"model.layers.{index}.", arena, weights, group, pays)
         layers.append(tensors.layer(tables[layer_kind(config, index)], _window(config, index)))
     table = source.required(EMBEDDING)
     keep_float32 = table.dtype == torch.float32 and embedding is None
     model = ModelWeights(
         embedding=table.to(torch.float32 if keep_float32 else embedding or torch.bfloat16).contiguous(),
         norm=_norm(config, source.required("model.norm.weight")),
-        head=_head(source, table, head or weights, group, arena),
+        head=_head(source, table, head or weights, group, arena, pays),
         layers=tuple(layers),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -141,6 +143,7 @@ class _LayerTensors:
     arena: Arena
     kind: Kind
     group: int
+    pays: Pays | None
 
     def layer(self, rotary: Tensor, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
@@ -179,19 +182,24 @@ class _LayerTensors:
         joined = fused(parts) if parts else None
         if parts and joined is not None:
             bias = _joined(biases, [len(part.codes) for part in parts])
-            return joined.pack(bias, self.arena)
+            return joined.pack(bias, self.arena, self.pays)
         weights = [self.source.required(f"{path}.weight") for path in paths]
         bias = _joined(biases, [len(weight) for weight in weights])
-        return pack(torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena)
+        return pack(
+            torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena, pays=self.pays
+        )
 
 
-def _head(source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Arena) -> PackedWeight:
+def _head(
+    source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Arena, pays: Pays | None
+) -> PackedWeight:
     """The head; tied to the embedding ``table`` where it is not stored."""
     own = HEAD if HEAD in source.names else EMBEDDING
     parts = source.codes([own])
     if parts:
-        return parts[0].pack(arena=arena)
-    return pack(source.required(HEAD) if own == HEAD else table, kind, group=group, arena=arena)
+        return parts[0].pack(arena=arena, pays=pays)
+    weight = source.required(HEAD) if own == HEAD else table
+    return pack(weight, kind, group=group, arena=arena, pays=pays)
 
 
 def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:

@@ -88,7 +88,7 @@ class Modules:
         packed = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
         rounded = [f"int{packed[0].bits}"] if packed and library() is not None else []
         return {
-            "weights": " and ".join(dict.fromkeys(linear.packed.kind for linear in packed)) or dtype,
+            "weights": " and ".join(dict.fromkeys(linear.packed.label for linear in packed)) or dtype,
             "activations": " and ".join([*rounded, dtype]),
             "threads": torch.get_num_threads() if self.pool.device.type == "cpu" else 0,
             "kv_dtype": self.pool.kv_dtype,

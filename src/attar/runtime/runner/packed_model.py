@@ -31,6 +31,7 @@ from attar.models.configs import load_config
 from attar.models.load import empty_model
 from attar.models.stored import stored_names
 from attar.runtime.runner.codes import PackedCodes, codes_of
+from attar.runtime.runner.sparse_choice import sparse_pays
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -45,7 +46,8 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
     def __init__(self, codes: PackedCodes, bias: Tensor | None, threads: ThreadPool, bits: int = 16) -> None:
         super().__init__()
-        self.packed, self.order, self.bits, self._threads = codes.pack(bias), codes.order, bits, threads
+        packed = codes.pack(bias, pays=sparse_pays(bits, threads.threads))
+        self.packed, self.order, self.bits, self._threads = packed, codes.order, bits, threads
         self.in_features, self.out_features = self.packed.columns, self.packed.rows
 
     def forward(self, x: Tensor) -> Tensor:

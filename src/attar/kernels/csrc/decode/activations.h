@@ -19,6 +19,7 @@ struct Activations {
     int group;     // 0: not quantized
     int planes;    // of the codes: 1 (int8) or 2 (int16)
     bool rounded;  // to bfloat16
+    bool sparse;   // the weight is 2:4: rounded activations are kept as float32
     int zeros;     // how the weights' zero points are stored
     int zero;      // the weights' zero point, where all have the same
     float* fp32;
@@ -44,6 +45,14 @@ struct Activations {
             return;
         }
         std::int64_t i = 0;
+        if (sparse) {
+            std::uint16_t bits[WIDTH];
+            for (; i < count; i += WIDTH) {
+                store_bf16(bits, load(from + i));
+                store(fp32 + offset + i, load_bf16(bits));
+            }
+            return;
+        }
         for (; i + WIDTH <= count; i += WIDTH) store_bf16(bf16 + offset + i, load(from + i));
         for (; i < count; i++) bf16[offset + i] = to_bf16(from[i]);
     }
@@ -92,7 +101,7 @@ public:
             grow(scales_, constants);
             if (linear.zeros == MIDDLE) grow(sums_, constants);
             if (linear.zeros != MIDDLE) grow(offsets_, constants);
-        } else if (bits == 16) {
+        } else if (bits == 16 || linear.sparse) {
             grow(fp32_, size);
         } else {
             grow(bf16_, size);
@@ -102,7 +111,7 @@ public:
     Activations view(const Linear& linear, int bits) {
         const bool bf16 = linear.kind == BF16;
         return {linear.columns,    linear.groups(), bf16 ? 0 : linear.group, bits / 8,
-                bf16 && bits < 16, linear.zeros,    linear.zero(),           fp32_.data(),
+                bf16 && bits < 16, linear.sparse != 0, linear.zeros, linear.zero(), fp32_.data(),
                 bf16_.data(),      tokens_,         aligned(),               scales_.data(),
                 sums_.data(),      offsets_.data()};
     }

@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "epilogue.h"
+#include "semi_structured.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
 #define ATTAR_AMX
@@ -45,6 +45,7 @@ public:
             shape.bytes[tile] = std::uint16_t(tile < 6 ? 64 : depth);
             shape.rows[tile] = std::uint8_t(tile == 4 || tile == 5 ? depth / 4 : rows);
         }
+        asm volatile("" ::"r"(&shape) : "memory");  // the intrinsic tells compilers of its first 8 bytes alone
         _tile_loadconfig(&shape);
     }
     ~Tiles() {
@@ -62,10 +63,53 @@ private:
     int rows_;
 };
 
+// Where the bytes of a dense four come from, by the positions p0 + 4 p1 (p0 < p1) of its pair of values: byte p0 is the
+// pair's first, p1 its second, others are zero.
+struct ExpansionTable {
+    alignas(64) std::uint8_t source[16][4];
+
+    constexpr ExpansionTable() : source{} {
+        for (int index = 0; index < 16; index++) {
+            for (int i = 0; i < 4; i++) source[index][i] = 0x80;
+            source[index][index & 3] = 0;
+            source[index][index >> 2] = 1;
+        }
+    }
+};
+static constexpr ExpansionTable EXPANSION;
+
+// A group of a 2:4 panel as the bytes of a dense one.
+template <int BITS>
+static inline void expand_codes(const Linear& linear, const std::uint8_t* head, const std::uint8_t* from,
+                                std::uint8_t* to) {
+    GroupZeros zeros(linear);
+    zeros.read(linear, head);
+    const __m512i table = _mm512_load_si512(EXPANSION.source);
+    const I lanes = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12}, pairs = lanes * 0x01010101;
+    for (int k = 0; k < linear.group; k += SPARSE_STEP, from += BITS == 4 ? 192 : 320, to += 512) {
+        const I positions = load_ints(from);
+        ATTAR_UNROLL
+        for (int part = 0; part < 4; part++) {
+            const int half = part / 2, c = part % 2;
+            const I w = value_bytes<BITS>(from + 64, zeros.bytes[half], half, c);
+            const I at = (positions >> (4 * half + 2 * c)) & 0x03030303, both = at | at >> 6;
+            ATTAR_UNROLL
+            for (int four = 0; four < 2; four++) {
+                const I source = (I)_mm512_permutexvar_epi32((__m512i)(both >> (16 * four)), table);
+                const I dense = pick_bytes(w, source | (pairs + 0x02020202 * four));
+                one::write(to + 256 * c + 128 * four + 64 * half, add_bytes(dense, zeros.bytes[half]));
+            }
+        }
+    }
+}
+
 // A group's codes as bytes: in place, or unpacked to `buffer`. Prefetches PREFETCH_AHEAD.
-static inline const std::uint8_t* byte_codes(const Linear& linear, const std::uint8_t* from, std::uint8_t* buffer) {
-    const std::int64_t bytes = std::int64_t(linear.group) * PANEL * linear.kind / 8;
+static inline const std::uint8_t* byte_codes(const Linear& linear, const std::uint8_t* head, std::uint8_t* buffer) {
+    const std::uint8_t* from = head + (linear.zeros == MIDDLE ? 64 : 128);
+    const std::int64_t bytes = std::int64_t(linear.group) * PANEL * linear.weight_bits() / 8;
     for (std::int64_t at = 0; at < bytes; at += 64) prefetch(from + PREFETCH_AHEAD + at);
+    if (linear.sparse && linear.kind == INT8) return expand_codes<8>(linear, head, from, buffer), buffer;
+    if (linear.sparse) return expand_codes<4>(linear, head, from, buffer), buffer;
     if (linear.kind == INT8) return from;
     std::uint8_t* to = buffer;
     for (std::int64_t at = 0; at < bytes; at += 128, to += 256)
@@ -85,12 +129,12 @@ public:
     // A panel times `count` tokens from `token` on, whole blocks, added to `out`.
     void run(const std::uint8_t* panel, std::int64_t token, std::int64_t count, float (*out)[PANEL]) {
         alignas(64) std::uint8_t buffer[2][128 * PANEL];
-        const std::int64_t head = ZEROS == MIDDLE ? 64 : 128, bytes = linear_.panel_bytes() / groups_;
-        const std::uint8_t* codes = byte_codes(linear_, panel + head, buffer[0]);
+        const std::int64_t bytes = linear_.panel_bytes() / groups_;
+        const std::uint8_t* codes = byte_codes(linear_, panel, buffer[0]);
         Block last{};
         for (std::int64_t g = 0; g < groups_; g++, panel += bytes) {
             const std::uint8_t* current = codes;
-            if (g + 1 < groups_) codes = byte_codes(linear_, panel + bytes + head, buffer[(g + 1) % 2]);
+            if (g + 1 < groups_) codes = byte_codes(linear_, panel + bytes, buffer[(g + 1) % 2]);
             asm volatile("" ::: "memory");  // the unpacked codes are written before tiles load them
             for (std::int64_t t = 0; t < count; t += ROWS) {
                 const std::int8_t* x = in_.at(g, token + t);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "amx.h"
+#include "semi_structured.h"
 
 namespace attar {
 
@@ -103,6 +104,11 @@ static inline void product(const Linear& linear, const Activations& in, std::int
                            const Output& output) {
     F out[M][2] = {};
     const std::uint8_t* data = linear.data + panel * linear.panel_bytes();
+    if (linear.sparse) {
+        sparse_product<M>(linear, data, in, token, out);
+        for (int m = 0; m < M; m++) store_output(linear, out[m][0], out[m][1], panel, token + m, output);
+        return;
+    }
     if (linear.kind == INT4 && in.planes == 1) product_codes<M, 4, 1>(linear, data, in, token, out);
     if (linear.kind == INT8 && in.planes == 1) product_codes<M, 8, 1>(linear, data, in, token, out);
     if (linear.kind == INT4 && in.planes == 2) product_codes<M, 4, 2>(linear, data, in, token, out);

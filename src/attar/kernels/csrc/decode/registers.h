@@ -31,6 +31,7 @@ constexpr int REGISTER = 16;
 
 using Floats = float __attribute__((vector_size(REGISTER)));
 using Ints = std::int32_t __attribute__((vector_size(REGISTER)));
+using Bytes = std::uint8_t __attribute__((vector_size(REGISTER)));
 using Shorts = std::int16_t __attribute__((vector_size(REGISTER)));
 using HalfShorts = std::uint16_t __attribute__((vector_size(REGISTER / 2)));  // one for each lane
 using HalfBytes = std::int8_t __attribute__((vector_size(REGISTER / 2)));     // two for each lane
@@ -207,6 +208,58 @@ static inline Ints dot4(Ints total, Ints w, Ints x) {
 #else
     for (int i = 0; i < 4; i++) total += ((w >> 8 * i) & 255) * (x << (24 - 8 * i) >> 24);
     return total;
+#endif
+}
+
+// Whether dot4<true> also takes any unsigned byte w where no signed byte x is above 15 in size.
+#if defined(__AVX2__) || !defined(__ARM_NEON)
+constexpr bool SMALL_BY_EITHER = true;
+#else
+constexpr bool SMALL_BY_EITHER = false;
+#endif
+
+// Byte by byte, modulo 256.
+static inline Ints add_bytes(Ints a, Ints b) { return (Ints)((Bytes)a + (Bytes)b); }
+static inline Ints subtract_bytes(Ints a, Ints b) { return (Ints)((Bytes)a - (Bytes)b); }
+
+// Sixteen bytes in every sixteen.
+static inline Ints repeat_16(const void* from) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_broadcast_i32x4(read<__m128i>(from));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_broadcastsi128_si256(read<__m128i>(from));
+#else
+    return read<Ints>(from);
+#endif
+}
+
+// Per byte, the byte at[i] (0 to 15) of its sixteen.
+static inline Ints pick_bytes(Ints from, Ints at) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_shuffle_epi8((__m512i)from, (__m512i)at);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_shuffle_epi8((__m256i)from, (__m256i)at);
+#elif defined(__ARM_NEON)
+    return (Ints)vqtbl1q_u8((uint8x16_t)from, (uint8x16_t)at);
+#else
+    std::uint8_t bytes[16], index[16], result[16];
+    write(bytes, from), write(index, at);
+    for (int i = 0; i < 16; i++) result[i] = bytes[index[i]];
+    return read<Ints>(result);
+#endif
+}
+
+// Per lane, the float of its four that the low two bits of `at` say.
+static inline Floats pick_floats(Floats from, Ints at) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_permutevar_ps((__m512)from, (__m512i)at);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_permutevar_ps((__m256)from, (__m256i)at);
+#elif defined(__ARM_NEON)
+    return (Floats)pick_bytes((Ints)from, (at & 3) * 0x04040404 + 0x03020100);
+#else
+    const Ints index = at & 3;
+    return Floats{from[index[0]], from[index[1]], from[index[2]], from[index[3]]};
 #endif
 }
 

@@ -90,6 +90,7 @@ ATTAR_OPERATOR(I, -)
 ATTAR_OPERATOR(I, *)
 ATTAR_OPERATOR(I, &)
 ATTAR_OPERATOR(I, |)
+ATTAR_OPERATOR(I, ^)
 #undef ATTAR_OPERATOR
 static inline F operator-(const F& a) {
     return apply<F>([](const auto& x) { return -x; }, a);
@@ -199,6 +200,23 @@ template <bool SMALL>
 static inline I dot4(const I& total, const I& w, std::int32_t x) {
     return apply<I>(one::dot4<SMALL>, total, w, broadcast_ints(x));
 }
+
+// The same, where every lane has its own x.
+template <bool SMALL>
+static inline I dot4(const I& total, const I& w, const I& x) {
+    return apply<I>(one::dot4<SMALL>, total, w, x);
+}
+
+// Sixteen bytes, or four floats, in every four lanes; and per byte or lane one of these, at a position.
+static inline I repeat_16(const void* from) { return apply_load<I>(one::repeat_16, from, 0); }
+static inline I pick_bytes(const I& from, const I& at) { return apply<I>(one::pick_bytes, from, at); }
+static inline F pick_floats(const F& from, const I& at) {
+    return apply<F>([](one::Floats x, one::Ints i) { return one::pick_floats(x, i); }, from, at);
+}
+
+// Sums and differences byte by byte.
+static inline I add_bytes(const I& a, const I& b) { return apply<I>(one::add_bytes, a, b); }
+static inline I subtract_bytes(const I& a, const I& b) { return apply<I>(one::subtract_bytes, a, b); }
 
 // Per lane, the two int16 of w times the two of x, added to total.
 static inline I dot_shorts(const I& total, const I& w, std::int32_t x) {
