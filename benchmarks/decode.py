@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
         [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
+        [--sparsity 2:4 50%]
 
 Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B; llama.cpp's are of Q4_0, Q8_0 and BF16,
 transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
@@ -11,6 +12,8 @@ round in reverse; a ratio is the median over rounds of ours over the peer's in t
     decode 4k      the same for one sequence from position 4000 on (llama.cpp and ours)
     prompt 512     tokens/s
     GB/s           bytes of packed weights, and of keys and values, times steps a second
+    --sparsity     the same model with two of each four weights zero (2:4), or half of them anywhere (50%),
+                   head and embedding dense: tokens/s over those of the dense model, the goal at batch 1
     memory         GB/s of reading 256 MB in huge pages by the same threads, four streams each, measured
                    right before and after; ``part`` is GB/s as a part of it
 
@@ -48,6 +51,7 @@ from attar.kernels.product import ThreadPool
 
 PROBE = 1 << 28
 TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
+GOALS = {"int4": 1.2, "bf16": 1.45}  # tokens/s of 2:4 weights over those of dense ones, batch 1
 KV_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "float32": 4.0}
 
 
@@ -97,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv", default="float16", choices=sorted(KV_BYTES))
+    parser.add_argument("--sparsity", nargs="*", default=[], choices=["2:4", "50%"])
     parser.add_argument("--activations", type=int, default=16, choices=[8, 16])
     return parser.parse_args()
 
@@ -105,6 +110,11 @@ def built(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tupl
     """The runners, ours first."""
     config = llama_config(shape)
     yield "attar", random_runner(config, kind, arguments.kv, arguments.threads, arguments.activations)
+    for sparsity in arguments.sparsity:
+        yield (
+            sparsity,
+            random_runner(config, kind, arguments.kv, arguments.threads, arguments.activations, sparsity),
+        )
     if "llama.cpp" in arguments.peers:
         yield (
             "llama.cpp",
@@ -179,10 +189,25 @@ def report(label: str, task: str, seen: dict[str, Timed]) -> None:
     for name, peer in seen.items():
         if name == "attar" or not peer.tokens:
             continue
+        if peer.rate:  # of the same kind, sparse
+            print(line, flush=True)
+            line = sparse_line(label, task, name, peer, ours)
+            continue
         ratios = [a / b for a, b in zip(ours.tokens, peer.tokens, strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         line += f"  {name} {statistics.median(peer.tokens):7.1f}: {statistics.median(ratios):.2f}x ({spread})"
     print(f"{line}  load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+def sparse_line(label: str, task: str, name: str, sparse: Timed, dense: Timed) -> str:
+    """Of a sparse model, over the dense one."""
+    ratios = [a / b for a, b in zip(sparse.tokens, dense.tokens, strict=True)]
+    goal = GOALS.get(label.split()[1]) if name == "2:4" and task.startswith("decode") else None
+    words = f"  goal {goal}x" if goal and TASKS[task][0] == 1 else ""
+    return (
+        f"{label} {task:<10} {statistics.median(sparse.tokens):8.1f} tokens/s  {name} over dense: "
+        f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}){words}"
+    )
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ token for each of `count` sequences, from position `start` on; ``prompt(tokens)`
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +20,12 @@ from peers import environments
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from attar.kernels.decode import LayerWeights
+from attar.kernels.memory import Arena
+from attar.kernels.structures import PRODUCTS
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan
 
 CONTEXT = 4352
@@ -87,11 +93,31 @@ class Attar:
         self.runner.close()
 
 
-def random_runner(config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16) -> Attar:
-    """Random weights of a shape, rounded to a kind."""
-    weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
+def random_runner(
+    config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16, sparsity: str = ""
+) -> Attar:
+    """Random weights of a shape, rounded to a kind. One layer is packed, and copied to all others."""
+    one = copy.deepcopy(config)
+    one.num_hidden_layers, one.layer_types = 1, None
+    load, pays = random_tensor(one, sparsity), sparse_pays(bits, threads)
+    weights = model_weights(one, tensor_shapes(one), load, weights=kind, pays=pays)
+    arena = Arena()
+    layers = [_copied(weights.layers[0], arena) for _ in range(config.num_hidden_layers - 1)]
+    weights = replace(weights, layers=(weights.layers[0], *layers))
     settings: dict[str, Any] = {"kv_dtype": kv_dtype, "threads": threads, "bits": bits}
     return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.nbytes)
+
+
+def _copied(layer: LayerWeights, arena: Arena) -> LayerWeights:
+    """A layer with the same weights in memory of its own."""
+    packed = {name: getattr(layer, name) for name in PRODUCTS}
+    return replace(
+        layer,
+        **{
+            name: replace(one, data=arena.allocate(one.nbytes).copy_(one.data))
+            for name, one in packed.items()
+        },
+    )
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -101,8 +127,9 @@ def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def random_tensor(config: Any) -> Callable[[str], Tensor]:
-    """Norms of ones and weights N(0, 0.02^2), the same for all of a shape: time does not depend on them."""
+def random_tensor(config: Any, sparsity: str = "") -> Callable[[str], Tensor]:
+    """Norms of ones and weights N(0, 0.02^2), the same for all of a shape: time does not depend on them. Of
+    layers the smaller half of each four weights (2:4), or of all (50%), may be zero."""
     shapes = tensor_shapes(config)
     encoded: dict[tuple[int, ...], Tensor] = {}
 
@@ -110,9 +137,20 @@ def random_tensor(config: Any) -> Callable[[str], Tensor]:
         shape = shapes[name]
         if shape not in encoded:
             encoded[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
+            if sparsity and len(shape) == 2 and "layers" in name:
+                encoded[shape] = sparse(encoded[shape], sparsity)
         return encoded[shape]
 
     return load
+
+
+def sparse(weight: Tensor, sparsity: str) -> Tensor:
+    """Of magnitudes: the smaller two of each four inputs, or half of all weights, zero."""
+    size = weight.abs().float()
+    if sparsity == "2:4":
+        ranks = size.unflatten(1, (-1, 4)).argsort(2).argsort(2).flatten(1)
+        return weight.masked_fill(ranks < 2, 0.0)
+    return weight.masked_fill(size < size.flatten()[:100_000].median(), 0.0)
 
 
 class Transformers:

@@ -96,6 +96,22 @@ def test_masks_chosen_in_the_loop_are_those_of_torch(grid, amount, rows, monkeyp
         )
 
 
+@pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8"])
+def test_a_mask_is_narrowed_to_the_sparsity(amount, monkeypatch):
+    W, H = layer(67, 576)
+    sparsity = parse_sparsity(amount)
+    mask = torch.rand(W.shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    mask[:, :8] = False
+    compiled, plain = both(monkeypatch, lambda: gptq(W, H, RealGrid(), mask=mask, sparsity=sparsity))
+    assert (compiled.mask == plain.mask).double().mean() >= LEAST
+    assert not (compiled.mask & ~mask).any() and not (plain.mask & ~mask).any()
+    if sparsity.of:
+        wanted = mask.unflatten(1, (-1, sparsity.of)).sum(-1).clamp(max=sparsity.kept)
+        assert torch.equal(compiled.mask.unflatten(1, (-1, sparsity.of)).sum(-1), wanted)
+    else:
+        assert compiled.mask.sum() == W.numel() - (W.numel() + 1) // 2
+
+
 @pytest.mark.parametrize("amount", ["2:4", "4:8"])
 def test_of_equal_scores_the_first_stay(amount, monkeypatch):
     W, sparsity = torch.ones(40, 64), parse_sparsity(amount)

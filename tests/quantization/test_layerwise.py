@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from attar.quantization.grids import IntGrid
+from attar.pruning.solvers.sparsegpt import sparsegpt
+from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NVFP4Grid
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
-from attar.quantization.layerwise import LayerSolver
+from attar.quantization.layerwise import LayerSolver, masked
+from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import LayerPlan
 from attar.quantization.rounding import METHODS
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, quantize_settings
+from attar.sparsity import parse_sparsity
 
 K, N, GROUP = 64, 16, 16
 GRID = IntGrid(3, GROUP)
@@ -54,6 +57,67 @@ def test_group_order_is_the_method_on_sorted_columns(method):
     assert torch.equal(ours.restore("layer", got.tensors), got.weight)
     scale = got.tensors["scale"][:, got.tensors["g_idx"]]
     assert torch.equal(got.weight, got.tensors["codes"] * scale)
+
+
+def pruner(grid, amount, act_order="static", names=("layer",), **options):
+    site = LayerPlan("layer", (N, K), False, grid, SCHEMES["W4A16"].sized(GROUP), torch.float32)
+    settings = quantize_settings(sparsity=amount, act_order=act_order, **options).rounding
+    return LayerSolver(dict.fromkeys(names, site), METHODS["gptq"], settings)
+
+
+SPARSE_GRIDS = [
+    IntGrid(4, GROUP),
+    IntGrid(4, GROUP, symmetric=False, storage=torch.bfloat16),
+    IntGrid(8, 0),
+    IntGrid(8, 0, rows=0),
+    NF4Grid(GROUP),
+    NF4Grid(GROUP, double=True),
+    Float8Grid("e4m3fn", 0, 1),
+    NVFP4Grid(),
+    MXFP4Grid(),
+]
+
+
+@pytest.mark.parametrize("act_order", ["off", "static", "group"])
+@pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8"])
+@pytest.mark.parametrize("grid", SPARSE_GRIDS, ids=str)
+def test_mask_and_codes_of_one_pass_give_exact_zeros_in_stored_order(grid, amount, act_order):
+    W, X = layer()
+    ours = pruner(grid, amount, act_order)
+    got = ours.solve({"layer": W}, statistics(ours, X))["layer"]
+    decoded = ours.restore("layer", got.tensors)
+    assert torch.equal(decoded, got.weight)
+    stays = decoded != 0
+    sparsity = parse_sparsity(amount)
+    if sparsity.of:
+        assert (stays.unflatten(1, (-1, sparsity.of)).sum(-1) <= sparsity.kept).all()
+    assert (~stays).float().mean() >= 0.5
+    assert got.report["sparsity"] == pytest.approx(float((~stays).float().mean()))
+    assert got.report["error"] < got.report["rtn_error"]
+
+
+@pytest.mark.parametrize("amount", ["0.5", "2:4"])
+def test_linears_with_the_same_inputs_each_have_the_asked_sparsity(amount):
+    W, X = layer()
+    weights = {"large": W, "small": 0.01 * layer(seed=5)[0]}  # one threshold would empty the small one
+    ours = pruner(IntGrid(8, GROUP), amount, names=weights)
+    got = ours.solve(dict(weights), statistics(ours, X))
+    for name, weight in weights.items():
+        alone = pruner(IntGrid(8, GROUP), amount, names=[name])
+        wanted = alone.solve({name: weight}, statistics(alone, X))[name]
+        assert got[name].report["sparsity"] == pytest.approx(0.5, abs=0.02)
+        assert (got[name].tensors["codes"] != wanted.tensors["codes"]).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("grid", [IntGrid(4, GROUP), IntGrid(8, 0)], ids=str)
+def test_one_pass_loses_less_than_rounding_a_pruned_weight_to_nearest(grid):
+    W, X = layer()
+    ours = pruner(grid, "2:4")
+    seen = statistics(ours, X)
+    got = ours.solve({"layer": W}, seen)["layer"]
+    pruned = sparsegpt(W, seen.value(), parse_sparsity("2:4"))
+    nearest = masked(rtn(pruned, grid), pruned != 0).dequantize()
+    assert output_error(W, got.weight, seen.value()) < output_error(W, nearest, seen.value())
 
 
 def test_scales_are_searched_and_codes_refined_in_group_order_too():

@@ -67,3 +67,19 @@ def test_help_with_a_method_shows_what_it_takes(method, spelling, capsys):
 def test_a_card_has_the_options_that_the_method_takes():
     options = json.loads(json.dumps(flatten(quantize_settings(method="rtn"))))
     assert "damp" not in options and options["scheme"] == "W4A16" and options["samples"] == 128
+
+
+@pytest.mark.parametrize("sparsity", [0, 0.0, "0", "0.0"])
+def test_no_sparsity(sparsity):
+    assert quantize_settings(sparsity=sparsity).amount is None
+    assert quantize_settings(sparsity=sparsity, keep_zeros="true").amount is None
+
+
+def test_sparsity_is_a_fraction_or_a_pattern_of_gptq():
+    assert quantize_settings(sparsity="2:4").amount.of == 4
+    assert quantize_settings(sparsity=0.5).amount.zeros == 0.5
+    for wrong in ("4:4", 1.0, -0.5, "many"):
+        with pytest.raises(SettingsError, match="sparsity"):
+            quantize_settings(sparsity=wrong)
+    with pytest.raises(SettingsError, match=r"sparsity.*left out with method rtn: it belongs to gptq"):
+        quantize_settings(method="rtn", sparsity="2:4")

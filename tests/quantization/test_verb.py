@@ -26,6 +26,7 @@ from attar.progress import Silent
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize_settings
 from attar.quantization.stage import quantize
+from attar.sparsity import parse_sparsity
 from tests import tiny_models
 from tests.quantization.packing import settings_for
 
@@ -248,6 +249,50 @@ def test_zeros_are_given_up_where_they_are_not_wanted(folder, tmp_path):
     decoded = Decoded(quantize(pruned, tmp_path / "out", settings))
     names = [name for name in decoded.tensors if name.endswith("proj.weight")]
     assert any(decoded.load(name)[:, ::2].any() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sparsity", "act_order"),
+    [
+        ("W4A16", "2:4", "static"),
+        ("W4A16_ASYM", "2:4", "group"),
+        ("W8A8", "4:8", "static"),
+        ("W8A16", 0.3, "off"),
+        ("FP8_DYNAMIC", "2:4", "static"),
+    ],
+)
+def test_mask_and_codes_of_one_pass(folder, tmp_path, scheme, sparsity, act_order):
+    size = {} if scheme in ("W8A8", "FP8_DYNAMIC") else {"group_size": 32}
+    options = {**SMALL, **size, "scheme": scheme, "sparsity": sparsity, "act_order": act_order}
+    quantized = quantize(folder, tmp_path / "out", settings_for(method="gptq", **options))
+    amount, decoded = parse_sparsity(sparsity), Decoded(quantized)
+    rows = {row["name"]: row["sparsity"] for row in quantized.card.details["layers"]}
+    assert len(rows) == 14
+    for name, reported in rows.items():
+        zeros = decoded.load(f"{name}.weight") == 0
+        assert float(zeros.float().mean()) == pytest.approx(reported, abs=1e-6)
+        assert reported >= amount.zeros - 1e-3
+        if amount.of:
+            assert (zeros.unflatten(1, (-1, amount.of)).sum(-1) >= amount.of - amount.kept).all()
+    assert 0 < quantized.card.details["gates"]["kl"] < quantized.card.details["gates"]["blind"]
+    assert "sparsity_config" not in (quantized.path / "config.json").read_text()
+
+
+def test_new_zeros_include_those_of_a_pruned_model(folder, tmp_path):
+    pruned = sparse(folder, tmp_path / "pruned")  # every second input
+    Card(name="pruned", stage="prune", settings={"sparsity": "0.5"}).write(pruned)
+    settings = settings_for(scheme="W8A16", sparsity="1:4", **SMALL)
+    decoded = Decoded(quantize(pruned, tmp_path / "out", settings))
+    weights = [decoded.load(name) for name in decoded.tensors if name.endswith("proj.weight")]
+    assert weights and not any(weight[:, ::2].any() for weight in weights)
+    assert all((weight.unflatten(1, (-1, 4)) != 0).sum(-1).max() == 1 for weight in weights)
+
+
+def test_a_pattern_that_does_not_divide_some_inputs_is_refused_before_any_work(folder, tmp_path):
+    settings = settings_for(sparsity="2:3", **SMALL)
+    with pytest.raises(SettingsError, match=r"sparsity is '2:3', but must be .*_proj has \d+"):
+        quantize(folder, tmp_path / "out", settings)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rotation_says_that_it_loses_zeros(tmp_path):

@@ -53,6 +53,7 @@ class Flat:
     size: str = ""
     speed: str = ""
     criterion: str = "auto"
+    scope: str = "layer"
     rounds: int = 1
     allocation: str = "uniform"
     reconstruction: str = "none"
@@ -141,13 +142,13 @@ def test_a_magnitude_reads_no_text_and_a_sweep_is_not_more_than_its_parts() -> N
 
 def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
     forward, backward = 2 * 1.2e6 * TOKENS, 6 * 1.2e6 * TOKENS
-    assert pruning("neurons").products == pytest.approx(backward)
-    assert pruning("neurons", criterion="wanda").products == pytest.approx(forward)
-    assert pruning("neurons", rounds=3).products == pytest.approx(3 * backward)
+    assert pruning("neurons").products == pytest.approx(forward)
+    assert pruning("neurons", criterion="gradient").products == pytest.approx(backward)
+    assert pruning("neurons", scope="global").products == pytest.approx(backward)
+    assert pruning("neurons", rounds=3).products == pytest.approx(3 * forward)
     assert pruning("hidden").products == pruning("layers").products == pytest.approx(forward)
     assert pruning("layers", criterion="kl").products == pytest.approx(2 * forward)
-    few = {"criterion": "activation", "candidates": 4}
-    learned = pruning("mixed", **few).products - pruning("mixed", criterion="activation").products
+    learned = pruning("mixed", candidates=4).products - pruning("mixed").products
     assert learned == pytest.approx(8 * 1.2e6 * 4 * 100 * 8 * 256)
     assert pruning("wanda").products < pruning("wanda", allocation="owl").products
     assert pruning("wanda", allocation="owl").products < pruning("wanda", allocation="measured").products

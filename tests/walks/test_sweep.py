@@ -7,7 +7,8 @@ from attar.checkpoint import open_checkpoint
 from attar.models import device
 from attar.models.load import load_model
 from attar.models.parts import weight_of
-from attar.quantization.hessian import Hessian
+from attar.models.surgery import keep_layers
+from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.sweep import Solution, sweep
 from benchmarks import memory
 from tests import tiny_models
@@ -102,6 +103,44 @@ def test_layers_with_one_input_share_an_accumulator(tmp_path):
     recorder = Recorder()
     swept = sweep(checkpoint, batches(250), recorder, work=tmp_path / "work")
     assert recorder.accumulators == 4 * len(swept.files)  # qkv, o, gate and up, down
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_hidden_states_pass_a_skipped_block_but_the_original_models_do_not(tmp_path, resumed):
+    checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
+    model, tokens, last = load_model(checkpoint, dtype=torch.float32), batches(250), []
+
+    class Comparing(Recorder):
+        original = True
+
+        def accumulator(self, names, inputs):
+            return CrossHessian(inputs)
+
+        def solve(self, weights, seen):
+            self.seen.update({name: seen.cross() - seen.value() for name in weights})
+            return {name: Solution(weight, {"weight": weight}) for name, weight in weights.items()}
+
+    for _ in range(1 + resumed):
+        comparing = Comparing()
+        sweep(
+            checkpoint,
+            tokens,
+            comparing,
+            work=tmp_path / "work",
+            skip=[1],
+            precision="fp32",
+            after_blocks=lambda skeleton, batches, hidden: last.append(hidden[0]),
+        )
+        if not resumed:
+            differs = {name: float(change.abs().max()) > 1e-3 for name, change in comparing.seen.items()}
+            assert not any("layers.1." in name for name in differs)
+            assert all(wrong == ("layers.2." in name) for name, wrong in differs.items())
+    short = keep_layers(model, [0, 2])
+    wanted = []
+    short.model.norm.register_forward_pre_hook(lambda _, args: wanted.append(args[0]))
+    with torch.no_grad():
+        short(input_ids=tokens[0])
+    assert torch.allclose(last[-1], wanted[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("died_in", [0, 1])

@@ -86,7 +86,7 @@ def round_block(
         errors: (n, N), written.
         mask: bool (n, N); False: becomes zero.
         first: (N,), rounded instead of the first column's weights.
-        choose: N and M: the mask is written, with N of each M columns True; n is a multiple of M.
+        choose: N and M: the mask is narrowed until at most N of each M columns are True; M divides n.
     """
     step = factor.diagonal().reciprocal()
     _run(tiles, at, factor.T.contiguous(), step, None, weights, mask, first, codes, errors, choose)

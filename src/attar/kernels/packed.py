@@ -134,7 +134,8 @@ def pack_codes(
     sparse = None if pays is None or stored == "products" else _sparse_values(codes, zeros, group, bits)
     form = _form(kind, sparse is not None, pays)
     if sparse is not None and form == "2:4":
-        steps = semi_structured.encode(*map(_padded, sparse), bits)
+        values, nonzero = sparse
+        steps = semi_structured.encode(_padded(values), _padded(nonzero), bits)
         code_bytes = steps.view(len(steps), columns // group, -1)
     else:
         code_bytes = _code_bytes(_padded(codes), group, bits)

@@ -17,10 +17,9 @@ STEP = 16  # inputs
 SAMPLE = 64  # rows that are looked at before all others
 POSITION_BYTES = 64  # of a panel and a step
 _SHIFTS = torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8)  # of a position in its byte: half of the panel, c
-_ORDERS = [sorted(range(4), key=lambda i, bits=bits: not bits >> i & 1) for bits in range(16)]
-_POSITIONS = torch.tensor(
-    [sorted(order[:2]) for order in _ORDERS], dtype=torch.uint8
-)  # of a four's non-zeros
+# Of each set of non-zeros of a four, a bit each: its members, or others where it has fewer than two.
+_MEMBERS = [[i for i in range(4) if s >> i & 1] + [i for i in range(4) if not s >> i & 1] for s in range(16)]
+_POSITIONS = torch.tensor([sorted(members[:2]) for members in _MEMBERS], dtype=torch.uint8)
 
 
 def holds(nonzero: Tensor) -> bool:

@@ -23,6 +23,7 @@ from attar.progress import SILENT, Progress
 from attar.pruning.candidates import candidate_texts, compare_candidates
 from attar.pruning.plan_budget import plan_budget
 from attar.pruning.plan_space import plan_space
+from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.scan import scan_table, to_json
 from attar.pruning.scoring import UnitScoring
 from attar.pruning.settings import PruneSettings
@@ -46,7 +47,8 @@ def prune_mixed(task: PruneTask) -> None:
     plan_budget(space.planned, options).check(space.planned, space.grid)
     texts = candidate_texts(task, space.anatomy) if options.candidates > 1 else None
     path = Path(options.scan) if options.scan else output.work / "scan.json"
-    study = cut_study(source, space, task.settings, task.batches(), path, output.work, progress)
+    batches = task.batches()
+    study = cut_study(source, space, task.settings, batches, path, output.work, progress)
     if note := precision_note(source):
         progress.log(note)
     scanned = scan_cuts(study, output.work / "reference", progress, complete=False)
@@ -57,6 +59,12 @@ def prune_mixed(task: PruneTask) -> None:
     full, layers = space.full, scanned.planned.kept_layers(best.sizes.layers)
     progress.log(f"prune mixed: {best.text(full)}")
     plan = space.cut_plan(best.sizes, study.ranking, layers)
+    kind = task.settings.reconstruction
+    if plan.hidden is not None and kind != "none":
+        progress.log("the plan removes channels of the residual stream: nothing is reconstructed")
+    elif kind != "none":
+        reconstruct_units(task, study.model, space.anatomy, plan, kind, batches)
+        output.details["reconstruct"] = kind
     scoring = UnitScoring(study.model, space.anatomy, (), study.batches, no_loss, output.work)
     save_model(checked_cut(scoring, plan), output.folder, dtype=stored_precision(source))
     shares = scanned.shares()

@@ -301,8 +301,8 @@ class PruneSettings:
     reconstruct: str = _option(
         "auto",
         "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
-        "(linear, then each block is trained to the original's outputs), none; auto: what won on every model "
-        "tried, see docs/prune.md",
+        "(linear, then each block is trained to the original's outputs), none; auto: linear, but none for "
+        "magnitude, hidden, layers and mixed",
         ("auto", "none", "linear", "block"),
     )
     reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
@@ -335,7 +335,7 @@ class PruneSettings:
         """What is reconstructed: none, linear or block."""
         if self.reconstruct != "auto":
             return self.reconstruct
-        return "none" if self.method in ("magnitude", "hidden") else "linear"
+        return "none" if self.method in ("magnitude", "hidden", "layers", "mixed") else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:

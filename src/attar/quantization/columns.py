@@ -17,7 +17,7 @@ Pruning without quantization is the loop on a :class:`~attar.quantization.grids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,13 +37,22 @@ class RoundingResult:
     Attributes:
         damp: lambda that was used, as a fraction of the Hessian's mean diagonal.
         dead: number of columns without any input.
-        mask: bool (N, K), False where a sparsity made a weight zero; None without a sparsity.
+        mask: bool (N, K), False where a weight had to become zero; None: nowhere.
     """
 
     quantized: QuantizedTensor
     damp: float
     dead: int
     mask: Tensor | None = None
+
+    def restored(self, order: Tensor) -> RoundingResult:
+        """Of sorted columns, in the weight's column order; groups follow the sorted one.
+
+        Args:
+            order: int64 (K,), the original number of each column.
+        """
+        mask = None if self.mask is None else _restored(self.mask, order)
+        return replace(self, quantized=self.quantized.restored(order), mask=mask)
 
 
 def round_columns(
@@ -69,15 +78,15 @@ def round_columns(
         group: int64 (K,), the tile that each column belongs to.
         mask: bool (N, K); False: becomes zero.
         first: (N,), rounded in place of W's first column; the error is still taken from W's.
-        sparsity: how many weights become zero, instead of a mask; K is a multiple of M.
+        sparsity: how many weights become zero, those of the mask first; K is a multiple of M.
     """
     columns = W.shape[1]
-    assert sparsity is None or (mask is None and sparsity.fits(columns))
+    assert sparsity is None or sparsity.fits(columns)
     Wt = W.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty_like(Wt)
-    kept = None if mask is None else mask.T.contiguous()
-    if sparsity is not None:
-        kept = torch.empty_like(Wt, dtype=torch.bool)
+    kept = None if mask is None else mask.T.contiguous().clone()
+    if sparsity is not None and kept is None:
+        kept = torch.ones_like(Wt, dtype=torch.bool)
     tiles = compiled_tiles(grid, parameters, group)
     across = parameters.map(lambda value: value.T)
     width = _block_width(sparsity)
@@ -86,7 +95,7 @@ def round_columns(
         block, factor = Wt[at], U[at, at].contiguous()
         errors, stays = torch.empty_like(block), None if kept is None else kept[at]
         if sparsity is not None and stays is not None and not sparsity.of:
-            stays.copy_(sparsity.mask((block / factor.diagonal()[:, None]).abs_().T).T)
+            _narrow(stays, block / factor.diagonal()[:, None], sparsity)
         decided = first.contiguous() if first is not None and start == 0 else None
         if tiles is not None:
             pattern = (sparsity.kept, sparsity.of) if sparsity is not None else (0, 0)
@@ -98,6 +107,13 @@ def round_columns(
         if at.stop < columns:
             Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
     return codes.T, None if kept is None else kept.T
+
+
+def _narrow(mask: Tensor, costs: Tensor, sparsity: Sparsity) -> None:
+    """Take out of a mask (n, N) the weights of least cost (the square root of what zeroing costs), in
+    place."""
+    scores = costs.abs().masked_fill_(~mask, -1.0)
+    mask.logical_and_(sparsity.mask(scores.T).T)
 
 
 def _block_width(sparsity: Sparsity | None) -> int:
@@ -114,14 +130,17 @@ def in_original_order(
     mask: Tensor | None = None,
 ) -> RoundingResult:
     """Codes (N, K) in rounding order as a result in the weight's column order; the mask, too."""
-    restored = torch.empty(codes.shape, dtype=grid.code_dtype, device=codes.device)
-    restored[:, factor.order] = codes.to(grid.code_dtype)
-    kept = None
-    if mask is not None:
-        kept = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-        kept[:, factor.order] = mask
+    restored = _restored(codes.to(grid.code_dtype), factor.order)
+    kept = None if mask is None else _restored(mask, factor.order)
     quantized = QuantizedTensor(grid, restored, parameters)
     return RoundingResult(quantized, factor.damp, int(factor.dead.sum()), kept)
+
+
+def _restored(columns: Tensor, order: Tensor) -> Tensor:
+    """Columns (N, K) back where ``order`` took them from."""
+    restored = torch.empty_like(columns, memory_format=torch.contiguous_format)
+    restored[:, order] = columns
+    return restored
 
 
 def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
@@ -161,7 +180,7 @@ def _round_in_torch(
             assert sparsity is not None and mask is not None
             ahead = slice(i, i + of)
             current = block[ahead] - factor[:i, ahead].T @ errors[:i]
-            mask[ahead] = sparsity.mask((current * step_of[ahead, None]).abs_().T).T
+            _narrow(mask[ahead], current * step_of[ahead, None], sparsity)
         column = block[i]
         if i:
             column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)

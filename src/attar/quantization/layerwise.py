@@ -14,14 +14,24 @@ from attar.models.zeros import zero_mask
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
-from attar.quantization.hessian import CrossHessian, Hessian, HessianFactor, energy, factorize
+from attar.quantization.grids.real import RealGrid
+from attar.quantization.hessian import (
+    CrossHessian,
+    Hessian,
+    HessianFactor,
+    energy,
+    factorize,
+    order_by_energy,
+)
+from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
 from attar.quantization.plan import LayerPlan
-from attar.quantization.settings import AWQSettings, GPTQSettings
+from attar.quantization.settings import AWQSettings, GPTQSettings, SparseGPTQSettings
 from attar.quantization.transforms.awq import search_clip
+from attar.sparsity import Sparsity
 from attar.walks.sweep import Solution
 
 if TYPE_CHECKING:
@@ -51,6 +61,16 @@ class LayerSolver:
         """Whether the solver compares with the original model's inputs."""
         return self.method.original_inputs
 
+    @property
+    def sparsity(self) -> Sparsity | None:
+        """How many weights become zero; None: the method does not choose."""
+        return self.settings.amount if isinstance(self.settings, SparseGPTQSettings) else None
+
+    @property
+    def neighbours(self) -> int:
+        """Columns that stay together in any order: M of N:M."""
+        return self.sparsity.of or 1 if self.sparsity is not None else 1
+
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
         """Empty statistics of a group."""
         return CrossHessian(inputs) if self.original else Hessian(inputs)
@@ -64,11 +84,11 @@ class LayerSolver:
         H, order = statistics.value(), None
         sorted_H, sorted_statistics = H, statistics
         if self.settings.act_order == "group":
-            order = torch.argsort(H.diagonal(), descending=True, stable=True)
+            order = order_by_energy(H.diagonal(), self.neighbours)
             sorted_H, sorted_statistics = H[order][:, order], statistics.ordered(order)
         shared = self._shared(sorted_H, sorted_statistics)
         solutions: dict[str, Solution] = {}
-        for stack in self._stacks(weights, sorted_H, order):
+        for stack in self._stacks(weights, shared, order):
             if self.method.solver is None:
                 result = RoundingResult(_nearest_codes(stack), 0.0, 0)
             else:
@@ -76,7 +96,7 @@ class LayerSolver:
             for name, rounded in stack.split(result):
                 rounded = self._refined(stack.weights[name], rounded, shared, stack.masks[name])
                 if order is not None:
-                    rounded = replace(rounded, quantized=rounded.quantized.restored(order))
+                    rounded = rounded.restored(order)
                 solutions[name] = self._solution(weights[name], rounded, H, statistics)
         return {name: solutions[name] for name in weights}
 
@@ -90,7 +110,10 @@ class LayerSolver:
             return {"H": H}
         assert isinstance(self.settings, GPTQSettings)
         damp, act_order = self.settings.damp, self.settings.act_order != "off"
-        shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factorize(H, damp, act_order)}
+        factor = factorize(H, damp, act_order, self.neighbours)
+        shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factor}
+        if self.sparsity is not None:
+            shared["sparsity"] = self.sparsity
         return shared | ({"cross": statistics.cross()} if isinstance(statistics, CrossHessian) else {})
 
     def _own(self, stack: StackedLayers) -> dict[str, Any]:
@@ -104,22 +127,24 @@ class LayerSolver:
         return own | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
 
     def _stacks(
-        self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None
+        self, weights: Mapping[str, Tensor], shared: Mapping[str, Any], order: Tensor | None
     ) -> Iterator[StackedLayers]:
-        """The weights that are rounded in one call: those on one grid, where the method allows it."""
+        """The weights that are rounded in one call: those on one grid, where the method allows it. Each
+        weight loses a fraction of its own."""
+        stacked = self.method.stacked and (self.sparsity is None or bool(self.sparsity.of))
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):
             names = [name for name in weights if self.layers[name].grid == grid]
             shared_grid = fused(grid, [weights[name] for name in names])
-            for group in [names] if self.method.stacked else [[name] for name in names]:
+            for group in [names] if stacked else [[name] for name in names]:
                 columns = {
                     name: weights[name] if order is None else weights[name][:, order] for name in group
                 }
-                yield StackedLayers(
-                    shared_grid,
-                    columns,
-                    {name: self._parameters(weight, shared_grid, H) for name, weight in columns.items()},
-                    {name: zero_mask(weight, self.keep_zeros) for name, weight in columns.items()},
-                )
+                masks = {name: zero_mask(weight, self.keep_zeros) for name, weight in columns.items()}
+                scales = {
+                    name: self._parameters(weight, shared_grid, shared, masks[name])
+                    for name, weight in columns.items()
+                }
+                yield StackedLayers(shared_grid, columns, scales, masks)
 
     def _refined(
         self, weight: Tensor, rounded: RoundingResult, shared: Mapping[str, Any], mask: Tensor | None
@@ -135,11 +160,17 @@ class LayerSolver:
             sweeps=self.settings.refine,
             damp=self.settings.damp,
             weight=weight,
-            mask=mask,
+            mask=mask if rounded.mask is None else rounded.mask,
         )
         return replace(rounded, quantized=refined)
 
-    def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> TileParameters:
+    def _parameters(
+        self, weight: Tensor, grid: Grid, shared: Mapping[str, Any], mask: Tensor | None
+    ) -> TileParameters:
+        """Scales for the weight; where weights become zero, for what a first pass without codes leaves."""
+        H = shared["H"]
+        if self.sparsity is not None:
+            weight = gptq(weight, grid=RealGrid(), mask=mask, **shared).quantized.codes
         how = scale_choice(self.method, self.settings.scales, grid)
         if how == "output" and not grid.searches:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
@@ -147,15 +178,18 @@ class LayerSolver:
 
     def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, statistics: Hessian) -> Solution:
         quantized, total = rounded.quantized, max(energy(weight, H), 1e-30)
-        dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
+        kept = weight if rounded.mask is None else weight.masked_fill(~rounded.mask, 0.0)
+        dense, nearest = quantized.dequantize(), _nearest(kept, quantized)
         report = {
             "error": energy(weight - dense, H) / total,
             "rtn_error": energy(weight - nearest, H) / total,
             "damp": rounded.damp,
             "dead": rounded.dead,
             "tokens": statistics.tokens,
-            **code_numbers(quantized, weight, dense),
+            **code_numbers(quantized, kept, dense),
         }
+        if self.sparsity is not None:
+            report["sparsity"] = float((dense == 0).float().mean())
         return Solution(dense, quantized.tensors(), report)
 
 
@@ -195,9 +229,13 @@ class StackedLayers:
         if len(self.weights) == 1:
             yield next(iter(self.weights)), result
             return
-        parts = result.quantized.codes.split([len(weight) for weight in self.weights.values()])
-        for (name, parameters), codes in zip(self.parameters.items(), parts, strict=True):
-            yield name, replace(result, quantized=QuantizedTensor(self.grid, codes.contiguous(), parameters))
+        start = 0
+        for name, parameters in self.parameters.items():
+            rows = slice(start, start + len(self.weights[name]))
+            codes = result.quantized.codes[rows].contiguous()
+            mask = None if result.mask is None else result.mask[rows]
+            yield name, replace(result, quantized=QuantizedTensor(self.grid, codes, parameters), mask=mask)
+            start = rows.stop
 
 
 def _joined_parameters(rows: Sequence[TileParameters]) -> TileParameters:

@@ -47,6 +47,7 @@ from attar.quantization.settings import (
     QuantizeSettings,
     RTNSettings,
     SmoothQuantSettings,
+    SparseGPTQSettings,
     YAQASettings,
 )
 from attar.walks.objectives import distillation_loss, soft_loss
@@ -370,7 +371,7 @@ METHODS: dict[str, QuantizationMethod] = {
     "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest),
     "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
     "gptq": QuantizationMethod(
-        GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
+        SparseGPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
     ),
     "gptaq": QuantizationMethod(
         GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW

@@ -9,6 +9,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
 from attar.quantization.schemes import KV_CACHES, SCHEMES
+from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.settings import check_range
 
 VERSION = 3
@@ -160,7 +161,7 @@ class AWQSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQSettings:
-    """Round with the layer's Hessian: gptq, gptaq, qronos."""
+    """Round with the layer's Hessian: gptaq, qronos."""
 
     smoothing: ClassVar[str] = "none"
 
@@ -176,6 +177,32 @@ class GPTQSettings:
         check_choices(self)
         check_range("refine", self.refine, 0, 2**20, "0 (off) or more")
         check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPTQSettings(GPTQSettings):
+    """Round with the layer's Hessian, and prune in the same pass: gptq."""
+
+    sparsity: float | str = _option(
+        0.0,
+        "also set weights to zero, chosen in the same loop as the codes: a fraction (0.5, 50%), or N:M (2:4: "
+        "of every 4 consecutive inputs 2 stay); 0: none",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prunes:
+            parse_sparsity(self.sparsity)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether weights become zero."""
+        return str(self.sparsity).strip() not in ("0", "0.0")
+
+    @property
+    def amount(self) -> Sparsity | None:
+        """How many weights become zero; None: the method does not choose."""
+        return parse_sparsity(self.sparsity) if self.prunes else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +250,7 @@ METHOD_SETTINGS: dict[str, type] = {
     "rtn": RTNSettings,
     "smoothquant": SmoothQuantSettings,
     "awq": AWQSettings,
-    "gptq": GPTQSettings,
+    "gptq": SparseGPTQSettings,
     "gptaq": GPTQSettings,
     "qronos": GPTQSettings,
     "yaqa": YAQASettings,
@@ -254,7 +281,7 @@ class QuantizeSettings:
         tuple(METHOD_SETTINGS),
     )
     rounding: MethodSettings = field(
-        default_factory=GPTQSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
+        default_factory=SparseGPTQSettings, metadata={"variants": METHOD_SETTINGS, "by": "method"}
     )
     transform: TransformSettings = field(
         default_factory=TransformSettings, metadata={"title": "Before the rounding"}
@@ -277,6 +304,11 @@ class QuantizeSettings:
         if getattr(self.rounding, "act_order", "off") == "group" and self.method not in GROUP_ORDERED:
             allowed = f"off or static with {self.method}; group goes with {listed(GROUP_ORDERED)}"
             raise SettingsError("act_order", "group", allowed)
+
+    @property
+    def amount(self) -> Sparsity | None:
+        """How many weights become zero while they are rounded; None: the method does not choose."""
+        return self.rounding.amount if isinstance(self.rounding, SparseGPTQSettings) else None
 
     @property
     def smoothing(self) -> str:

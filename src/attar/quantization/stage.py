@@ -68,6 +68,9 @@ def quantize(
         check_fit(checkpoint, text=settings.check_tokens > 0)
     ordered = _stores_order(settings)
     first = plan(checkpoint, settings.storage, group_order=ordered)  # refuses before any work is done
+    for layer in first.sites.values():
+        if settings.amount is not None:
+            settings.amount.check(layer.shape[1], layer.module)
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
     text = fingerprint(settings.data)

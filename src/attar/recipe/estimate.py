@@ -118,12 +118,12 @@ PRUNE_COSTS = {
     "wanda": PruneCost(swept=True),
     "sparsegpt": PruneCost(swept=True, hessians=True, columns=True),
     "alps": PruneCost(swept=True, hessians=True, products=100),
-    "heads": PruneCost(passes=1, backward=True),
-    "query-heads": PruneCost(passes=1, backward=True),
-    "neurons": PruneCost(passes=1, backward=True),
+    "heads": PruneCost(passes=1),
+    "query-heads": PruneCost(passes=1),
+    "neurons": PruneCost(passes=1),
     "hidden": PruneCost(passes=1),
     "layers": PruneCost(passes=1),
-    "mixed": PruneCost(passes=1, backward=True, scanned=6),
+    "mixed": PruneCost(passes=1, scanned=6),
 }
 """By the methods of attar.pruning.stage.METHODS, with the first criterion of each."""
 
@@ -307,8 +307,15 @@ def _mending(settings: Any, result: Shape, reconstruction: str) -> Work:
 
 def _prune_cost(settings: Any) -> PruneCost:
     """The cost of the criterion, where one is chosen, else of the method."""
-    cost = PRUNE_COSTS.get(getattr(settings, "method", ""), PruneCost())
-    return CRITERION_COSTS.get(getattr(settings, "criterion", ""), cost)
+    cost, criterion = PRUNE_COSTS.get(getattr(settings, "method", ""), PruneCost()), _criterion(settings)
+    return CRITERION_COSTS.get(criterion, cost)
+
+
+def _criterion(settings: Any) -> str:
+    """The criterion of units; over all layers at once it is the gradient where none is named."""
+    criterion = str(getattr(settings, "criterion", ""))
+    over_layers = criterion == "auto" and getattr(settings, "scope", "layer") == "global"
+    return "gradient" if over_layers else criterion
 
 
 def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:

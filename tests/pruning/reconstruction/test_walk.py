@@ -10,7 +10,8 @@ from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
 from attar.errors import SettingsError
 from attar.models.load import load_model
-from attar.pruning.settings import prune_settings
+from attar.pruning.reconstruction import walk
+from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import prune
 from tests import tiny_models
 
@@ -66,6 +67,9 @@ def test_every_family_is_reconstructed(tmp_path, family, kind):
         )
         off[reconstruct] = float((tiny_models.logits(load_model(out), rows) - whole).square().mean())
     assert off[kind] < off["none"]
+    source = open_checkpoint(folder)
+    biases = [name for name in source.tensors if name.endswith(".bias")]
+    assert bool(biases) == any(not torch.equal(out.load(name), source.load(name)) for name in biases)
 
 
 @pytest.mark.parametrize("method", ["heads", "neurons", "query-heads"])
@@ -84,13 +88,18 @@ def test_units_are_reconstructed_before_the_cut(tmp_path, method):
         assert torch.equal(before[name], after[name]) == (changed not in name), name
 
 
-def test_layers_after_a_gap_are_reconstructed(tmp_path):
+def test_layers_after_a_gap_are_reconstructed(tmp_path, monkeypatch):
+    skipped, plain = [], walk.sweep
+    monkeypatch.setattr(
+        walk, "sweep", lambda *args, **more: skipped.append(more["skip"]) or plain(*args, **more)
+    )
     folder = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=4), tmp_path / "model")
     outs = {
         kind: pruned(folder, tmp_path / kind, method="layers", ratio=0.25, reconstruct=kind)
         for kind in ("none", "linear", "block")
     }
     (gone,) = outs["none"].card.details["kept"]["removed_layers"]
+    assert skipped == [[gone]] * 3  # linear, and linear with block
     before = blocks_weights(outs["none"])
     for kind in ("linear", "block"):
         for name, after in blocks_weights(outs[kind]).items():
@@ -98,13 +107,15 @@ def test_layers_after_a_gap_are_reconstructed(tmp_path):
             assert torch.equal(before[name], after) == (number < gone), (kind, name)
 
 
-def test_the_default_reconstructs_but_for_magnitude_and_hidden():
+def test_the_default_is_linear_where_it_wins():
+    """Magnitude reads no text; after removed layers least squares may make a model worse."""
     kinds = {
         method: prune_settings(method=method).reconstruction
-        for method in ("magnitude", "wanda", "sparsegpt", "heads", "neurons", "layers", "hidden")
+        for method in METHOD_SETTINGS
+        if method != "mixed"  # wants a size
     }
-    assert kinds.pop("magnitude") == kinds.pop("hidden") == "none"
-    assert set(kinds.values()) == {"linear"}
+    plain = [method for method, kind in kinds.items() if kind == "none"]
+    assert set(kinds.values()) == {"none", "linear"} and set(plain) == {"magnitude", "hidden", "layers"}
 
 
 @pytest.mark.parametrize("kind", ["linear", "block"])

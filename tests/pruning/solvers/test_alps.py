@@ -7,6 +7,7 @@ import torch
 
 from attar.errors import NumericsError, SettingsError
 from attar.pruning.solvers.alps import alps
+from attar.pruning.solvers.least_squares import masked_least_squares
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.quantization.hessian import Hessian, output_error
 from attar.sparsity import parse_sparsity
@@ -114,3 +115,13 @@ def test_inputs_are_untouched_and_the_same_call_gives_the_same_weight():
     before = W.clone(), H.clone()
     first, second = (alps(W.bfloat16(), H, parse_sparsity("2:4")) for _ in range(2))
     assert torch.equal(W, before[0]) and torch.equal(H, before[1]) and torch.equal(first, second)
+
+
+def test_the_weights_that_stay_are_the_best_ones_even_if_the_search_was_short():
+    W, H = layer()
+    sparsity = parse_sparsity("0.5")
+    short, fitted = (alps(W, H, sparsity, iterations=6, refits=count) for count in (0, 40))
+    best = masked_least_squares(W, H, short != 0, iterations=80)
+    assert torch.equal(short != 0, fitted != 0)
+    assert output_error(W, fitted, H) == pytest.approx(output_error(W, best, H), rel=1e-3)
+    assert output_error(W, fitted, H) < 0.98 * output_error(W, short, H)

@@ -29,7 +29,7 @@ constexpr int VECTORS = 4;  // of rows
 constexpr int LEVELS = 16;  // non-uniform levels, at most
 
 // The arguments of a call, as columns.py describes them. Optional: zeros, minimum, mask, first, gradient (with it
-// columns descend, without it they are rounded). With `of`, the mask is chosen here.
+// columns descend, without it they are rounded). With `of`, the mask is narrowed here.
 struct Job {
     std::int64_t rows;
     int columns;
@@ -61,11 +61,11 @@ void store(float* to, Lanes value, int count) {
     else std::memcpy(to, &value, sizeof(float) * count);
 }
 
-// 0 in the lanes whose mask is 0.
-Lanes masked(Lanes value, const std::uint8_t* mask, int count) {
+// `other` in the lanes whose mask is 0.
+Lanes masked(Lanes value, const std::uint8_t* mask, int count, Lanes other) {
     Bytes bytes{};
     std::memcpy(&bytes, mask, std::min(count, LANES));
-    return __builtin_convertvector(bytes, Mask) != 0 ? value : Lanes{};
+    return __builtin_convertvector(bytes, Mask) != 0 ? value : other;
 }
 
 // The weights themselves.
@@ -124,7 +124,7 @@ Lanes column(const Job& job, const CodeBook& book, int i, std::int64_t row, int 
     const Lanes target =
         DESCEND ? weight - (load(job.gradient + offset, count) + sum) * job.step[i] : weight - sum;
     Lanes rounded = !DESCEND && i == 0 && job.first ? load(job.first + row, count) : target;
-    if (job.mask) rounded = masked(rounded, job.mask + offset, count);
+    if (job.mask) rounded = masked(rounded, job.mask + offset, count, Lanes{});
     const Lanes code = book.code((rounded + m) / s + z);
     const Lanes decoded = (book.level(code) - z) * s - m;
     const Lanes e = DESCEND ? decoded - weight : (target - decoded) * job.step[i];
@@ -135,14 +135,15 @@ Lanes column(const Job& job, const CodeBook& book, int i, std::int64_t row, int 
 }
 
 // The mask of columns i to i + M - 1: a column stays where fewer than N of the others are larger, or equal and
-// before it. Leaves in e[c] what the columns before i add to column c.
+// before it; columns that are masked already come last. Leaves in e[c] what the columns before i add to column c.
 void choose(const Job& job, int i, std::int64_t row, int left, Errors& e) {
     auto* score = &e[job.columns];
     for (int c = 0; c < job.of; c++) {
         gather(job.inner + (i + c) * job.columns, 0, i, e, e[i + c].data());
         for (int w = 0; w < VECTORS && left > w * LANES; w++) {
-            const Lanes weight = load(job.current + (i + c) * job.rows + row + w * LANES, left - w * LANES);
-            score[c][w] = magnitude((weight - e[i + c][w]) * job.step[i + c]);
+            const std::int64_t offset = (i + c) * job.rows + row + w * LANES;
+            const Lanes weight = load(job.current + offset, left - w * LANES) - e[i + c][w];
+            score[c][w] = masked(magnitude(weight * job.step[i + c]), job.mask + offset, left - w * LANES, all(-1.0f));
         }
     }
     for (int c = 0; c < job.of; c++)
@@ -150,7 +151,8 @@ void choose(const Job& job, int i, std::int64_t row, int left, Errors& e) {
             Mask ahead{};  // how many, negative
             for (int other = 0; other < c; other++) ahead += score[other][w] >= score[c][w];
             for (int other = c + 1; other < job.of; other++) ahead += score[other][w] > score[c][w];
-            const Bytes kept = __builtin_convertvector(ahead > -job.keep, Bytes) & 1;
+            const Mask stays = (ahead > -job.keep) & (score[c][w] >= 0.0f);
+            const Bytes kept = __builtin_convertvector(stays, Bytes) & 1;
             std::memcpy(job.mask + (i + c) * job.rows + row + w * LANES, &kept,
                         std::min(left - w * LANES, LANES));
         }

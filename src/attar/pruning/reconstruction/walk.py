@@ -1,5 +1,22 @@
 """Reconstruction as a sweep over the original model, whose Linears become the pruned ones block by block:
-linear (linear.py), or linear and then block (block.py). A killed run continues at its block."""
+linear (linear.py), or linear and then block (block.py). A killed run continues at its block.
+
+KL to the original on held-out text, in nats a token; calibrated on 32 rows of 256 tokens (benchmarks/prune.py
+measures the same at the rows of the other tools):
+
+                               none     linear   block
+    attar:tiny   2:4 magnitude  0.705    0.201
+                 2:4 wanda      0.991    0.235    0.218      (SparseGPT alone: 0.253)
+                 2:4 sparsegpt  0.253    0.184
+                 neurons 25 %   0.0282   0.0203   0.0192
+                 heads 25 %     0.201    0.092    0.084
+                 1 layer of 8   0.147    0.156    0.125
+                 2 layers of 8  0.493    0.474
+    SmolLM2-135M 2:4 wanda      1.757    0.961               (SparseGPT alone: 1.023)
+                 neurons 25 %   0.484    0.409
+
+Linear takes about as long as SparseGPT, block ten times as long: so ``auto`` is linear, but for layers none.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def gptq(
         act_order: columns in descending order of H_ii; groups keep the weight's column order.
         mask: bool (N, K); False: the weight is zero and stays zero.
         factor: of H, damped and ordered already; None: computed here.
-        sparsity: how many weights become zero, chosen in the loop instead of a mask; with N:M, K is a
+        sparsity: how many weights become zero, chosen in the loop, those of the mask first; with N:M, K is a
             multiple of M and M columns are neighbours in the factor's order.
 
     Raises:
