@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError
 from attar.models.load import load_model
@@ -36,7 +37,7 @@ SMALL = {
     "reconstruct": "none",
     "data": str(Path(json.__file__).parent),
 }
-KEY = ScanKey("model", "text", 64, 32, 0, 4, "gradient", "fp32")
+KEY = ScanKey("model", "text", 64, 32, 0, 4, 2, "gradient", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,6 @@ def llama(tmp_path_factory):
 
 
 def study_of(folder, file):
-    from attar.checkpoint.open import open_checkpoint
-
     source, settings = open_checkpoint(folder), prune_settings(**SMALL)
     space = plan_space(source.config, torch.float32)
     return cut_study(
@@ -184,6 +183,23 @@ def test_infinite_divergences_survive_the_file_and_are_no_points_of_a_curve(tmp_
     known = list(ScanFile(file, KEY).known.values())
     assert sorted(one.kl for one in known) == [0.5, float("inf")]
     assert curves(known, full)["heads"].points == ((2, 0.5), (4, 0.0))
+
+
+def test_a_kl_that_noise_made_negative_predicts_none():
+    full = PlanSizes(4, 8, 8, 2)
+    curve = curves([CutMeasurement("heads", None, 2, 4, -3e-9, None)], full)["heads"]
+    assert curve(3) == curve(2) == 0.0
+
+
+def test_an_unfinished_ranking_is_not_continued_with_batches_of_another_size(llama, tmp_path):
+    """Its sums count batches: continued with others, rows would count twice or never."""
+    source = open_checkpoint(llama)
+    space = plan_space(source.config, torch.float32)
+    for size in (2, 1):
+        settings = prune_settings(**{**SMALL, "batch_size": size})
+        batches = calibration(source, settings)
+        cut_study(source, space, settings, batches, tmp_path / "scan.json", tmp_path / "work", SILENT)
+    assert len(list((tmp_path / "work").iterdir())) == 2
 
 
 def test_layers_go_by_the_cost_of_their_absence():

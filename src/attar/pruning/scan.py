@@ -9,8 +9,8 @@ The file is replaced after every measurement, so a killed scan goes on after the
 same bytes:
 
     {"format": "attar scan", "version": 1,
-     "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "samples", "criterion",
-             "precision"},
+     "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "samples",
+             "batch_size", "criterion", "precision"},
      "measurements": [{"structure", "layer": number or null (all alike), "kept": units that stay,
                        "of": all units, "kl": nats a token (null: infinite), "loss": or null}, ...]}
 """
@@ -44,7 +44,8 @@ class ScanKey:
     Attributes:
         model: fingerprint of the checkpoint.
         data: name (or fingerprint) of the text; tokens: number of tokens that were run.
-        samples: calibration rows on which the units were ranked; criterion: by what.
+        samples: calibration rows on which the units were ranked, batch_size of them in one pass (the sums of
+            an unfinished ranking count batches, and ``taylor`` is a mean over them); criterion: by what.
     """
 
     model: str
@@ -53,6 +54,7 @@ class ScanKey:
     sequence_length: int
     seed: int
     samples: int
+    batch_size: int
     criterion: str
     precision: str
 
@@ -217,11 +219,13 @@ def distance(reference: ReferenceModel, causal: bool) -> tuple[float, float | No
 
 
 def curves(measurements: Sequence[CutMeasurement], full: PlanSizes) -> dict[str, QualityCurve]:
-    """KL against units of each structure, all layers alike; cuts that break the model are left out."""
+    """KL against units of each structure, all layers alike; cuts that break the model are left out. A KL that
+    numerical noise made negative is none."""
     points: dict[str, list[tuple[int, float]]] = {}
     for one in measurements:
         if one.layer is None and math.isfinite(one.kl):
-            points.setdefault(one.structure, [(getattr(full, one.structure), 0.0)]).append((one.kept, one.kl))
+            start = [(getattr(full, one.structure), 0.0)]
+            points.setdefault(one.structure, start).append((one.kept, max(one.kl, 0.0)))
     return {structure: QualityCurve(tuple(sorted(pairs))) for structure, pairs in points.items()}
 
 

@@ -124,6 +124,7 @@ def cut_study(
         sequence_length=rows.shape[1],
         seed=settings.seed,
         samples=len(rows),
+        batch_size=settings.batch_size,
         criterion=options.criterion,
         precision=precision,
     )
@@ -179,7 +180,7 @@ def _mask_layer(study: CutStudy, cut: CutMeasurement) -> Any:
     return study.masked(full._replace(**{cut.structure: cut.kept}), range(full.layers), cut.layer)
 
 
-def _mask_evenly(study: CutStudy, removal: Sequence[int], cut: CutMeasurement) -> Any:
+def _mask_evenly(study: CutStudy, removal: tuple[int, ...], cut: CutMeasurement) -> Any:
     """All layers cut alike, or some of them left out."""
     sizes = study.space.full._replace(**{cut.structure: cut.kept})
-    return study.masked(sizes, sorted(removal[len(removal) - sizes.layers :]))
+    return study.masked(sizes, replace(study.space.planned, removal=removal).kept_layers(sizes.layers))
