@@ -103,7 +103,8 @@ def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_pa
     config.architectures = ["Gemma3nForCausalLM"]
     model = tiny_models.randomize(transformers.Gemma3nForCausalLM(config)).eval()
     folder = tiny_models.save(model, tmp_path / "model")
-    settings = prune_settings(method="neurons", ratio=0.5, scope="global", **SMALL)
+    options = {**SMALL, "method": "neurons", "scope": "global", "reconstruct": "none"}
+    settings = prune_settings(ratio=0.5, **options)
     pruned = prune(folder, tmp_path / "out", settings)
     widths = pruned.config["intermediate_size"]
     assert sum(widths) == 72 and len(set(widths)) > 1 and all(width % 8 == 0 for width in widths)
@@ -111,6 +112,13 @@ def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_pa
     assert kept == widths and pruned.card.details["kept"]["criterion"] == "gradient"
     loaded = load_model(pruned)
     assert [layer.mlp.down_proj.in_features for layer in loaded.model.layers] == widths
+    with pytest.raises(ModelError, match=f"its layers have {min(widths)} to {max(widths)} neurons"):
+        prune(tmp_path / "out", tmp_path / "again", settings)
+
+    settings = prune_settings(ratio=0.6, multiple_of=16, **options)
+    pruned = prune(folder, tmp_path / "rounded", settings)
+    kept, removed = sum(pruned.config["intermediate_size"]), pruned.card.details["kept"]["removed_ratio"]
+    assert removed == pytest.approx(1 - kept / 144) and kept != 3 * 16, "of the units that went in fact"
 
 
 @pytest.mark.parametrize("method", ["heads", "neurons"])

@@ -20,8 +20,8 @@ def keep_most_important(scores: Tensor, keep: int) -> list[list[int]]:
 
 
 def keep_over_rows(scores: Tensor, keep: int, multiple: int = 1) -> list[list[int]]:
-    """The same number in all, ``keep`` a row in the mean, compared over the rows; at least ``multiple`` of a
-    row stay, and a multiple of it."""
+    """The units of the largest scores over all rows, ``keep`` a row in the mean. Each row's number is then
+    rounded to a multiple, at least one of it, so that the mean may come out a little different."""
     rows, units = scores.shape
     order = torch.argsort(scores.flatten(), descending=True, stable=True)[: rows * keep]
     counts = torch.bincount(order // units, minlength=rows).tolist()

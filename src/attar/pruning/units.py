@@ -47,6 +47,7 @@ def prune_units(task: PruneTask) -> None:
     name = _criterion(structure, options)
     tokenizer = load_tokenizer(source)
     empty = empty_model(source.config)
+    _check_even(structure, discover(empty))
     total = structure.total(discover(empty))
     count = structure.count(total, options)
     if count == total:
@@ -86,7 +87,7 @@ def prune_units(task: PruneTask) -> None:
         "of": total,
         "kept": count,
         "asked_ratio": options.ratio,
-        "removed_ratio": 1 - count / total,
+        "removed_ratio": 1 - sum(map(len, keep)) / (total * len(keep)),
         "criterion": name,
         "cut": "zeroed in place" if zeroed else "removed",
     }
@@ -161,6 +162,17 @@ def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
         if count < total:
             return UsageError(problem, hint=f"--ratio {step / 10_000:g} removes {total - count} of {total}")
     return UsageError(problem, hint="one must stay" if total == 1 else "a smaller --multiple-of")
+
+
+def _check_even(structure: Structure, anatomy: Anatomy) -> None:
+    """Raise where layers have different numbers of the units, as a global scope leaves them."""
+    totals = sorted({structure.total(replace(anatomy, blocks=(block,))) for block in anatomy.blocks})
+    if len(totals) > 1:
+        raise ModelError(
+            f"{anatomy.family}: its layers have {totals[0]} to {totals[-1]} {structure.noun}, and only equal "
+            f"layers are scored together",
+            hint="prune the original model once, by the whole ratio; or use method layers or hidden",
+        )
 
 
 def _criterion(structure: Structure, options: Any) -> str:
