@@ -222,6 +222,7 @@ REFUSED = [
     ({"sparsity": 0}, "above 0 and below 1"),
     ({"sparsity": "100%"}, "above 0 and below 1"),
     ({"sparsity": "2:4", "scope": "global"}, "layer with 2:4"),
+    ({"method": "wanda", "sparsity": "2:4", "compare": "layer"}, "row with 2:4"),
     ({"sparsity": "2:4", "allocation": "owl"}, "uniform with 2:4"),
     ({"scope": "global", "allocation": "owl"}, "layer with allocation owl"),
     ({"ignore": ("lm_head",)}, "a pattern that some Linear's name matches"),
@@ -233,7 +234,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "problem"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_is_refused_in_one_line_before_any_work(options, problem, tmp_path):
     with pytest.raises(SettingsError, match=problem) as refusal:
-        pruned(save("llama3", tmp_path), tmp_path / "out", method="magnitude", **options)
+        pruned(save("llama3", tmp_path), tmp_path / "out", **{"method": "magnitude", **options})
     assert "\n" not in refusal.value.message
     assert not list(tmp_path.glob("*out*"))
 

@@ -102,6 +102,12 @@ class WandaSettings(ZerosSettings):
         "row", "weights are compared within a row, as the paper does, or within the layer", ("row", "layer")
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compare == "layer" and parse_sparsity(self.sparsity).of:
+            allowed = f"row with {self.sparsity}: N:M compares the inputs of one row"
+            raise SettingsError("compare", self.compare, allowed)
+
     @property
     def by_row(self) -> bool:
         """Whether weights are compared within a row."""
