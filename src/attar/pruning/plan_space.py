@@ -177,8 +177,6 @@ def _grids(empty: Any, full: PlanSizes) -> tuple[PlanGrid, PlanGrid]:
         if name == "heads":
             measured[name] = tuple(count for count in measured[name] if count in possible) or (units,)
             choices[name] = tuple(count for count in possible if count >= measured[name][0])
-    if units > CHOICES:
-        choices["layers"] = tuple(range(measured["layers"][0], units + 1))
     return PlanGrid(**measured), PlanGrid(**choices)
 
 

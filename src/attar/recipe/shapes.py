@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.units import byte_count
+from attar.pruning.settings import speed_factor
 from attar.recipe.schema import StageEntry
 from attar.recipe.settings import plain
 
@@ -109,7 +110,7 @@ def _pruned(settings: Any, shape: Shape) -> Shape:
     if size := byte_count("size", getattr(settings, "size", "")):
         keep = min(size / shape.bytes, 1.0)
     elif speed := getattr(settings, "speed", ""):
-        keep = 1.0 / float(speed.strip().rstrip("x"))  # decoding reads all weights once a token
+        keep = 1.0 / speed_factor(speed)  # decoding reads all weights once a token
     if method == "heads":
         return replace(shape, attention=shape.attention * keep)
     if method == "query-heads":  # q and o, of whose sizes the header says only the sum with k and v
