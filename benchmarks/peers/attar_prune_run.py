@@ -29,10 +29,6 @@ def settings_of(job: jobs.Job, rows: int, length: int) -> dict[str, Any]:
     }
     if job.sparsity:
         given["sparsity"] = job.sparsity
-    from attar.pruning.settings import PruneSettings
-
-    if "reconstruct" not in PruneSettings.__dataclass_fields__:
-        del given["reconstruct"]
     return {**given, **job.options}
 
 
