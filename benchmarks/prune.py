@@ -1,6 +1,6 @@
 """What pruning costs and brings: attar's methods, llm-compressor's on the same rows, in one run.
 
-    python benchmarks/prune.py --parts zeros time units [--model attar:tiny|DIR]
+    python benchmarks/prune.py --parts zeros time units speed recipe [--model attar:tiny|DIR]
         [--data valid.txt --test test.txt] [--work DIR] [--cached] [--again attar/alps ...]
 
     zeros   magnitude, Wanda, SparseGPT, ALPS and mended masks at each sparsity: perplexity, KL to the
@@ -9,6 +9,8 @@
             parameters from a few layers
     units   neurons, heads, hidden width, layers and a mixed plan with the same share of parameters removed:
             before and after a recovery of equal tokens
+    speed   decoding of random models with 2:4 and 50 % zeros over dense ones, by benchmarks/decode.py
+    recipe  recipes/half-int8.yaml on the model: accuracy kept and size over float32, stage by stage
 
 Every pruning is a process of its own; what it leaves is measured here by the same code in float32. A peer's
 weights are rounded to the type in which the model is stored, as attar's are. Cells that are done stand in
@@ -36,6 +38,8 @@ PARTS = {
     "zeros": "prune_zeros:zeros",
     "time": "prune_zeros:time",
     "units": "prune_units:units",
+    "speed": "prune_gains:speed",
+    "recipe": "prune_gains:recipe",
 }
 WORK = Path("~/.cache/attar/prune").expanduser()
 
@@ -63,7 +67,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sparsities", nargs="+", default=["0.5", "0.7", "2:4", "4:8"])
     parser.add_argument("--methods", nargs="*", help="attar's; the part's own by default")
     parser.add_argument("--peers", nargs="*", default=["llmcompressor"])
-    parser.add_argument("--rounds", type=int, default=2, help="of time: each tool once in a round")
+    parser.add_argument("--rounds", type=int, default=2, help="of time and speed: each once in a round")
     parser.add_argument("--shape", default="1.1b", help="of time: the large model's")
     parser.add_argument(
         "--layers", nargs="*", type=int, default=[2, 4], help="of time: the layers of that shape"

@@ -9,8 +9,10 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
 
+import decode  # noqa: E402
 import prune  # noqa: E402
 import prune_cells  # noqa: E402
+import prune_gains  # noqa: E402
 import prune_units  # noqa: E402
 import prune_zeros  # noqa: E402
 import quality  # noqa: E402
@@ -18,6 +20,7 @@ from peers import job, launch  # noqa: E402
 
 from attar.checkpoint import open_checkpoint  # noqa: E402
 from attar.errors import AttarError  # noqa: E402
+from attar.recipe.schema import load_recipe  # noqa: E402
 
 
 @pytest.fixture
@@ -138,3 +141,51 @@ def test_units_are_sorted_by_what_recovery_leaves():
     ]
     names = [line.split(" | ")[0] for line in prune_units.units_table(0.25, done).splitlines()[2:]]
     assert names == ["| neurons", "| layers", "| heads"]
+
+
+def test_every_case_of_speed_is_a_command_of_the_decode_benchmark(monkeypatch):
+    for shape, weights, threads in prune_gains.CASES:
+        monkeypatch.setattr(sys, "argv", prune_gains.decode_command(shape, weights, threads, 3)[1:])
+        taken = decode.parse()
+        assert (taken.shapes, taken.weights, taken.threads) == ([shape], [weights], threads)
+        assert (taken.sparsity, taken.tasks, taken.peers) == (["2:4", "50%"], ["decode 1"], [])
+        assert taken.rounds == 3
+
+
+def test_what_a_command_prints_and_why_it_failed():
+    lines = [sys.executable, "-c", "print('head'); print('S int4'); print('S bf16')"]
+    assert prune_gains.output_lines(lines, 60.0) == ["S int4", "S bf16"]
+    with pytest.raises(prune_gains.RunnerError, match="no such shape"):
+        prune_gains.output_lines([sys.executable, "-c", "raise SystemExit('no such shape')"], 60.0)
+    with pytest.raises(prune_gains.RunnerError, match="no end within"):
+        prune_gains.output_lines([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+
+
+def test_speed_prints_the_lines_of_all_cases_and_keeps_a_failure(bench, monkeypatch):
+    def run(command, limit):
+        if "M" in command:
+            raise prune_gains.RunnerError("no memory")
+        return [f"S {command[command.index('--weights') + 1]}"]
+
+    monkeypatch.setattr(prune_gains, "output_lines", run)
+    lines = prune_gains.speed(bench).splitlines()
+    assert len(lines) == len(prune_gains.CASES) and lines[0] == "    1 threads: S int4"
+    assert lines[-1] == "    2 threads: failed: no memory"
+
+
+def test_the_recipe_runs_on_the_model_and_texts_of_the_command_line(bench):
+    bench.args.test, bench.args.tokens = "test.txt", 2048
+    recipe = load_recipe(prune_gains.RECIPE, prune_gains.changes(bench))
+    assert recipe.model == str(bench.checkpoint.path) and recipe.data == "python-stdlib"
+    assert (recipe.evaluate.data, recipe.evaluate.tokens) == ("test.txt", 2048)
+
+
+def test_sizes_of_the_recipe_are_over_the_original_in_float32():
+    measured = {"perplexity": 8.0, "kl_mean": 0.1, "quality_kept": 0.95, "parameters": 1_000_000}
+    stages = [
+        {"name": "original", "bytes": 2_000_000, "measurements": measured},
+        {"name": "quantize", "bytes": 1_000_000, "measurements": {**measured, "kl_mean": 0.2}},
+    ]
+    rows = prune_gains.stages_table(stages).splitlines()[2:]
+    assert rows[0] == "| original | 2.0 | 2.00x | 8.00 | 0.1000 | 95.0% |"
+    assert rows[1] == "| quantize | 1.0 | 4.00x | 8.00 | 0.2000 | 95.0% |"

@@ -12,16 +12,16 @@ from attar.errors import SettingsError, UsageError
 from attar.models.load import load_model, save_model
 from attar.models.surgery import cut_model
 from attar.progress import SILENT
-from attar.pruning.candidates import held_out_kl
-from attar.pruning.plan_costs import STRUCTURES, PlanSizes
-from attar.pruning.plan_space import first_units
-from attar.pruning.scan import curves
+from attar.pruning.planning.candidates import held_out_kl
+from attar.pruning.planning.costs import STRUCTURES, PlanSizes
+from attar.pruning.planning.scan import curves
+from attar.pruning.planning.space import first_units
+from attar.pruning.planning.study import scan_cuts
+from attar.pruning.planning.trials import scanned_grid, try_plans
 from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
-from attar.pruning.study import scan_cuts
-from attar.pruning.trials import scanned_grid, try_plans
 from tests import tiny_models
-from tests.pruning.test_scan import SMALL, study_of
+from tests.pruning.planning.test_scan import SMALL, study_of
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_result_is_within_the_budget_and_loads(llama, scan_file, tmp_path, b
     ],
 )
 def test_a_budget_out_of_reach_names_the_nearest(llama, tmp_path, budget, error, words, monkeypatch):
-    monkeypatch.setattr("attar.pruning.study.load_model", None)  # refused before any work
+    monkeypatch.setattr("attar.pruning.planning.study.load_model", None)  # refused before any work
     with pytest.raises(error, match=words):
         prune(llama, tmp_path / "out", prune_settings(**{**SMALL, **budget}))
     assert not (tmp_path / "out").exists()

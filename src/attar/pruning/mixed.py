@@ -20,16 +20,16 @@ from attar.data.auto import fit
 from attar.models.load import save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.progress import SILENT, Progress
-from attar.pruning.candidates import candidate_texts, compare_candidates
-from attar.pruning.plan_budget import plan_budget
-from attar.pruning.plan_space import plan_space
+from attar.pruning.planning.budget import plan_budget
+from attar.pruning.planning.candidates import candidate_texts, compare_candidates
+from attar.pruning.planning.scan import scan_table, to_json
+from attar.pruning.planning.space import plan_space
+from attar.pruning.planning.study import cut_study, scan_cuts
+from attar.pruning.planning.trials import try_plans
 from attar.pruning.reconstruction.units import reconstruct_units
-from attar.pruning.scan import scan_table, to_json
 from attar.pruning.scoring import UnitScoring
 from attar.pruning.settings import PruneSettings
-from attar.pruning.study import cut_study, scan_cuts
 from attar.pruning.task import PruneTask, calibration
-from attar.pruning.trials import try_plans
 from attar.pruning.units import checked_cut, no_loss
 
 if TYPE_CHECKING:

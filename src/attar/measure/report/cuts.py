@@ -1,8 +1,8 @@
 """Pictures of a pruning scan: quality against amount, and what each layer costs when it is cut alone.
 
-The rows are those of a card's ``scan`` (attar.pruning.scan): KL of the whole model to the one cut, in nats a
-token, ``share`` of the parameters that go. ``plans`` are those measured as a whole, ``plan`` the one that was
-cut. Invalid rows are left out.
+The rows are those of a card's ``scan`` (attar.pruning.planning.scan): KL of the whole model to the one
+cut, in nats a token, ``share`` of the parameters that go. ``plans`` are those measured as a whole, ``plan``
+the one that was cut. Invalid rows are left out.
 """
 
 from __future__ import annotations

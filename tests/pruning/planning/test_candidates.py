@@ -7,12 +7,12 @@ import torch
 
 from attar.errors import DataError, ModelError
 from attar.models.load import load_model
-from attar.pruning import candidates
-from attar.pruning.candidates import held_out_kl, pick_candidates
+from attar.pruning.planning import candidates
+from attar.pruning.planning.candidates import held_out_kl, pick_candidates
 from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
 from tests import tiny_models
-from tests.pruning.test_scan import SMALL
+from tests.pruning.planning.test_scan import SMALL
 
 SHORT = {**SMALL, "ratio": 0.4, "candidates": 2, "candidate_steps": 6}
 

@@ -28,8 +28,8 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.units import table
 from attar.errors import CheckpointError, ModelError
 from attar.progress import ProgressTask
-from attar.pruning.plan_costs import STRUCTURES, PlanGrid, PlanSizes
-from attar.pruning.plans import QualityCurve
+from attar.pruning.planning.costs import STRUCTURES, PlanGrid, PlanSizes
+from attar.pruning.planning.plans import QualityCurve
 from attar.walks.objectives import next_token_loss, token_kl
 from attar.walks.reference import ReferenceModel
 

@@ -19,11 +19,19 @@ from attar.models.load import load_model
 from attar.models.surgery import cut_model
 from attar.progress import SILENT
 from attar.pruning.mixed import scan
-from attar.pruning.plan_costs import PlanSizes
-from attar.pruning.plan_space import plan_space
-from attar.pruning.scan import CutMeasurement, ScanFile, ScanKey, curves, even_cuts, layer_cuts, removal_order
+from attar.pruning.planning.costs import PlanSizes
+from attar.pruning.planning.scan import (
+    CutMeasurement,
+    ScanFile,
+    ScanKey,
+    curves,
+    even_cuts,
+    layer_cuts,
+    removal_order,
+)
+from attar.pruning.planning.space import plan_space
+from attar.pruning.planning.study import cut_study, scan_cuts
 from attar.pruning.settings import prune_settings
-from attar.pruning.study import cut_study, scan_cuts
 from attar.pruning.task import calibration
 from attar.walks.objectives import next_token_loss, token_kl
 from tests import tiny_models

@@ -19,8 +19,8 @@ from attar.models.cut_plan import CutPlan, heads_of_groups
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy
 from attar.models.surgery import cut_model, head_counts
-from attar.pruning.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlannedModel, PlannedTensor, PlanSizes
-from attar.pruning.plans import steps
+from attar.pruning.planning.costs import STRUCTURES, WIDTHS, PlanGrid, PlannedModel, PlannedTensor, PlanSizes
+from attar.pruning.planning.plans import steps
 
 POINTS = 8  # amounts of a structure that are measured
 CHOICES = 24  # about as many amounts that a plan may have

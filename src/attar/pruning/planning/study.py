@@ -19,10 +19,9 @@ from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer
 from attar.models.masking import masked_units
 from attar.progress import Progress
-from attar.pruning.plan_costs import PlannedModel, PlanSizes
-from attar.pruning.plan_space import PlanSpace, UnitRanking
-from attar.pruning.ranking import rank_units
-from attar.pruning.scan import (
+from attar.pruning.planning.costs import PlannedModel, PlanSizes
+from attar.pruning.planning.ranking import rank_units
+from attar.pruning.planning.scan import (
     CutMeasurement,
     ScanFile,
     ScanKey,
@@ -32,6 +31,7 @@ from attar.pruning.scan import (
     measure_cuts,
     removal_order,
 )
+from attar.pruning.planning.space import PlanSpace, UnitRanking
 from attar.pruning.settings import MixedSettings, PruneSettings
 from attar.pruning.units import training_loss
 from attar.walks.reference import MEMORY, ReferenceModel, reference_of

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from attar.pruning.plan_costs import PlanGrid, PlanSizes
-from attar.pruning.plans import (
+from attar.pruning.planning.costs import PlanGrid, PlanSizes
+from attar.pruning.planning.plans import (
     QualityCurve,
     are_distinct,
     plans_within,

@@ -27,8 +27,8 @@ from attar.errors import DataError, ModelError
 from attar.models.load import load_tokenizer
 from attar.models.parts import Anatomy
 from attar.models.surgery import cut_model
-from attar.pruning.study import CutScan, CutStudy
-from attar.pruning.trials import PlanTrial
+from attar.pruning.planning.study import CutScan, CutStudy
+from attar.pruning.planning.trials import PlanTrial
 from attar.walks.objectives import distillation_loss, soft_loss, token_kl
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train

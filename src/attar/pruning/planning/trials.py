@@ -10,12 +10,12 @@ from typing import Any
 
 from attar.checkpoint.units import bytes_text
 from attar.progress import Progress
-from attar.pruning.plan_budget import plan_budget
-from attar.pruning.plan_costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
-from attar.pruning.plans import QualityCurve, plans_within, predicted_kl, shortlist
-from attar.pruning.scan import curves, distance
+from attar.pruning.planning.budget import plan_budget
+from attar.pruning.planning.costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
+from attar.pruning.planning.plans import QualityCurve, plans_within, predicted_kl, shortlist
+from attar.pruning.planning.scan import curves, distance
+from attar.pruning.planning.study import CutScan, CutStudy
 from attar.pruning.settings import MixedSettings
-from attar.pruning.study import CutScan, CutStudy
 
 SHORTLIST = 6  # distinct plans of the smallest predicted KL that are measured
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attar.models.parts import Anatomy
 from attar.progress import Progress
-from attar.pruning.plan_costs import WIDTHS
-from attar.pruning.plan_space import UnitRanking
+from attar.pruning.planning.costs import WIDTHS
+from attar.pruning.planning.space import UnitRanking
 from attar.pruning.scoring import UnitScoring
 from attar.pruning.structures import STRUCTURES
 from attar.walks.objectives import Loss
