@@ -28,7 +28,7 @@ from attar.pruning.allocation import amounts_of
 from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.layerwise import LayerPruner, PruneSolver
 from attar.pruning.linears import Amounts, Linears, PrunedLinear, PrunedWeights, pruned_linears
-from attar.pruning.reconstruction.walk import ReconstructionPlan, reconstruct
+from attar.pruning.reconstruction.walk import ReconstructionPlan, SweptLinears, reconstruct
 from attar.pruning.settings import PruneSettings, ZerosSettings
 from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
@@ -36,7 +36,7 @@ from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
 from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.stream import stream
-from attar.walks.sweep import SweepResult, sweep
+from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -160,21 +160,8 @@ def sweep_linears(
         what=f"prune {task.settings.method}",
     )
     task.output.details["precision"] = result.precision
-    return SweptWeights(result), {row["name"]: row for row in result.reports}
-
-
-class SweptWeights:
-    """Pruned weights from a sweep's files; those of one block are in memory."""
-
-    def __init__(self, result: SweepResult) -> None:
-        self.result = result
-        self.block: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
-
-    def __call__(self, linear: PrunedLinear) -> Tensor:
-        number = self.result.block_of[linear.module]
-        if self.block[0] != number:
-            self.block = (number, self.result.tensors(number))
-        return self.block[1][linear.module]["weight"]
+    swept = SweptLinears(result)
+    return lambda linear: swept.weight(linear.module), {row["name"]: row for row in swept.reports}
 
 
 def reconstruct_zeros(

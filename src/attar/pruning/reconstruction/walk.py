@@ -38,8 +38,8 @@ from attar.walks.sweep import SweepResult, sweep
 STEP_TOKENS = 512  # tokens in a step of training, at least one row
 
 
-class ReconstructedLinears:
-    """New weights and biases by module name, from a sweep's files; those of one block are in memory."""
+class SweptLinears:
+    """Solved weights and biases by module name, from a sweep's files; those of one block are in memory."""
 
     def __init__(self, result: SweepResult) -> None:
         self.result = result
@@ -99,7 +99,7 @@ class ReconstructionPlan:
     removed: Collection[int] = ()
 
 
-def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Tensor]) -> ReconstructedLinears:
+def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Tensor]) -> SweptLinears:
     """New weights, and biases, for a pruned model's Linears; weights that are zero stay zero.
 
     Args:
@@ -118,7 +118,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
         "progress": task.progress,
     }
     least_squares = LinearReconstructor(plan.pruned, biases, plan.originals)
-    linear = ReconstructedLinears(
+    linear = SweptLinears(
         sweep(
             source,
             batches,
@@ -139,7 +139,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
         seed=task.settings.seed,
     )
     rows = max(STEP_TOKENS // batches[0].shape[1], 1)
-    return ReconstructedLinears(
+    return SweptLinears(
         sweep(
             source,
             [part for batch in batches for part in batch.split(rows)],
