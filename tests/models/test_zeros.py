@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.checkpoint.card import Card, Parent
-from attar.models.zeros import resolve_zeros, zero_mask
+from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
 
 
 def checkpoint(card=None, config=None, block=False):
@@ -65,3 +65,11 @@ def test_the_zeros_of_a_weight(zeros, keep, masked):
     assert (mask is not None) == masked
     if mask is not None:
         assert torch.equal(mask, weight.view(10, 10) != 0)
+
+
+@pytest.mark.parametrize("zeros", [None, 5, {}, {"fraction": "half", "of": 4, "stored": "", "speed": ""}])
+def test_what_another_program_says_of_zeros_is_not_repeated(zeros):
+    card = SimpleNamespace(details={"zeros": zeros})
+    assert stated_zeros(SimpleNamespace(card=card)) == {}
+    known = {"fraction": 0.5, "of": 4, "stored": "as weights", "speed": "none", "zeros": 2}
+    assert stated_zeros(SimpleNamespace(card=SimpleNamespace(details={"zeros": known}))) == {"zeros": known}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attar.checkpoint.card import Card, Parent
 
 AUTO = "auto"
+STATED = {"fraction": float, "of": int, "stored": str, "speed": str}  # of what a card says of its zeros
 MANY = 0.1  # fraction of a weight above which its zeros are no accident
 
 
@@ -54,9 +55,11 @@ def pruned_to_zeros(checkpoint: Checkpoint) -> bool:
 
 
 def stated_zeros(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a card says of its zeros, as ``zeros``, for the card of a result that keeps them; else empty."""
-    stated: dict[str, Any] = {} if checkpoint.card is None else checkpoint.card.details
-    return {"zeros": stated["zeros"]} if "zeros" in stated else {}
+    """What a card says of its zeros, as ``zeros``, for the card of a result that keeps them; else empty, also
+    where another program wrote something else there."""
+    zeros = None if checkpoint.card is None else checkpoint.card.details.get("zeros")
+    complete = isinstance(zeros, dict) and all(isinstance(zeros.get(key), STATED[key]) for key in STATED)
+    return {"zeros": zeros} if complete else {}
 
 
 def _quantized(checkpoint: Checkpoint) -> bool:
