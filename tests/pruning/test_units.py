@@ -91,8 +91,7 @@ def test_rounds_end_at_the_same_size_and_score_the_pruned_model_afresh(tmp_path,
         assert keep[row] == sorted(best)
 
 
-def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_path):
-    """Gemma 3n's config lists the widths of its MLPs."""
+def gemma3n(tmp_path):
     config = transformers.Gemma3nTextConfig(
         vocab_size=320, hidden_size=32, num_hidden_layers=3, intermediate_size=[48] * 3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, laurel_rank=4,
@@ -102,7 +101,12 @@ def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_pa
     )  # fmt: skip
     config.architectures = ["Gemma3nForCausalLM"]
     model = tiny_models.randomize(transformers.Gemma3nForCausalLM(config)).eval()
-    folder = tiny_models.save(model, tmp_path / "model")
+    return tiny_models.save(model, tmp_path / "model")
+
+
+def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_path):
+    """Gemma 3n's config lists the widths of its MLPs."""
+    folder = gemma3n(tmp_path)
     options = {**SMALL, "method": "neurons", "scope": "global", "reconstruct": "none"}
     settings = prune_settings(ratio=0.5, **options)
     pruned = prune(folder, tmp_path / "out", settings)
@@ -214,3 +218,11 @@ def test_the_command_takes_the_options_of_each_structure(tmp_path, capsys):
     arguments = ["prune", str(folder), "-o", str(tmp_path / "out"), "--method", "layers", "--ratio", "0.34"]
     assert call([*arguments, "--criterion", "kl", *common]) in (0, None)
     assert "1 of 3 layers of the model" in capsys.readouterr().err
+
+
+def test_a_family_that_cannot_be_swept_is_refused_with_the_way_out(tmp_path):
+    """Gemma 3n computes more than embeddings before its layers."""
+    folder = gemma3n(tmp_path)
+    with pytest.raises(ModelError, match="gemma3n_text: its layers cannot be run one at a time") as refused:
+        prune(folder, tmp_path / "out", prune_settings(method="neurons", ratio=0.5, **SMALL))
+    assert "--reconstruct none" in refused.value.hint and not (tmp_path / "out").exists()

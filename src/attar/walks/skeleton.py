@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attar.errors import CheckpointError, NumericsError
+from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.masking import replaced_forward
@@ -114,9 +114,19 @@ class Skeleton:
 
     def trace(self, batches: Sequence[Tensor], store: HiddenStates) -> dict[tuple[int, ...], list[BlockCall]]:
         """Run what comes before the blocks: hidden states go to the store; the calls of all blocks by batch
-        shape."""
+        shape.
+
+        Raises:
+            ModelError: what runs before the blocks of this family needs more than embeddings and positions.
+        """
         self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
-        self.extra = self._extra_outputs(batches[0])
+        try:
+            self.extra = self._extra_outputs(batches[0])
+        except (RuntimeError, NotImplementedError) as error:  # what runs before the blocks needs more of them
+            raise ModelError(
+                f"{self.anatomy.family}: its layers cannot be run one at a time: {str(error).splitlines()[0]}",
+                hint="quantize --method rtn; prune --method magnitude, or --reconstruct none",
+            ) from error
         calls: dict[tuple[int, ...], list[BlockCall]] = {}
         for number, batch in enumerate(batches):
             recorded, hidden = self._record(batch, self.extra)
