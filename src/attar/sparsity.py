@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 _PATTERN = re.compile(r"(\d+):(\d+)")
 FEW = 16  # members of a group that are compared with each other
+PATTERN_PAYS = (
+    "attar's own runtime reads fewer bytes of a 2:4 pattern (see docs/prune.md); no other engine gains"
+)
+NOTHING_PAYS = "no engine gains from zeros in this layout, attar's own runtime only from 2:4"
+STORED = "as ordinary weights: the files are as large as before"
+STORED_AS_CODES = "as codes like all others: zeros make the files no smaller"
 ALLOWED = "a fraction such as 0.5 or 50%, above 0 and below 1, or N:M such as 2:4 (N of M stay)"
 
 
@@ -127,3 +133,24 @@ def _largest_of_few(groups: Tensor, count: int) -> Tensor:
             if i != j:
                 ahead[i] += other >= member if j < i else other > member
     return (ahead < count).movedim(0, -1).contiguous()
+
+
+def zeros_statement(
+    method: str, asked: Sparsity, zeros: int, of: int, stored: str = STORED
+) -> dict[str, int | float | str]:
+    """What a card says of all zeros together.
+
+    Args:
+        zeros: number of weights that are zero, of ``of``.
+        stored: how, in words.
+    """
+    return {
+        "method": method,
+        "asked": str(asked),
+        "fraction": zeros / of,
+        "zeros": zeros,
+        "of": of,
+        "pattern": str(asked) if asked.of else "none",
+        "stored": stored,
+        "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
+    }

@@ -72,4 +72,5 @@ def test_what_another_program_says_of_zeros_is_not_repeated(zeros):
     card = SimpleNamespace(details={"zeros": zeros})
     assert stated_zeros(SimpleNamespace(card=card)) == {}
     known = {"fraction": 0.5, "of": 4, "stored": "as weights", "speed": "none", "zeros": 2}
-    assert stated_zeros(SimpleNamespace(card=SimpleNamespace(details={"zeros": known}))) == {"zeros": known}
+    own = SimpleNamespace(card=SimpleNamespace(details={"zeros": known}))
+    assert stated_zeros(own, "as codes") == {"zeros": {**known, "stored": "as codes"}}

@@ -15,11 +15,11 @@ from attar.models.anatomy import discover
 from attar.models.load import load_model
 from attar.models.parts import weight_of
 from attar.progress import Silent
-from attar.pruning import layerwise, zeros
+from attar.pruning import layerwise
 from attar.pruning.linears import pruned_linears
 from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
-from attar.sparsity import parse_sparsity
+from attar.sparsity import NOTHING_PAYS, PATTERN_PAYS, parse_sparsity
 from tests import tiny_models
 
 SMALL = {
@@ -189,10 +189,10 @@ def test_who_gains_is_said_in_the_terminal_the_card_and_by_inspect(tmp_path):
             progress=seen,
             force=True,
         )
-        assert any(zeros.NOTHING_PAYS in line for line in seen.lines) is not pays
+        assert any(NOTHING_PAYS in line for line in seen.lines) is not pays
         assert not any("text:" in line for line in seen.lines), "magnitude reads no text"
         stated = out.card.details["zeros"]
-        assert stated["speed"] == (zeros.PATTERN_PAYS if pays else zeros.NOTHING_PAYS)
+        assert stated["speed"] == (PATTERN_PAYS if pays else NOTHING_PAYS)
         assert stated["speed"] in (out.path / "README.md").read_text()
         assert f"zeros       {stated['fraction'] * 100:.1f} % of" in inspect(out.path).render()
     assert inspect(model).zeros is None and "zeros" not in inspect(model).render()

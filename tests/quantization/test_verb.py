@@ -275,6 +275,9 @@ def test_mask_and_codes_of_one_pass(folder, tmp_path, scheme, sparsity, act_orde
         if amount.of:
             assert (zeros.unflatten(1, (-1, amount.of)).sum(-1) >= amount.of - amount.kept).all()
     assert 0 < quantized.card.details["gates"]["kl"] < quantized.card.details["gates"]["blind"]
+    stated = quantized.card.details["zeros"]
+    assert stated["asked"] == str(sparsity) and stated["fraction"] >= amount.zeros - 0.01
+    assert "as codes" in stated["stored"] and ("fewer bytes" in stated["speed"]) is (sparsity == "2:4")
     assert "sparsity_config" not in (quantized.path / "config.json").read_text()
 
 

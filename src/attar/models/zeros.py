@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attar.formats.readers import quant_method
+from attar.sparsity import STORED
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -54,12 +55,16 @@ def pruned_to_zeros(checkpoint: Checkpoint) -> bool:
     return any(_sets_zeros(record) for record in _history(checkpoint))
 
 
-def stated_zeros(checkpoint: Checkpoint) -> dict[str, Any]:
+def stated_zeros(checkpoint: Checkpoint, stored: str = STORED) -> dict[str, Any]:
     """What a card says of its zeros, as ``zeros``, for the card of a result that keeps them; else empty, also
-    where another program wrote something else there."""
+    where another program wrote something else there.
+
+    Args:
+        stored: how the result stores them.
+    """
     zeros = None if checkpoint.card is None else checkpoint.card.details.get("zeros")
     complete = isinstance(zeros, dict) and all(isinstance(zeros.get(key), STATED[key]) for key in STATED)
-    return {"zeros": zeros} if complete else {}
+    return {"zeros": {**zeros, "stored": stored}} if isinstance(zeros, dict) and complete else {}
 
 
 def _quantized(checkpoint: Checkpoint) -> bool:
@@ -70,7 +75,7 @@ def _quantized(checkpoint: Checkpoint) -> bool:
 
 def _sets_zeros(record: Card | Parent) -> bool:
     settings: dict[str, Any] = record.settings
-    return record.stage in ("prune", "quantize") and bool(settings.get("sparsity"))
+    return record.stage in ("prune", "quantize") and str(settings.get("sparsity", 0)) not in ("0", "0.0")
 
 
 def _history(checkpoint: Checkpoint) -> Iterator[Card | Parent]:

@@ -34,18 +34,12 @@ from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
-from attar.sparsity import Sparsity, parse_sparsity
+from attar.sparsity import NOTHING_PAYS, Sparsity, parse_sparsity, zeros_statement
 from attar.walks.stream import stream
 from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-
-STORED = "as ordinary weights: the files are as large as before"
-PATTERN_PAYS = (
-    "attar's own runtime reads fewer bytes of a 2:4 pattern (see docs/prune.md); no other engine gains"
-)
-NOTHING_PAYS = "no engine gains from zeros in this layout, attar's own runtime only from 2:4"
 
 Biases = Mapping[str, Tensor]
 """New biases, by module name."""
@@ -91,26 +85,11 @@ def prune_zeros(task: PruneTask) -> None:
     write(task, linears, weights, biases)
     rows = check(task, linears, amounts, reports)
     details = task.output.details
-    details["zeros"] = summary(task.settings.method, asked, linears, rows)
+    zeros, of = sum(row["zeros"] for row in rows), sum(linear.size for linear in linears.values())
+    details["zeros"] = zeros_statement(task.settings.method, asked, zeros, of)
     if chosen:
         details["allocation"] = chosen
     details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
-
-
-def summary(method: str, asked: Sparsity, linears: Linears, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the card says of all zeros together."""
-    zeros = sum(row["zeros"] for row in rows)
-    total = sum(linear.size for linear in linears.values())
-    return {
-        "method": method,
-        "asked": str(asked),
-        "fraction": zeros / total,
-        "zeros": zeros,
-        "of": total,
-        "pattern": str(asked) if asked.of else "none",
-        "stored": STORED,
-        "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
-    }
 
 
 def sees_text(settings: PruneSettings) -> bool:

@@ -34,9 +34,17 @@ from attar.quantization.check import check_result
 from attar.quantization.mixed_precision.mixture import mixture
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import METHODS, RoundingTask
-from attar.quantization.settings import VERSION, AWQSettings, GPTQSettings, QATSettings, QuantizeSettings
+from attar.quantization.settings import (
+    VERSION,
+    AWQSettings,
+    GPTQSettings,
+    QATSettings,
+    QuantizeSettings,
+    SparseGPTQSettings,
+)
 from attar.quantization.transforms.apply import apply_transforms
 from attar.quantization.write import loads_in, warnings, write
+from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -86,7 +94,7 @@ def quantize(
             details["transforms"] = transforms
         chosen = plan(source, settings.storage, assigned, group_order=ordered, dtype=dtype)
         if settings.storage.keep_zeros == "true" and not settings.transform.rotate:
-            details.update(stated_zeros(checkpoint))
+            details.update(stated_zeros(checkpoint, STORED_AS_CODES))
         details["loads_in"] = loads_in(chosen)
         details["group_sizes"] = group_sizes(chosen)
         for warning in warnings(details["loads_in"]):
@@ -107,6 +115,8 @@ def quantize(
         )
         copy_companions(checkpoint.path, output.folder)
         details["layers"] = reports = rounded.reports()
+        if isinstance(settings.rounding, SparseGPTQSettings) and settings.rounding.amount is not None:
+            details["zeros"] = _chosen_zeros(settings.rounding.amount, chosen, reports)
         if rounded.precision:
             details["precision"] = rounded.precision
         if rounded.curve:
@@ -159,3 +169,12 @@ def _records(
         reads.append(("train", settings.rounding.steps * sizes.batch_size))
     tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
     return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]
+
+
+def _chosen_zeros(
+    asked: Sparsity, chosen: QuantizationPlan, reports: list[dict[str, Any]]
+) -> dict[str, int | float | str]:
+    """What the card says of the zeros that were chosen together with the codes."""
+    sizes = {layer.module: layer.shape[0] * layer.shape[1] for layer in chosen.sites.values()}
+    zeros = sum(round(row["sparsity"] * sizes[row["name"]]) for row in reports)
+    return zeros_statement("gptq", asked, zeros, sum(sizes.values()), STORED_AS_CODES)

@@ -123,8 +123,9 @@ class Skeleton:
         try:
             self.extra = self._extra_outputs(batches[0])
         except (RuntimeError, NotImplementedError) as error:  # what runs before the blocks needs more of them
+            reason = str(error).splitlines()[0]
             raise ModelError(
-                f"{self.anatomy.family}: its layers cannot be run one at a time: {str(error).splitlines()[0]}",
+                f"{self.anatomy.family}: its layers cannot be run one at a time: {reason}",
                 hint="quantize --method rtn; prune --method magnitude, or --reconstruct none",
             ) from error
         calls: dict[tuple[int, ...], list[BlockCall]] = {}
