@@ -119,6 +119,7 @@ def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(value > 0 for value in case.values())
         assert case["between_p50_s"] <= case["between_p99_s"] and case["first_p50_s"] <= case["first_p99_s"]
     assert record["peak_rss_bytes"] > 10**7 and record["runner"] in ("modules", "compiled")
+    assert record["weights"].removeprefix("torch.") in ("bf16", "bfloat16", "float32")
     assert call(["bench", "attar:tiny", "-q", "--context", "100000"]) == 1
     assert "pass the model's context" in capsys.readouterr().err
 

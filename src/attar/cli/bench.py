@@ -117,7 +117,8 @@ def _text(result: Any) -> str:
         )
         for case in result.cases
     ]
-    title = f"{result.model}, runner {result.runner}, {result.tokens} tokens each, medians of {result.rounds}"
+    how = f"runner {result.runner}, weights {result.weights}"
+    title = f"{result.model}, {how}, {result.tokens} tokens each, medians of {result.rounds}"
     return f"{title}\n\n{table(_HEADER, rows, left=0)}\n\npeak memory  {bytes_text(result.peak_rss_bytes)}"
 
 

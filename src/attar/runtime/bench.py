@@ -49,10 +49,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows, and the peak memory of the process."""
+    """All rows, and the peak memory of the process.
+
+    Attributes:
+        weights: form in which the products read them, as :class:`attar.runtime.describe.Description` says it.
+    """
 
     model: str
     runner: str
+    weights: str
     tokens: int
     rounds: int
     cases: tuple[Case, ...]
@@ -88,7 +93,8 @@ def bench(llm: LLM, settings: BenchSettings, *, progress: Progress = SILENT) -> 
                 task.advance()
     rows = tuple(_median(rounds) for rounds in results.values())
     runner = type(llm.engine.runner).__name__.lower()
-    return Bench(llm.name, runner, settings.tokens, settings.rounds, rows, peak_rss())
+    weights = llm.describe().weights
+    return Bench(llm.name, runner, weights, settings.tokens, settings.rounds, rows, peak_rss())
 
 
 def peak_rss() -> int:
