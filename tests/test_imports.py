@@ -86,6 +86,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.kernels.threads",
     "attar.models.parts",
     "attar.progress",
+    "attar.pruning.criteria.activation",
     "attar.merging.methods.common.random_masks",
     "attar.merging.search.loss_cache",
     "attar.merging.methods.common.chunked",

@@ -224,7 +224,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
         work = _pruning(settings, source) + Work(elements=4 * source.parameters)
-        return work + _mending(settings, result, getattr(entry.settings, "reconstruction", "none"))
+        return work + _reconstructing(settings, result, getattr(entry.settings, "reconstruction", "none"))
     if entry.stage == "quantize":
         return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
     if entry.stage == "export":
@@ -294,7 +294,7 @@ def _measuring(settings: Any, source: Shape, cost: PruneCost) -> Work:
     return work
 
 
-def _mending(settings: Any, result: Shape, reconstruction: str) -> Work:
+def _reconstructing(settings: Any, result: Shape, reconstruction: str) -> Work:
     """What is reconstructed after pruning: nothing, each Linear, or then each block too."""
     if reconstruction == "none":
         return Work()

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attar.pruning.criteria.activation import mean_squares
+
 if TYPE_CHECKING:
     from attar.pruning.scoring import UnitScoring
 
@@ -33,8 +35,3 @@ def stream_activation_importance(scoring: UnitScoring) -> Tensor:
         return torch.stack([squares.get(number, blank) for number in range(len(norms))])
 
     return scoring.total("stream-activation", measure).sqrt().sum(0, keepdim=True)
-
-
-def mean_squares(y: Tensor) -> Tensor:
-    """sum_b (mean_s |y_bsd|)^2, float64 (D,), of y (B, S, D)."""
-    return y.abs().mean(1).double().square().sum(0)
