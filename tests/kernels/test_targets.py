@@ -64,7 +64,8 @@ def test_products_and_a_step(target):
             )
             one = case(kind, bits, 32, tokens=11, zeros="middle")
             assert torch.equal(one.product(team, bits), one.expected())
-        sparse = w * (torch.rand(70, 64, 4).argsort(2).argsort(2).flatten(1) < 2)
+        order = torch.rand(70, 64, 4, generator=torch.Generator().manual_seed(1)).argsort(2).argsort(2)
+        sparse = w * (order.flatten(1) < 2)
         for kind, bits in itertools.product(("int4", "int8", "bf16"), (8, 16)):
             forms = [pack(sparse, kind, group=64, pays=pays) for pays in (lambda kind: True, None)]
             computed, dense = (team.multiply(x, packed, bits=bits) for packed in forms)
