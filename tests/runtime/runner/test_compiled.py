@@ -67,10 +67,10 @@ def step(*parts, copies=(), parents=None):
     return StepInput(ids, tuple(spans), copies, parents)
 
 
-def run(found, *parts, **more):
+def run(compiled_runner, *parts, **more):
     result = step(*parts, **more)
-    result.check(found.block_size, found.capacity)
-    return found.run(result)
+    result.check(compiled_runner.block_size, compiled_runner.capacity)
+    return compiled_runner.run(result)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,7 @@ from attar.walks.sweep import BlockView, Solution
 
 RATES = (0.003, 0.01)  # learning rates, as a fraction of the root mean square of a matrix's kept weights
 BETAS, WARM = (0.9, 0.99), 0.1  # of Adam; share of the steps in which the rate rises
-HELD_OUT = 10  # one batch in so many is held out
+HELD_OUT = 10  # every tenth batch is held out
 
 
 @dataclass(frozen=True)
