@@ -94,7 +94,7 @@ TEXTS = {
     "pt": "A resposta depende de como você usa a máquina, que não está no jardim e também é muito grande.",
     "nl": "Het antwoord hangt af van hoe de machine wordt gebruikt, en dat is niet altijd het beste.",
     "sv": "Svaret beror på hur maskinen används, och det är inte alltid som man kan se vad den har gjort.",
-    "da": "Svaret afhænger af, hvordan maskinen bruges, og det er ikke altid at man kan se hvad den blev.",
+    "da": "Svaret afhænger af, hvordan maskinen bruges, og det er ikke altid at man ser hvad den blev.",
     "pl": "Odpowiedź zależy od tego, jak jest używana maszyna, która nie jest już w ogrodzie, ale w domu.",
     "ru": "Ответ зависит от того, как используется машина.",
     "uk": "Відповідь залежить від того, як її використовують, і від погоди.",
