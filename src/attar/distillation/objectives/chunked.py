@@ -73,6 +73,12 @@ def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **opt
     def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
         return blockwise(slopes, flat, *rows, T=T, **options)
 
+    return mean_loss(z, loss)
+
+
+def mean_loss(z: Tensor, loss: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean of a loss that gives values (n,) and slopes (n, V) of logits (n, V), differentiable by the
+    logits z (..., V)."""
     mean: Tensor = _MeanLoss.apply(z if torch.is_grad_enabled() else z.detach(), loss)
     return mean
 
