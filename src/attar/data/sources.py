@@ -96,6 +96,11 @@ def fingerprint(data: str) -> str:
     return digest.hexdigest()
 
 
+def path_of(data: str) -> Path:
+    """The file or folder that a source names, without its field; it need not exist."""
+    return Path(_field(data)[0])
+
+
 def _field(data: str) -> tuple[str, str | None]:
     """Split ``name:field``; an existing path keeps its colon.
 
