@@ -1,0 +1,91 @@
+"""From an objective's slopes to a loss, a block of tokens at a time.
+
+An objective is ``slopes(z, t, T, **options) -> (values, dz)``: the loss of each token, and its gradient by
+the student's logits. Both are written down in the forward pass, so that no tensor of the logits' size but
+the gradient ever exists; from hidden states not even that does (``distillation/fused.py``).
+
+Letters: z (n, V) student's logits; t (n, V) teacher's; T temperature. An objective gets a block of them in at
+least float32, and does not change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Slopes = Callable[..., tuple[Tensor, Tensor]]
+"""``slopes(z, t, T, **options)`` to ``(values (c,), dz (c, V))``, dz of the sum of the values."""
+
+CACHED, LARGE = 1 << 19, 1 << 25
+"""Logits of a block: on a CPU as many as its caches hold, elsewhere enough to keep the device busy."""
+
+
+def rows_at_once(z: Tensor) -> int:
+    """Tokens of a block of logits (n, V): at least 1."""
+    return max(1, (CACHED if z.device.type == "cpu" else LARGE) // max(z.shape[-1], 1))
+
+
+def blockwise(
+    slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, out: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """An objective over logits (n, V) of any float type, block after block: values (n,) in at least float32,
+    and slopes (n, V) in the logits' type.
+
+    Args:
+        slopes: of the objective.
+        teacher: what it reads of the teacher, n rows each: logits; targets; tokens, weights, entropy.
+        out: where the slopes go; may be z, which is overwritten then.
+    """
+    gradient = torch.empty_like(z) if out is None else out
+    values = z.new_empty(len(z), dtype=torch.promote_types(z.dtype, torch.float32))
+    rows = rows_at_once(z)
+    with torch.autocast(z.device.type, enabled=False):
+        for start in range(0, len(z), rows):
+            part = slice(start, start + rows)
+            values[part], gradient[part] = slopes(
+                wide(z[part]), *(wide(x[part]) for x in teacher), T, **options
+            )
+    return values, gradient
+
+
+def wide(x: Tensor) -> Tensor:
+    """Numbers in at least float32; tokens as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
+
+
+def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **options: Any) -> Tensor:
+    """The mean of an objective over tokens; a scalar, float32 (float64 for float64 logits), 0 for no tokens.
+
+    Args:
+        slopes: of the objective.
+        z: (..., V) student's logits, any float type; receives the gradient.
+        teacher: what the objective reads of it, with the same leading dimensions.
+        T: temperature.
+        options: of the objective.
+    """
+    batch = z.shape[:-1]
+    assert all(x.shape[: len(batch)] == batch for x in teacher), (z.shape, [x.shape for x in teacher])
+    rows = [x.detach().reshape(-1, *x.shape[len(batch) :]) for x in teacher]
+
+    def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
+        return blockwise(slopes, flat, *rows, T=T, **options)
+
+    mean: Tensor = _MeanLoss.apply(z if torch.is_grad_enabled() else z.detach(), loss)
+    return mean
+
+
+class _MeanLoss(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, loss: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        values, gradient = loss(z.reshape(-1, z.shape[-1]))
+        ctx.count = max(len(values), 1)
+        ctx.save_for_backward(gradient.reshape(z.shape))
+        return (values.sum(dtype=torch.float64) / ctx.count).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * (upstream[0] / ctx.count).to(gradient.dtype), None
