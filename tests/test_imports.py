@@ -13,8 +13,10 @@ from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
-    "distillation/objectives/overlap.py",
-    "distillation/objectives/forward_kl.py",
+    *(
+        f"distillation/objectives/{name}.py"
+        for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
+    ),
     "distillation/layer_map.py",
     *(
         f"pruning/criteria/{name}.py"
@@ -82,6 +84,9 @@ SOLVERS = (
     "merging/search/soup.py",
 )
 SHARED = {  # modules that solvers may import, torch aside
+    "attar.distillation.objectives",
+    "attar.distillation.objectives.chunked",
+    "attar.distillation.objectives.softmax",
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",

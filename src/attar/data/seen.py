@@ -12,22 +12,19 @@ runs than KEPT the share is exact.
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from attar.data.packing import pack
+from attar.data.words import Hashes, run_hashes
 
 RUN = 30  # words: shorter runs repeat in unrelated texts
 KEPT = 2_048  # hashes of a record, 8 bytes each
 LEAST_SHARE, LEAST_HITS = 0.01, 3  # less is a licence header or chance
-
-Hashes = npt.NDArray[np.uint64]
 
 
 def record(
@@ -124,24 +121,9 @@ def words_of(tokenizer: Any, batches: Iterable[Tensor]) -> list[str]:
     return re.findall(r"\w+", str(text).lower())
 
 
-def hashes(words: Sequence[str]) -> Hashes:
+def hashes(sequence: Sequence[str]) -> Hashes:
     """A 64-bit hash of every run of :data:`RUN` words; of fewer words, one hash of all."""
-    if not words:
-        return np.zeros(0, np.uint64)
-    known = {word: hashlib.blake2b(word.encode(), digest_size=8).digest() for word in set(words)}
-    single = np.frombuffer(b"".join(known[word] for word in words), "<u8").astype(np.uint64)
-    run = min(RUN, len(words))
-    total = np.zeros(len(words) - run + 1, np.uint64)
-    for offset in range(run):
-        total = total * np.uint64(0x9E3779B97F4A7C15) + single[offset : offset + len(total)]
-    return _mixed(total)
-
-
-def _mixed(values: Hashes) -> Hashes:
-    """Mix the bits of 64-bit values (the finalizer of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return run_hashes(sequence, RUN)
 
 
 def sketch(values: Hashes) -> str:

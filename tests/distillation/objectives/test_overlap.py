@@ -1,13 +1,16 @@
 """Losses and measures of drafting against their definitions, by hand and by enumeration."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from attar.distillation.for_drafting import by_rows
-from attar.distillation.objectives import overlap as module
-from attar.distillation.objectives.overlap import acceptance, expected_tokens, lk, total_variation
+from attar.distillation.objectives import SLOPES, chunked, on_logits
+from attar.distillation.objectives.overlap import acceptance, expected_tokens
+
+total_variation, lk = (partial(on_logits, SLOPES[name]) for name in ("tv", "lk"))
 
 
 def logits(rows=5, vocabulary=11, seed=0, dtype=torch.float64):
@@ -78,7 +81,7 @@ def test_zero_at_equality_and_one_where_nothing_overlaps(loss):
 def test_chunks_change_nothing(loss, monkeypatch):
     student, teacher = logits(rows=37, dtype=torch.float32)
     whole = loss(student, teacher).item()
-    monkeypatch.setattr(module, "CHUNK", 8)
+    monkeypatch.setattr(chunked, "CACHED", 88)
     assert loss(student, teacher).item() == pytest.approx(whole, rel=1e-6)
 
 

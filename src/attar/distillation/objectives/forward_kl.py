@@ -1,104 +1,68 @@
 """Forward KL: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531,
 section 2.
 
-    L = T^2 * mean over tokens of KL(p || q),   p = softmax(z_teacher / T),  q = softmax(z_student / T)
-    dL / dz_student = T (q - p) / tokens
+    L = T^2 KL(p || q),   p = softmax(t / T),  q = softmax(z / T),   dL / dz = T (q - p)
 
 T^2 keeps the gradient's size comparable across temperatures and belongs to the soft term only. KL(p || p) =
 0: this is the divergence, not the cross-entropy that some libraries return under its name.
 
-Where p is known by K of its tokens (teacher.py), p' in its place, and its entropy H(p):
+Where p is known by K of its tokens (``signals/cached.py``), p' in its place, and its entropy H(p):
 
-    L = T^2 * mean over tokens of (- sum p' log q - H(p)),   E[L] = the L above where E[p'] = p
+    L = T^2 (- sum p' log q - H(p)),   E[L] = the L above where E[p'] = p
 
-Letters: z (..., V) logits over a vocabulary of V; T temperature. The gradient is written down in the forward
-pass, chunk by chunk, so that only one more tensor of the logits' size ever exists.
+Letters: z (c, V) student's logits; t (c, V) teacher's; T temperature. One exponential an element:
+
+    KL = sum_v p_v (t_v - z_v) / T + ln Q - ln P,   P, Q the sums of the exponentials
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-CHUNK = 1024  # tokens whose float32 probabilities exist at once
+from attar.distillation.objectives.chunked import mean_of_chunks, on_logits
+from attar.distillation.objectives.softmax import centre, dot, exponentials, finite
 
 
-class _ForwardKL(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        z, t = student.reshape(-1, student.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
-        gradient = torch.empty_like(z)
-        total = torch.zeros((), dtype=torch.float64, device=z.device)
-        for rows in torch.arange(z.shape[0], device="cpu").split(CHUNK):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            wide = torch.promote_types(z.dtype, torch.float32)
-            log_q = F.log_softmax(z[part].to(wide) / temperature, dim=-1)
-            log_p = F.log_softmax(t[part].to(wide) / temperature, dim=-1)
-            p = log_p.exp()
-            total += (p * (log_p - log_q)).sum(dtype=torch.float64)
-            gradient[part] = log_q.exp_().sub_(p).mul_(temperature / z.shape[0])
-        ctx.save_for_backward(gradient.reshape(student.shape))
-        return (total * temperature**2 / z.shape[0]).to(torch.promote_types(z.dtype, torch.float32))
+def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+    """T^2 KL(teacher || student) of each token in nats, and its gradient; overwrites both logits."""
+    z, t = centre(z, T), centre(t, T)
+    d = finite(t - z)
+    log_Q, log_P = exponentials(z), exponentials(t)
+    values = dot(t, d).add_(log_Q).sub_(log_P)
+    return values.clamp_(min=0.0).mul_(T * T), z.sub_(t).mul_(T)
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None
+
+def sparse_slopes(
+    z: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, T: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """:func:`slopes` where the teacher is known by some tokens of each position; overwrites z. A value may be
+    below 0 by chance where p' was drawn.
+
+    Args:
+        z: (c, V) student's logits.
+        tokens: int64 (c, K); a token may occur twice.
+        weights: (c, K), what p' has on each; a row sums to 1.
+        entropy: (c,) of the whole p, in nats.
+        T: temperature, at which the weights were made.
+    """
+    z, weights = centre(z, T), weights.to(z.dtype)
+    kept = finite(z.gather(1, tokens))
+    log_Q = exponentials(z)
+    values = log_Q.sub_(dot(weights, kept)).sub_(entropy.to(z.dtype))
+    return values.mul_(T * T), z.scatter_add_(1, tokens, -weights).mul_(T)
 
 
 def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(teacher || student) in nats, mean over tokens. Returns a scalar, float32 (float64 for float64
-    logits).
-
-    Args:
-        student: (..., V) logits, any float type; receives the gradient.
-        teacher: (..., V) logits of the same shape.
-        temperature: T.
-    """
-    assert student.shape == teacher.shape, (student.shape, teacher.shape)
-    loss: Tensor = _ForwardKL.apply(student, teacher.detach(), temperature)
-    return loss
-
-
-class _SparseForwardKL(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float
-    ) -> Tensor:
-        wide = torch.promote_types(student.dtype, torch.float32)
-        gradient = torch.empty_like(student)
-        total = -entropy.sum(dtype=torch.float64)
-        for rows in torch.arange(len(student), device="cpu").split(CHUNK):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            log_q = F.log_softmax(student[part].to(wide) / temperature, dim=-1)
-            kept, p = tokens[part], weights[part].to(wide)
-            total -= (p * log_q.gather(1, kept)).sum(dtype=torch.float64)
-            q = log_q.exp_().scatter_add_(1, kept, -p)
-            gradient[part] = q.mul_(temperature / len(student))
-        ctx.save_for_backward(gradient)
-        return (total * temperature**2 / len(student)).to(wide)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None, None, None
+    """The mean of :func:`slopes` over tokens, see :func:`attar.distillation.objectives.chunked.on_logits`."""
+    return on_logits(slopes, student, teacher, temperature)
 
 
 def sparse_forward_kl(
     student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """:func:`forward_kl` where the teacher is known by some tokens of each position. Returns a scalar,
-    float32 (float64 for float64 logits); below 0 by chance where p' was drawn.
+    """The mean of :func:`sparse_slopes` over tokens, differentiable by the student's logits (n, V)."""
 
-    Args:
-        student: (n, V) logits, any float type; receives the gradient.
-        tokens: int64 (n, K); a token may occur twice.
-        weights: (n, K), what p' has on each; a row sums to 1.
-        entropy: (n,) of the whole p, in nats.
-        temperature: T, at which the weights were made.
-    """
-    loss: Tensor = _SparseForwardKL.apply(student, tokens, weights, entropy, temperature)
-    return loss
+    def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        return sparse_slopes(z, tokens[part], weights[part], entropy[part], temperature)
+
+    return mean_of_chunks(chunk_loss, student)

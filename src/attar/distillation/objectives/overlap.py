@@ -13,77 +13,49 @@ that the best one depends on the task):
     lk    l KL(p || q) + (1 - l) (1 - a),   l = exp(-3 a)     KL far from the target, TV near it; l is of each
           token and counts as a number: no gradient flows through it
 
-    d(1 - a) / dz_u = q_u (sum_v m_v q_v - m_u),   m_v = 1 where q_v < p_v
-    dKL / dz_u = q_u - p_u
+    d(1 - a) / du = q (sum_v m_v q_v - m),   m_v = 1 where q_v < p_v;   dKL / du = q - p;   u = z / T
 
 What differs: temperature T divides both logits and that is all (no T^2): a is the acceptance at T itself.
 
-Letters: z (..., V) logits of the student over a vocabulary of V; p, q distributions of target and draft.
+Letters: z (c, V) logits of the draft; t (c, V) of the target; p, q distributions of target and draft.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-CHUNK = 1024  # tokens whose float32 probabilities exist at once
+from attar.distillation.objectives.softmax import centre, dot, exponentials, finite, log_softmax
+
 SLOPE = 3.0  # how fast lk lets go of KL
 
 
-class _Drafting(torch.autograd.Function):  # type: ignore[misc]
-    """Mean over tokens of l KL + (1 - l) (1 - a); l = exp(-slope a), or 0 where there is no slope."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, slope: float | None
-    ) -> Tensor:
-        z, t = student.reshape(-1, student.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
-        gradient = torch.empty_like(z)
-        total = torch.zeros((), dtype=torch.float64, device=z.device)
-        for start in range(0, z.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            log_p, log_q = (_log_probabilities(y[part], temperature) for y in (t, z))
-            p, q = log_p.exp(), log_q.exp()
-            below = (q < p).to(q.dtype)
-            a = torch.minimum(p, q).sum(-1, keepdim=True)
-            slopes = q * ((below * q).sum(-1, keepdim=True) - below)
-            loss = 1.0 - a
-            if slope is not None:
-                weight = torch.exp(-slope * a)
-                loss = weight * _kl(p, log_p, log_q) + (1.0 - weight) * loss
-                slopes = weight * (q - p) + (1.0 - weight) * slopes
-            total += loss.sum(dtype=torch.float64)
-            gradient[part] = slopes / (temperature * z.shape[0])
-        ctx.save_for_backward(gradient.reshape(student.shape))
-        return (total / z.shape[0]).to(torch.promote_types(z.dtype, torch.float32))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None, None
+def total_variation_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+    """1 - a = TV(teacher, student) of each token, the fraction of drafts that is refused, and its gradient;
+    overwrites both logits."""
+    q, p = log_softmax(z, T).exp_(), log_softmax(t, T).exp_()
+    a, slopes = _refusal(p, q)
+    return 1.0 - a, slopes.div_(T)
 
 
-def total_variation(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """1 - a = TV(teacher, student), mean over tokens: the fraction of drafts that is refused. Returns a
-    scalar in [0, 1], float32 (float64 for float64 logits).
+def lk_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+    """l KL(teacher || student) + (1 - l) (1 - a) with l = exp(-3 a) of each token, and its gradient;
+    overwrites both logits. In nats as far as it is KL."""
+    q, p = centre(z, T), centre(t, T)
+    d = finite(p - q)
+    log_Q, log_P = exponentials(q), exponentials(p)
+    kl = dot(p, d).add_(log_Q).sub_(log_P).clamp_(min=0.0)
+    a, slopes = _refusal(p, q)
+    weight = torch.exp(-SLOPE * a)
+    values = weight * kl + (1.0 - weight) * (1.0 - a)
+    weight = weight[:, None] / T
+    return values, slopes.mul_(1.0 / T - weight).add_(q.sub_(p).mul_(weight))
 
-    Args:
-        student: (..., V) logits, any float type; receives the gradient.
-        teacher: (..., V) logits of the same shape.
-        temperature: T at which both will be sampled.
-    """
-    return _apply(student, teacher, temperature, None)
 
-
-def lk(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """l KL(teacher || student) + (1 - l) (1 - a) with l = exp(-3 a) for each token; mean over tokens.
-
-    Arguments and result as of :func:`total_variation`; in nats as far as it is KL.
-    """
-    return _apply(student, teacher, temperature, SLOPE)
+def _refusal(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """a (c,) of each token, and the gradient (c, V) of 1 - a by the draft's logits over T."""
+    below = (q < p).to(q.dtype)
+    return torch.minimum(p, q).sum(-1), (dot(below, q)[:, None] - below).mul_(q)
 
 
 def acceptance(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -94,25 +66,11 @@ def acceptance(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
         teacher: (..., V) logits of the target.
         temperature: T at which both are sampled.
     """
-    p, q = (_log_probabilities(z, temperature).exp() for z in (teacher, student))
+    wide = torch.promote_types(student.dtype, torch.float32)
+    p, q = ((z.to(wide) / temperature).softmax(-1) for z in (teacher, student))
     return torch.minimum(p, q).sum(-1)
 
 
 def expected_tokens(a: float, K: int) -> float:
     """(1 - a^(K+1)) / (1 - a): tokens a pass of the target brings with K drafts, each accepted with a."""
     return sum(a**accepted for accepted in range(K + 1))
-
-
-def _apply(student: Tensor, teacher: Tensor, temperature: float, slope: float | None) -> Tensor:
-    assert student.shape == teacher.shape, (student.shape, teacher.shape)
-    loss: Tensor = _Drafting.apply(student, teacher.detach(), temperature, slope)
-    return loss
-
-
-def _log_probabilities(z: Tensor, temperature: float) -> Tensor:
-    return F.log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)) / temperature, dim=-1)
-
-
-def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of every token, (n, 1) in nats; 0 ln 0 = 0."""
-    return (p * (log_p - log_q)).masked_fill(p == 0, 0.0).sum(-1, keepdim=True)
