@@ -1,8 +1,8 @@
 """One collection: requests, what the journal has of them, the teacher for the rest, filters, the data.
 
-    OUT.jsonl            a line for each answer that the filters keep, in the order of the prompts
-    OUT.jsonl.card.json  its card: teacher, settings, counts, cost, licences
-    OUT.jsonl.journal    every answer, in the order of arrival; stays, so that nothing is asked twice
+OUT.jsonl            a line for each answer that the filters keep, in the order of the prompts
+OUT.jsonl.card.json  its card: teacher, settings, counts, cost, licences
+OUT.jsonl.journal    every answer, in the order of arrival; stays, so that nothing is asked twice
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def filter_collection(
     if not rows:
         raise DataError(f"{data}: no row in it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = _counts(rows, rows, 0, settings)
+    counts = _counts(rows, [row for row in rows if "messages" in row], 0, settings)
     summary = _write(out, rows, _lineage_of_data(data), settings, {"data": data.name, **counts}, progress)
     return CollectionResult(path=out, asked=0, spent=0.0, filters=summary, **counts)
 
@@ -155,6 +155,8 @@ def _check_out(out: Path, source: Path, force: bool) -> None:
 def _teacher(teacher: str | Path | Checkpoint, settings: CollectSettings) -> Teacher:
     if isinstance(teacher, str) and is_url(teacher):
         return EndpointTeacher(teacher, settings)
+    if settings.endpoint.model:
+        raise SettingsError("model", settings.endpoint.model, "left out: --teacher names a model, not an URL")
     from attar.checkpoint.open import open_checkpoint
     from attar.distillation.collection.teachers.local import LocalTeacher
 
@@ -369,10 +371,11 @@ def _collected_rows(data: Path) -> Iterator[dict[str, Any]]:
             continue
         where = f"{data}:{number}"
         row = parse_row(where, line)
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f"{where}: no messages in it", hint='a row is {"messages": [...]}')
-        check_messages(where, messages)
-        if messages[-1]["role"] != "assistant":
+        if not isinstance(row, dict) or not {"messages", "completion", "text"} & set(row):
+            raise DataError(f"{where}: no answer in it", hint="rows have messages, completion or text")
+        messages = row.get("messages")
+        if messages is not None:
+            check_messages(where, messages if isinstance(messages, list) else [messages])
+        if messages is not None and (not messages or messages[-1]["role"] != "assistant"):
             raise DataError(f"{where}: the last message is not an answer", hint="of the role assistant")
         yield row

@@ -2,9 +2,9 @@
 
     cost = (prompt tokens * price_in + answer tokens * price_out) / 10^6
 
-A request is sent only when its largest possible cost (a prompt token a byte, an answer of ``max_tokens``) fits
-into what the budget has left beside the largest costs of the requests on their way. So the sum never exceeds
-the budget, and less than one request's largest cost of it stays unused.
+A request is sent only when its largest possible cost (a prompt token a byte, an answer of ``max_tokens``)
+fits into what the budget has left after the largest costs of the requests on their way. So the sum never
+exceeds the budget, and less than one request's largest cost of it stays unused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CollectionEstimate:
         """One line."""
         still = self.requests - self.answered
         line = (
-            f"{self.requests:,} requests, {still:,} to ask: about {self.prompt_tokens:,} prompt tokens, at most "
-            f"{self.answer_tokens:,} answer tokens"
+            f"{self.requests:,} requests, {still:,} to ask: about {self.prompt_tokens:,} prompt tokens, "
+            f"at most {self.answer_tokens:,} answer tokens"
         )
         if self.cost is not None:
             line += f", cost at most {self.cost:.2f}"
@@ -57,7 +57,10 @@ class CollectionEstimate:
 
 
 def estimate(
-    requests: Iterable[TeacherRequest], answered: Callable[[str], bool], settings: CollectSettings, spent: float
+    requests: Iterable[TeacherRequest],
+    answered: Callable[[str], bool],
+    settings: CollectSettings,
+    spent: float,
 ) -> CollectionEstimate:
     """The estimate of a collection.
 

@@ -75,7 +75,9 @@ class Crew:
     async def run(self, requests: Sequence[TeacherRequest]) -> None:
         """Ask all requests; ``reason`` says why it ended early, if it did."""
         remaining = iter(requests)
-        workers = [self._work(remaining) for _ in range(min(self._settings.endpoint.concurrency, len(requests)))]
+        workers = [
+            self._work(remaining) for _ in range(min(self._settings.endpoint.concurrency, len(requests)))
+        ]
         await asyncio.gather(*workers)
 
     async def _work(self, remaining: Iterator[TeacherRequest]) -> None:
@@ -195,8 +197,6 @@ def answer_row(request: TeacherRequest, answer: TeacherAnswer, teacher: str) -> 
 
 def _budget_reached(ledger: Ledger) -> EndpointError:
     return EndpointError(
-        f"the budget of {ledger.settings.budget:g} has no room for another request: {ledger.spent:.4g} is spent",
+        f"the budget of {ledger.settings.budget:g} has no room for another request: {ledger.spent:.4g} spent",
         hint="the answers are kept: run it again with a larger --budget, or with --offline for what there is",
     )
-
-

@@ -44,7 +44,8 @@ class Journal:
                 break
             if row is None:
                 raise DataError(
-                    f"{path}:{number}: not an answer of attar collect", hint="delete the line; it is asked again"
+                    f"{path}:{number}: not an answer of attar collect",
+                    hint="delete the line; it is asked again",
                 )
             self._lines.setdefault(row["id"], (self._end, len(line)))
             self._end += len(line)
@@ -131,7 +132,9 @@ def _lock(descriptor: int, path: Path) -> None:
     except FileNotFoundError:
         locked = False
     if not locked:
-        raise OutputError(f"{path}: another process collects into it", hint="wait for it, or choose another -o")
+        raise OutputError(
+            f"{path}: another process collects into it", hint="wait for it, or choose another -o"
+        )
 
 
 def _content(descriptor: int | None) -> bytes:

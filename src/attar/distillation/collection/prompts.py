@@ -32,7 +32,9 @@ def read_prompts(file: Path, settings: PromptSettings, seed: int) -> list[ChatPr
     Raises:
         DataError: the file is missing, empty, or a line of it is wrong.
     """
-    lines = [(number, line) for number, line in enumerate(read_text(file).split("\n"), start=1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(read_text(file).split("\n"), start=1) if line.strip()
+    ]
     reading = settings.read_as
     if reading == "auto":
         reading = "jsonl" if file.suffix == ".jsonl" else "lines"

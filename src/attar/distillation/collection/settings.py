@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.distillation.collection.filters.settings import FilterSettings
 from attar.errors import SettingsError
 
 VERSION = 1
@@ -34,14 +35,15 @@ def _at_least(settings: Any, **least: float) -> None:
 class PromptSettings:
     """Which prompts are asked, how often, and under which system prompts."""
 
-    read_as: str = _option("auto", "how the file is read; lines: a prompt each; jsonl: prompt or messages; topics: "
-                           "prompts are made from a topic a line; auto: jsonl by the file's name, else lines",
+    read_as: str = _option("auto", "how the file is read; lines: a prompt each; jsonl: prompt or messages; "
+                           "topics: prompts are made from a topic a line; auto: jsonl by the file's name, else "
+                           "lines",
                            choices=READINGS)  # fmt: skip
     limit: int = _option(0, "prompts that are asked, the first ones; 0: all")
     samples: int = _option(1, "answers to each prompt")
-    systems: tuple[str, ...] = _option((), "NAME=WEIGHT, a system prompt and how often it is drawn (none, answer, "
-                                       "steps, reasons, check, learner, compare), or FILE.jsonl with rows of "
-                                       "system and weight; empty: no system prompt")  # fmt: skip
+    systems: tuple[str, ...] = _option((), "NAME=WEIGHT, a system prompt and how often it is drawn (none, "
+                                       "answer, steps, reasons, check, learner, compare), or FILE.jsonl with "
+                                       "rows of system and weight; empty: no system prompt")  # fmt: skip
     topic_prompts: int = _option(0, "with topics: prompts that are made; 0: every combination")
     audiences: tuple[str, ...] = _option((), "with topics: a reader to write for; empty: attar's own")
     genres: tuple[str, ...] = _option((), "with topics: a kind of text; empty: attar's own")
@@ -57,10 +59,14 @@ class AnswerSettings:
     """How the teacher answers."""
 
     max_tokens: int = _option(1024, "most tokens of an answer")
-    limit_name: str = _option("max_tokens", "field of the request that holds it; some models know only the second",
+    limit_name: str = _option("max_tokens", "its field in the request; some models know only the second",
                               choices=LIMIT_NAMES)  # fmt: skip
-    temperature: float | None = _option(None, "of the sampling; none: the endpoint's default, and 1 for a checkpoint")
-    top_p: float | None = _option(None, "of the sampling; none: the endpoint's default, and 1 for a checkpoint")
+    temperature: float | None = _option(
+        None, "of the sampling; none: the endpoint's default, and 1 for a checkpoint"
+    )
+    top_p: float | None = _option(
+        None, "of the sampling; none: the endpoint's default, and 1 for a checkpoint"
+    )
     stop: tuple[str, ...] = _option((), "string that ends an answer")
     send_seed: bool = _option(False, "send an endpoint a seed with each request (some refuse it)")
     extra: tuple[str, ...] = _option((), "NAME=VALUE, a further field of an endpoint's request; JSON or text")
@@ -96,7 +102,9 @@ class EndpointSettings:
     """How an endpoint is asked; a checkpoint knows only the concurrency."""
 
     model: str = _option("", "name of the model at the endpoint")
-    key_env: str = _option("OPENAI_API_KEY", "environment variable that holds the endpoint's key; none: send no key")
+    key_env: str = _option(
+        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; none: send no key"
+    )
     concurrency: int = _option(16, "requests at a time")
     requests_per_minute: float = _option(0.0, "most requests in a minute; 0: no limit")
     tokens_per_minute: float = _option(0.0, "most tokens in a minute, of prompts and answers; 0: no limit")
@@ -134,5 +142,6 @@ class CollectSettings:
     answers: AnswerSettings = field(default_factory=AnswerSettings, metadata={"title": "Answers"})
     endpoint: EndpointSettings = field(default_factory=EndpointSettings, metadata={"title": "Endpoint"})
     cost: CostSettings = field(default_factory=CostSettings, metadata={"title": "Cost"})
+    filters: FilterSettings = field(default_factory=FilterSettings, metadata={"title": "Filters"})
     seed: int = _option(0, "of the system prompts, the topics and a checkpoint's sampling")
     device: str = _option("cpu", "of a checkpoint: cpu, cuda or cuda:0")

@@ -28,10 +28,10 @@ SYSTEMS = {
     "of its own.",
     "reasons": "Give your answer, then justify it: which facts and rules lead to it, and why the obvious "
     "alternatives are wrong.",
-    "check": "Solve the task, then check your result by another way or against the conditions of the task, and "
-    "correct it where the check fails.",
-    "learner": "You teach someone who meets this subject for the first time. Explain every step in plain words, "
-    "with an example.",
+    "check": "Solve the task, then check your result by another way or against the conditions of the task, "
+    "and correct it where the check fails.",
+    "learner": "You teach someone who meets this subject for the first time. Explain every step in plain "
+    "words, with an example.",
     "compare": "Consider at least two ways to go about the task, say what speaks for each, then follow the "
     "better one to the end.",
 }

@@ -29,8 +29,8 @@ AUDIENCES = (
 GENRES = {
     "section": "Write a section of a textbook on {topic} for {audience}. Define each term where it first "
     "appears, and build from simple to difficult.",
-    "example": "Work through one complete example about {topic} for {audience}. Show each step, and say why it "
-    "is taken.",
+    "example": "Work through one complete example about {topic} for {audience}. Show each step, and say why "
+    "it is taken.",
     "exercises": "Write three exercises about {topic} for {audience}, each followed by its full solution.",
     "questions": "Write a dialogue in which {audience} asks about {topic}, and an expert answers precisely.",
     "mistakes": "Explain to {audience} the mistakes that are common with {topic}: what goes wrong, why it is "

@@ -23,7 +23,12 @@ from attar.distillation.collection.teachers import TeacherAnswer
 from attar.errors import MissingExtraError, SettingsError, UsageError
 
 _PATH = "/chat/completions"
-_NOT_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol")  # of httpx: nothing was sent
+_NOT_SENT = (
+    "ConnectError",
+    "ConnectTimeout",
+    "PoolTimeout",
+    "UnsupportedProtocol",
+)  # of httpx: nothing was sent
 
 
 def is_url(teacher: str) -> bool:
@@ -168,7 +173,9 @@ class EndpointTeacher:
         status: int = error.status_code
         hint = None
         if status in (401, 403):
-            have = f"{self._variable} is not set" if not self._key else f"the key in {self._variable} is refused"
+            have = (
+                f"{self._variable} is not set" if not self._key else f"the key in {self._variable} is refused"
+            )
             hint = f"{have}; --key-env names another variable"
         elif status == 404:
             hint = "is the address right (up to /v1), and does it have this --model?"

@@ -61,7 +61,10 @@ class LocalTeacher:
                     return TeacherFailure(event.error or "the model failed", "stop")
                 pieces.append(event.text)
                 reason, usage = event.finish_reason or reason, event.usage or usage
-        except (SettingsError, DataError) as error:  # a prompt that does not fit, or a template that refuses it
+        except (
+            SettingsError,
+            DataError,
+        ) as error:  # a prompt that does not fit, or a template that refuses it
             return TeacherFailure(str(error.message), "refuse")
         except AttarError as error:
             return TeacherFailure(error.message, "stop", hint=error.hint)
@@ -87,12 +90,13 @@ class LocalTeacher:
         return as_parent(self._checkpoint, "signal", self._fingerprint)
 
     def _encode(self, request: TeacherRequest) -> list[int]:
-        if getattr(self._llm.tokenizer, "chat_template", None):
-            tokens: list[int] = self._llm.encode_chat(request.messages)
-            return tokens
-        if len(request.messages) > 1:
-            raise DataError("the teacher has no chat template: it answers single messages, without a system prompt")
-        tokens = self._llm.encode(str(request.messages[0]["content"]))
+        chats = bool(getattr(self._llm.tokenizer, "chat_template", None))
+        if not chats and len(request.messages) > 1:
+            raise DataError(
+                "the teacher has no chat template: it answers single messages, without a system prompt"
+            )
+        messages, text = request.messages, str(request.messages[0]["content"])
+        tokens: list[int] = self._llm.encode_chat(messages) if chats else self._llm.encode(text)
         return tokens
 
 
