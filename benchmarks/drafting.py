@@ -40,12 +40,14 @@ from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import row_length
 from attar.distillation.for_drafting import DRAFTS, draft_report
 from attar.distillation.learn import learn
-from attar.distillation.rollouts import RolloutWriter
-from attar.distillation.settings import DistillSettings
-from attar.distillation.signals.online import SignalSource
+from attar.distillation.rollouts.teacher import RolloutWriter
+from attar.distillation.settings import DistillSettings, distill_settings
+from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
+from attar.distillation.tasks import TASKS
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.surgery import keep_layers
+from attar.options import flatten
 from attar.progress import SILENT
 from attar.runtime.loading import load
 from attar.runtime.speculate.latency import measure
@@ -54,7 +56,7 @@ SOFT = ("kl", "lk", "tv")
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"alpha": 0.0, "share": 0.0},
     "written": {"alpha": 0.0},
-    **{name: {"draft_loss": name} for name in SOFT},
+    **{name: {"objective": name} for name in SOFT},
     "longer": {"alpha": 0.0, "share": 0.0},
 }
 
@@ -81,17 +83,18 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    defaults = DistillSettings()
+    defaults = flatten(distill_settings())
     parser.add_argument("work", type=Path)
     parser.add_argument("--teacher", default="attar:tiny")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--cuts", type=int, default=0)
-    for name in ("layers", "layer_map", "width", "batch_size", "learning_rate", "optimizer", "share", "data"):
-        value = getattr(defaults, name)
+    for name in ("layers", "layer_map", "width", "batch_size", "learning_rate", "optimizer", "data"):
+        value = defaults[name]
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -110,7 +113,7 @@ def claim(arguments: argparse.Namespace) -> None:
 
 def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
     """Acceptance of untrained cuts, on rows that the teacher writes from training text."""
-    settings = replace(settings_of("kl", arguments.seeds[0], arguments), share=1.0)
+    settings = settings_of("kl", arguments.seeds[0], arguments, share=1.0)
     writer = replace(writer_of(teacher, settings, arguments), work=arguments.work / "cuts")
     rows = writer.training_rows(8, torch.zeros(1, writer.length, dtype=torch.int64))
     ways = itertools.combinations(range(teacher.config.num_hidden_layers), arguments.cuts)
@@ -126,18 +129,16 @@ def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Names
     return RolloutWriter(teacher, load_tokenizer(source), settings, length, work, SILENT)
 
 
-def settings_of(name: str, seed: int, arguments: argparse.Namespace) -> DistillSettings:
+def settings_of(name: str, seed: int, arguments: argparse.Namespace, **changes: Any) -> DistillSettings:
     """What a run learns from; ``longer`` needs those of its seed before it."""
-    given = {
-        key: value for key, value in vars(arguments).items() if key in DistillSettings.__dataclass_fields__
-    }
-    chosen = {**given, **METHODS[name], "seed": seed, "for_drafting": True}
+    given = {key: value for key, value in vars(arguments).items() if key in flatten(DistillSettings())}
+    chosen = {**given, **METHODS[name], "seed": seed, "for_drafting": True, **changes}
     if name == "longer":
         before = [json.loads(file.read_text()) for file in arguments.work.glob(f"*-{seed}.json")]
         seconds = {run["name"]: run["seconds"] + run["writing"] for run in before}
         per_step = next(run for run in before if run["name"] == "plain")["seconds"] / arguments.steps
         chosen["steps"] = max(round(max(seconds.values()) / per_step), 1)
-    return DistillSettings(**chosen)
+    return distill_settings(**chosen)
 
 
 def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -148,11 +149,13 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     settings, source = settings_of(name, seed, arguments), open_checkpoint(arguments.teacher)
     writer = writer_of(teacher, settings, arguments)
     rows, writing = writer.held_out_rows(), seconds_of_writing(writer, arguments.work / f"writing-{seed}.txt")
-    (_, student), work = make_student(teacher, settings), arguments.work / "run"
+    (_, student), work = make_student(teacher, settings.student, seed), arguments.work / "run"
     shutil.rmtree(work, ignore_errors=True)  # what is left of a killed run; its time would not count
     began = time.perf_counter()
     origin = SignalSource(teacher, source, work / "signal", work / "train")
-    history = learn(student, origin, source, settings, progress=SILENT, what=name, rollouts=writer)
+    history = learn(
+        student, origin, source, TASKS["causal"], settings, progress=SILENT, what=name, rollouts=writer
+    )
     seconds = time.perf_counter() - began
     result = {"name": name, "steps": history.step, "seconds": seconds, "writing": writing}
     result |= draft_report(student, teacher, rows, writer.prompt, settings.batch_size)
@@ -164,7 +167,7 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
 def seconds_of_writing(writer: RolloutWriter, file: Path) -> float:
     """How long the teacher takes for the rows of its settings, which are the same in every run of a seed;
     0 where it writes none."""
-    if not writer.settings.share:
+    if not writer.settings.teacher_share:
         return 0.0
     if not file.exists():
         shutil.rmtree(writer.work / "train", ignore_errors=True)
@@ -179,7 +182,7 @@ def passes(teacher: Any, arguments: argparse.Namespace) -> tuple[dict[int, float
     """Seconds of the target's passes over 1, ... tokens, and of the student's over one."""
     folder, source = arguments.work / "shape", open_checkpoint(arguments.teacher)
     if not (folder / "config.json").exists():
-        _, student = make_student(teacher, settings_of("plain", 0, arguments))
+        _, student = make_student(teacher, settings_of("plain", 0, arguments).student)
         save_model(student, folder, dtype=torch.bfloat16)
         copy_companions(source.path, folder)
     sizes = {1: (1, *(K + 1 for K in DRAFTS))}

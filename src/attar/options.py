@@ -101,7 +101,7 @@ def nest(cls: type[T], values: Mapping[str, Any]) -> T:
 def misplaced(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
     """What must be done about each given option that the chosen variant lacks, by option."""
     errors = {}
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    defaults = {option.field.name: option.field.default for option in option_fields(cls)}
     for option in option_fields(cls):
         choice = values.get(option.by, defaults.get(option.by))
         if option.by and option.field.name in values and choice not in option.variants:

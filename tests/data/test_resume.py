@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.distillation.settings import RecoverSettings
+from attar.distillation.settings import recover_settings
 from attar.distillation.stage import recover
 from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
@@ -53,7 +53,7 @@ def gptq(model, out, data, **more):
 
 
 def retrain(model, out, data, **more):
-    settings = RecoverSettings(steps=4, checkpoint_every=1, precision="fp32", data=data, **ROWS)
+    settings = recover_settings(steps=4, checkpoint_every=1, precision="fp32", data=data, **ROWS)
     return recover(model, out, settings, teacher=model, **more)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import attar
 from attar.checkpoint.hashing import sha256_file
 from attar.distillation.adapters import add_adapters
-from attar.distillation.settings import RecoverSettings
+from attar.distillation.settings import recover_settings
 from attar.distillation.stage import recover
 from attar.errors import MissingExtraError, SettingsError
 from attar.merging.adapters.files import read_adapter_config
@@ -68,7 +68,7 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("changes", [{"adapter_rank": -1}, {"adapter_init": "random"}])
 def test_wrong_settings_are_refused(changes):
     with pytest.raises(SettingsError, match=next(iter(changes))):
-        RecoverSettings(**changes)
+        recover_settings(**changes)
 
 
 def test_another_shape_has_no_error_to_start_at():
@@ -108,7 +108,7 @@ def test_the_zero_start_changes_nothing_and_trains_only_adapters():
 def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
     peft = pytest.importorskip("peft")
     teacher, student = models
-    settings = RecoverSettings(**{**SETTINGS, "steps": 40}, adapter_init=init)
+    settings = recover_settings(**{**SETTINGS, "steps": 40}, adapter_init=init)
     recovered = recover(student, tmp_path / "out", settings, teacher=teacher)
     base, merged = (load_model(path, dtype=torch.float32) for path in (student, recovered.path))
     for name, value in base.named_parameters():
@@ -139,7 +139,7 @@ def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch):
     from attar.walks import train as module
 
     teacher, student = models
-    recover(student, tmp_path / "whole", RecoverSettings(**SETTINGS), teacher=teacher)
+    recover(student, tmp_path / "whole", recover_settings(**SETTINGS), teacher=teacher)
     step = module._step
 
     def deadly(run, loss, batches, number, settings):
@@ -149,9 +149,9 @@ def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_step", deadly)
     with pytest.raises(KeyboardInterrupt):
-        recover(student, tmp_path / "cut", RecoverSettings(**SETTINGS), teacher=teacher)
+        recover(student, tmp_path / "cut", recover_settings(**SETTINGS), teacher=teacher)
     monkeypatch.setattr(module, "_step", step)
     torch.manual_seed(99)
-    recover(student, tmp_path / "cut", RecoverSettings(**SETTINGS), teacher=teacher)
+    recover(student, tmp_path / "cut", recover_settings(**SETTINGS), teacher=teacher)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert sha256_file(tmp_path / "cut" / name) == sha256_file(tmp_path / "whole" / name), name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.distillation import rollouts
+from attar.distillation.rollouts import teacher as rollouts
 from tests import tiny_models
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
@@ -56,7 +56,7 @@ def test_the_longer_run_has_the_time_of_the_slowest_and_its_rows(run, tmp_path):
     plain = {"name": "plain", "seconds": 8.0, "writing": 0.0}
     (tmp_path / "work/plain-0.json").write_text(json.dumps(plain))
     settings = drafting.settings_of("longer", 0, arguments)
-    assert (settings.steps, settings.alpha, settings.share) == (20, 0.0, 0.0)
+    assert (settings.steps, settings.alpha, settings.teacher_share) == (20, 0.0, 0.0)
 
 
 def test_cuts_are_listed_best_first_and_other_flags_are_refused(run):

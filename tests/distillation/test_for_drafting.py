@@ -9,10 +9,10 @@ import torch
 
 from attar.checkpoint.hashing import sha256_file
 from attar.data.packing import PADDING
-from attar.distillation import rollouts
 from attar.distillation.for_drafting import describe_report, draft_report
-from attar.distillation.rollouts import RolloutWriter, write_rows
-from attar.distillation.settings import DistillSettings
+from attar.distillation.rollouts import teacher as rollouts
+from attar.distillation.rollouts.teacher import RolloutWriter, write_rows
+from attar.distillation.settings import distill_settings
 from attar.distillation.stage import distill
 from attar.distillation.students import fresh_student
 from attar.errors import SettingsError
@@ -113,7 +113,12 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
     writers = [
         RolloutWriter(
-            model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT
+            model,
+            tokenizer,
+            distill_settings(seed=seed, for_drafting=True, **changes),
+            12,
+            tmp_path / str(seed),
+            SILENT,
         )
         for seed in (0, 1)
     ]
@@ -179,15 +184,15 @@ def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
     for name, changes in {
         "plain": {"alpha": 0.0, "share": 0.0},
         "lk": {},
-        "tv": {"draft_loss": "tv"},
+        "tv": {"objective": "tv"},
     }.items():
-        student = distill(teacher, tmp_path / name, DistillSettings(**{**SMALL, **changes}))
+        student = distill(teacher, tmp_path / name, distill_settings(**{**SMALL, **changes}))
         learned[name] = student.card.details["drafting"]["acceptance"]
     assert learned["lk"] > 1.2 * learned["plain"] and learned["tv"] > 1.2 * learned["plain"], learned
 
 
 def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
-    settings = DistillSettings(**{**SMALL, "steps": 20, "width": 32})
+    settings = distill_settings(**{**SMALL, "steps": 20, "width": 32})
     whole = distill(teacher, tmp_path / "a/out", settings)
     from attar.walks import train as module
 

@@ -3,7 +3,7 @@
 import pytest
 
 from attar.distillation.layer_map import layer_map
-from attar.distillation.settings import DistillSettings
+from attar.distillation.settings import distill_settings
 from attar.errors import SettingsError
 
 
@@ -62,4 +62,4 @@ def test_numbers_that_do_not_fit(kind, layers, words):
 @pytest.mark.parametrize("kind", ["even", "", "0,", "0, 3", "-1", "0;3"])
 def test_settings_refuse_what_is_no_map(kind):
     with pytest.raises(SettingsError, match="uniform, ends, last, or numbers as 0,3,6"):
-        DistillSettings(layer_map=kind)
+        distill_settings(layer_map=kind)

@@ -3,13 +3,17 @@
 import pytest
 import torch
 
+from attar.data.examples import Examples
+from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
-from attar.walks.objectives import distillation_loss, next_token_loss, soft_loss
+from attar.distillation.signals.online import OnlineTeacher
+from attar.walks.objectives import next_token_loss
 from tests import tiny_models
 
 
 def online_loss(teacher, temperature, alpha):
-    return distillation_loss(soft_loss(teacher, temperature, OBJECTIVES["kl"]), alpha)
+    loss = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES["kl"], temperature), alpha)
+    return lambda model, tokens: loss(model, Examples.of_text(tokens))
 
 
 def test_alpha_weighs_the_soft_loss():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import ModelError, SettingsError
 from tests import tiny_models
@@ -29,7 +29,7 @@ def save(family, tmp_path, name=None, **changes):
 
 def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
     folder = save("llama3", tmp_path)
-    student = distill(folder, tmp_path / "out", DistillSettings(layers=2, **{**SMALL, "steps": 60}))
+    student = distill(folder, tmp_path / "out", distill_settings(layers=2, **{**SMALL, "steps": 60}))
     assert student.config["num_hidden_layers"] == 2
     AutoModelForCausalLM.from_pretrained(student.path)
     curve = [row["loss"] for row in student.card.details["curve"] if "loss" in row]
@@ -41,7 +41,7 @@ def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
 def test_recover_keeps_the_shape_and_comes_closer(tmp_path):
     teacher = save("smollm", tmp_path, "teacher")
     pruned = save("smollm", tmp_path, "pruned", intermediate_size=64)
-    recovered = recover(pruned, tmp_path / "out", RecoverSettings(**{**SMALL, "steps": 60}), teacher=teacher)
+    recovered = recover(pruned, tmp_path / "out", recover_settings(**{**SMALL, "steps": 60}), teacher=teacher)
     assert recovered.config["intermediate_size"] == 64
     curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.8 * curve[0]
@@ -54,21 +54,21 @@ def test_another_tokenizer_is_refused(tmp_path):
     words["a"], words["b"] = words["b"], words["a"]
     (teacher / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="2 of 320 tokens differ"):
-        recover(pruned, tmp_path / "out", RecoverSettings(**SMALL), teacher=teacher)
+        recover(pruned, tmp_path / "out", recover_settings(**SMALL), teacher=teacher)
     assert not (tmp_path / "out").exists()
 
 
 def test_too_many_layers_and_encoders_are_refused(tmp_path):
     with pytest.raises(SettingsError, match="between 1 and the teacher's 3"):
-        distill(save("llama3", tmp_path), tmp_path / "out", DistillSettings(layers=9, **SMALL))
+        distill(save("llama3", tmp_path), tmp_path / "out", distill_settings(layers=9, **SMALL))
     with pytest.raises(ModelError, match="not a causal"):
-        distill(save("bert", tmp_path), tmp_path / "out", DistillSettings(layers=2, **SMALL))
+        distill(save("bert", tmp_path), tmp_path / "out", distill_settings(layers=2, **SMALL))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]
 
 
 def test_documents_can_be_kept_apart(tmp_path):
     text = tmp_path / "lines.jsonl"
     text.write_text("".join(json.dumps({"text": f"line number {i} of the text"}) + "\n" for i in range(50)))
-    settings = RecoverSettings(**{**SMALL, "steps": 4, "data": str(text)}, packing="separate")
+    settings = recover_settings(**{**SMALL, "steps": 4, "data": str(text)}, packing="separate")
     recovered = recover(save("smollm", tmp_path), tmp_path / "out", settings, teacher=tmp_path / "smollm")
     assert recovered.card.details["steps"] == 4

@@ -11,7 +11,7 @@ from torch import nn
 import attar
 from attar.checkpoint.hashing import sha256_file
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
-from attar.distillation.settings import RecoverSettings
+from attar.distillation.settings import recover_settings
 from attar.distillation.stage import linears_of, recover
 from attar.errors import NumericsError, UsageError
 from attar.models.load import load_model
@@ -94,7 +94,7 @@ WAYS = {
 def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
     teacher, pruned = models
     recovered = recover(
-        pruned, tmp_path / "out", RecoverSettings(**{**SETTINGS, **WAYS[way]}), teacher=teacher
+        pruned, tmp_path / "out", recover_settings(**{**SETTINGS, **WAYS[way]}), teacher=teacher
     )
     before, after = zeros_of(pruned), zeros_of(recovered.path)
     for name, zeros in before.items():
@@ -110,7 +110,7 @@ def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_other_families_keep_their_zeros(tmp_path, family, rank):
     pruned = prune24(tmp_path / "pruned", family)
-    settings = RecoverSettings(**SETTINGS, alpha=0.0, adapter_rank=rank)
+    settings = recover_settings(**SETTINGS, alpha=0.0, adapter_rank=rank)
     recovered = recover(pruned, tmp_path / "out", settings)
     before, after = zeros_of(pruned), zeros_of(recovered.path)
     assert all(torch.equal(zeros, after[name]) for name, zeros in before.items())
@@ -120,7 +120,7 @@ def test_other_families_keep_their_zeros(tmp_path, family, rank):
 
 def test_zeros_can_be_given_up(models, tmp_path):
     teacher, pruned = models
-    settings = RecoverSettings(**SETTINGS, keep_zeros="false")
+    settings = recover_settings(**SETTINGS, keep_zeros="false")
     recovered = recover(pruned, tmp_path / "out", settings, teacher=teacher)
     assert not any(zeros.any() for zeros in zeros_of(recovered.path).values())
     assert "kept_zeros" not in recovered.card.details
@@ -129,19 +129,19 @@ def test_zeros_can_be_given_up(models, tmp_path):
 def test_lines_say_what_is_kept(models, tmp_path):
     teacher, pruned = models
     progress = Lines()
-    settings = RecoverSettings(**SETTINGS, adapter_rank=2)
+    settings = recover_settings(**SETTINGS, adapter_rank=2)
     recover(pruned, tmp_path / "out", settings, teacher=teacher, progress=progress)
     assert any("zeros of all 7 Linears stay, 50.0% of their weights" in line for line in progress.lines)
     assert any("no adapter folder" in line for line in progress.lines)
     progress = Lines()
-    recover(teacher, tmp_path / "dense", RecoverSettings(**SETTINGS), teacher=teacher, progress=progress)
+    recover(teacher, tmp_path / "dense", recover_settings(**SETTINGS), teacher=teacher, progress=progress)
     assert not any("zeros" in line for line in progress.lines)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch, rank):
     teacher, pruned = models
-    settings = RecoverSettings(**SETTINGS, adapter_rank=rank)
+    settings = recover_settings(**SETTINGS, adapter_rank=rank)
     recover(pruned, tmp_path / "whole", settings, teacher=teacher)
     step = module._step
 
@@ -166,16 +166,16 @@ def test_a_mask_that_training_broke_is_one_line_and_leaves_no_output(models, tmp
     monkeypatch.setattr(module, "mask_weights", lambda pairs: None)
     monkeypatch.setattr(module, "mask_gradients", lambda pairs: None)
     with pytest.raises(NumericsError, match="pruned weights are no longer zero"):
-        recover(pruned, tmp_path / "out", RecoverSettings(**SETTINGS), teacher=teacher)
+        recover(pruned, tmp_path / "out", recover_settings(**SETTINGS), teacher=teacher)
     assert not (tmp_path / "out").exists()
 
 
 def test_without_a_teacher_alpha_is_zero(models, tmp_path):
     _, pruned = models
     with pytest.raises(UsageError) as raised:
-        recover(pruned, tmp_path / "out", RecoverSettings(**SETTINGS))
+        recover(pruned, tmp_path / "out", recover_settings(**SETTINGS))
     assert "--alpha 0" in raised.value.hint and not (tmp_path / "out").exists()
-    recovered = recover(pruned, tmp_path / "out", RecoverSettings(**{**SETTINGS, "steps": 40}, alpha=0.0))
+    recovered = recover(pruned, tmp_path / "out", recover_settings(**{**SETTINGS, "steps": 40}, alpha=0.0))
     curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.95 * curve[0]
 
@@ -186,7 +186,7 @@ def test_a_quantized_sparse_student_keeps_its_zeros(models, tmp_path, scheme, ra
     teacher, pruned = models
     options = {"scheme": scheme, "group_size": 32, "method": "rtn", "check_tokens": 0, "data": DATA}
     packed = attar.quantize(pruned, tmp_path / "packed", **options).path
-    settings = RecoverSettings(**SETTINGS, adapter_rank=rank, keep_zeros="true")
+    settings = recover_settings(**SETTINGS, adapter_rank=rank, keep_zeros="true")
     recovered = recover(packed, tmp_path / "out", settings, teacher=teacher)
     pattern, before, after = zeros_of(pruned), zeros_of(packed), zeros_of(recovered.path)
     for name, zeros in before.items():
@@ -197,7 +197,7 @@ def test_the_zeros_of_a_dense_model_s_codes_are_trained(models, tmp_path):
     teacher, _ = models
     options = {"scheme": "W2A16", "group_size": 16, "method": "rtn", "check_tokens": 0, "data": DATA}
     packed = attar.quantize(teacher, tmp_path / "packed", **options).path
-    recovered = recover(packed, tmp_path / "out", RecoverSettings(**SETTINGS), teacher=teacher)
+    recovered = recover(packed, tmp_path / "out", recover_settings(**SETTINGS), teacher=teacher)
     assert recovered.card.settings["keep_zeros"] == "false"
     before, after = zeros_of(packed), zeros_of(recovered.path)
     assert all(zeros.any() and not after[name].all() for name, zeros in before.items())

@@ -44,7 +44,7 @@ def test_a_recipe() -> None:
     assert [entry.source for entry in recipe.stages] == [
         "original", "distill", "prune", "prune-2", "recover", "recover",
     ]  # fmt: skip
-    assert recipe.stages[0].settings.layers == 4
+    assert recipe.stages[0].settings.student.layers == 4
     assert recipe.stages[4].where == "recipe:10"
 
 

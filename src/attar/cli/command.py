@@ -22,7 +22,6 @@ import typer.main
 from attar.cli.guard import exit_on_error
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.settings import (
-    VARIANTS,
     CommandOrigin,
     SettingField,
     option,
@@ -61,8 +60,8 @@ class Answer:
 
 
 class GroupedCommand(typer.core.TyperCommand):
-    """A command whose help lists its options under the headings of their settings. With ``--method NAME`` on
-    the line, options that this method does not take are left out of the help."""
+    """A command whose help lists its options under the headings of their settings. With ``--method NAME`` (or
+    another such choice) on the line, options that it does not take are left out of the help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the words of the line: help is printed before all of them are parsed."""
@@ -72,13 +71,13 @@ class GroupedCommand(typer.core.TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, options without a heading, then each heading in the order of its first option."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        method = _named_method(ctx.meta.get(_LINE, []))
+        words = ctx.meta.get(_LINE, [])
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             heading = getattr(parameter, "rich_help_panel", None)
             if parameter.param_type_name == "argument":
                 heading = "Arguments"
-            if record is not None and _belongs(heading or "", method):
+            if record is not None and _belongs(heading or "", words):
                 groups.setdefault(heading or "Options", []).append(record)
         for heading, records in groups.items():
             if records:
@@ -86,18 +85,21 @@ class GroupedCommand(typer.core.TyperCommand):
                     formatter.write_dl(records)
 
 
-def _named_method(words: Sequence[str]) -> str:
-    """The value of ``--method`` among the words of a command line; "": there is none."""
+def _named_choice(words: Sequence[str], name: str) -> str:
+    """The value of an option (``--method``) among the words of a command line; "": there is none."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word == "--method" or word.startswith("--method="):
+        if word == name or word.startswith(f"{name}="):
             return word.partition("=")[2] or after
     return ""
 
 
-def _belongs(heading: str, method: str) -> bool:
-    """Whether a group of options applies to a method."""
-    names = heading.removeprefix(VARIANTS)
-    return not method or names == heading or method in names.replace(" and ", ", ").split(", ")
+def _belongs(heading: str, words: Sequence[str]) -> bool:
+    """Whether a group of options applies to the choices on a command line; see ``variants_heading``."""
+    if not heading.startswith("With --"):
+        return True
+    name, _, variants = heading.removeprefix("With ").partition(" ")
+    choice = _named_choice(words, name)
+    return not choice or choice in variants.replace(" and ", ", ").split(", ")
 
 
 Act = Callable[[dict[str, Any], Progress], Answer]

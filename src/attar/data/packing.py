@@ -224,21 +224,28 @@ class Batches:
     """Training batches of ``size`` rows by number, shuffled by a permutation per epoch.
 
     A batch is a function of (rows, seed, number), so a resumed run sees the same batches.
+
+    Attributes:
+        rows: int64 (N, S), or :class:`attar.data.examples.Examples`.
     """
 
-    rows: Tensor
+    rows: Any
     size: int
     seed: int
 
-    def __getitem__(self, index: int) -> Tensor:
-        """Batch number ``index``, int64 (B, S); epochs follow without end."""
-        total = self.rows.shape[0]
+    def batch(self, number: int, model: Any) -> Any:
+        """See :class:`attar.walks.train.BatchSource`; the model does not matter."""
+        return self[number]
+
+    def __getitem__(self, index: int) -> Any:
+        """Batch number ``index``: as many rows, of the kind of ``rows``; epochs follow without end."""
+        total = len(self.rows)
         numbers = range(index * self.size, (index + 1) * self.size)
         orders = {epoch: self._order(epoch) for epoch in {number // total: None for number in numbers}}
         return self.rows[torch.stack([orders[number // total][number % total] for number in numbers])]
 
     def _order(self, epoch: int) -> Tensor:
-        return torch.randperm(self.rows.shape[0], generator=numbered_generator(self.seed, epoch))
+        return torch.randperm(len(self.rows), generator=numbered_generator(self.seed, epoch))
 
 
 def numbered_generator(seed: int, number: int) -> torch.Generator:

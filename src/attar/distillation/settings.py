@@ -1,43 +1,200 @@
-"""Settings of distillation and of recovery (distillation from the original model)."""
+"""Settings of distillation and of recovery (distillation from the original model). Free of torch.
+
+A soft loss has its own options (``LOSS_SETTINGS``); all options are one flat list for recipes and commands
+(:mod:`attar.options`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError, UsageError
+from attar.options import check_choices, nest
 from attar.walks.settings import TrainSettings, check_range
 
-VERSION = 2
+VERSION = 3
+
+
+def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(TrainSettings):
-    """Training on a teacher: ``alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy``, per
-    predicted token."""
+class SoftLossSettings:
+    """Options of a soft loss without any."""
 
-    temperature: float = field(default=1.0, metadata={"help": "T: softens both distributions in the KL term"})
-    alpha: float = field(
-        default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"}
-    )
-    rows: int = field(
-        default=0,
-        metadata={"help": "rows of text to learn from, repeated as the steps need; 0: none is seen twice"},
-    )
-    teacher_top: int = field(
-        default=0,
-        metadata={
-            "help": "K: the teacher is run once for each row, and its K likeliest tokens at each position "
-            "are kept on disk, with K / 4 drawn from the rest; 0: it is run in every step, nothing is kept"
-        },
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSDSettings(SoftLossSettings):
+    """The generalized Jensen-Shannon divergence between teacher and student."""
+
+    beta: float = _option(
+        0.5, "weight of the teacher in the mixture both are compared with: near 0 forward KL, near 1 reverse"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("beta", self.beta, 0.0, 1.0, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkewSettings(SoftLossSettings):
+    """KL to a mixture of both models."""
+
+    skew: float = _option(0.1, "share of the first distribution in the mixture that it is compared with")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("skew", self.skew, 0.0, 0.999, "from 0 to below 1")
+
+
+LOSS_SETTINGS: dict[str, type] = {
+    "auto": SoftLossSettings,
+    "kl": SoftLossSettings,
+    "reverse-kl": SoftLossSettings,
+    "jsd": JSDSettings,
+    "skew-kl": SkewSettings,
+    "skew-reverse-kl": SkewSettings,
+    "tv": SoftLossSettings,
+    "lk": SoftLossSettings,
+    "hard": SoftLossSettings,
+}
+"""The options of each objective; its function is in attar.distillation.objectives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSettings:
+    """What of the teacher's inside the student is trained to agree with, besides its predictions."""
+
+    features: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "insides that are compared, each with its weight after a colon: hidden:0.5"},
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """Rows that a model writes, and the student learns from."""
+
+    share: float | None = _option(
+        None, "fraction of the rows that the teacher generates; none: half for drafting, else 0"
+    )
+    samples: int = _option(512, "rows it generates; repeated where the share asks for more")
+    prompt_tokens: int = _option(32, "tokens of text in front of each row that is generated")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("share", self.share or 0.0, 0.0, 1.0, "between 0 and 1")
+        check_range("samples", self.samples, 1, 2**40, "at least 1")
+        check_range("prompt_tokens", self.prompt_tokens, 1, 2**24, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentSettings:
+    """What the student starts from."""
+
+    layers: int = _option(0, "layers of the student; 0: as keep_layers or layer_map has")
+    keep_layers: float = _option(
+        0.5, "fraction of the teacher's layers that the student has, where layers is 0"
+    )
+    layer_map: str = _option(
+        "uniform",
+        "teacher layers the student starts from: uniform (evenly spread), ends (first and last), last, or "
+        "their numbers: 0,3,6",
+    )
+    width: int = _option(
+        0, "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("width", self.width, 0, 2**24, "0 (the teacher's) or more")
+        check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
+        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
+        if not is_map(self.layer_map):
+            raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnSettings(TrainSettings):
+    """Training on a teacher: ``alpha * soft loss + (1 - alpha) * cross-entropy``, per predicted token, and
+    what is compared inside the models."""
+
+    objective: str = _option(
+        "auto",
+        "the soft loss: kl (forward), reverse-kl, jsd, skew-kl, skew-reverse-kl, tv, lk (kl far from the "
+        "teacher, tv near), hard (cross-entropy alone, no teacher is run); auto: kl, and lk for drafting",
+        tuple(LOSS_SETTINGS),
+    )
+    loss: SoftLossSettings = field(
+        default_factory=SoftLossSettings, metadata={"variants": LOSS_SETTINGS, "by": "objective"}
+    )
+    temperature: float = _option(1.0, "T: softens both distributions in the soft loss")
+    alpha: float = _option(1.0, "weight of the soft loss; 1 - alpha goes to the hard labels")
+    signal: str = _option(
+        "auto",
+        "where the teacher's predictions come from: online (it is run in every step), cached (once for each "
+        "row, see teacher_top), text (none: the text is what it wrote); auto: cached with a teacher_top",
+        ("auto", "online", "cached", "text"),
+    )
+    teacher_top: int = _option(
+        0,
+        "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
+        "disk, with K / 4 drawn from the rest; 0: nothing is kept",
+    )
+    rows: int = _option(0, "rows of text to learn from, repeated as the steps need; 0: none is seen twice")
+    task: str = _option(
+        "auto",
+        "what is predicted: causal (next tokens), masked (hidden tokens), classification (labels); auto: as "
+        "the model's architecture says",
+        ("auto", "causal", "masked", "classification"),
+    )
+    features: FeatureSettings = field(
+        default_factory=FeatureSettings, metadata={"title": "Inside the network"}
+    )
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings, metadata={"title": "Generated text"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self)
         check_range("rows", self.rows, 0, 2**40, "0 (as many as the steps take) or more")
         check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (nothing is kept) or more")
         check_range("temperature", self.temperature, 0.01, 100.0, "between 0.01 and 100")
         check_range("alpha", self.alpha, 0.0, 1.0, "between 0 and 1")
+        if self.signal in ("online", "text") and self.teacher_top:
+            raise SettingsError("teacher_top", self.teacher_top, f"0 with signal {self.signal}")
+        if self.signal == "cached" and not self.teacher_top:
+            raise SettingsError("teacher_top", self.teacher_top, "at least 1 with signal cached, 64 say")
+        if self.teacher_top and self.soft_loss not in ("kl", "hard"):
+            allowed = f"0 with objective {self.soft_loss}, which reads all logits"
+            raise SettingsError("teacher_top", self.teacher_top, allowed)
+
+    @property
+    def soft_loss(self) -> str:
+        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.OBJECTIVES."""
+        return "kl" if self.objective == "auto" else self.objective
+
+    @property
+    def teacher_signal(self) -> str:
+        """The signal, ``auto`` resolved: a name of attar.distillation.signals.SIGNALS."""
+        if self.alpha == 0.0 or self.soft_loss == "hard":
+            return "text"
+        if self.signal == "auto":
+            return "cached" if self.teacher_top else "online"
+        return self.signal
+
+    @property
+    def runs_teacher(self) -> bool:
+        """Whether a teacher is of use to the loss."""
+        return self.teacher_signal != "text" or bool(self.features.features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,114 +202,75 @@ class RecoverSettings(LearnSettings):
     """Train a pruned or quantized model to agree with its teacher again, or with ``alpha`` 0 on text without
     a teacher: all weights, or adapters alone."""
 
-    learning_rate: float = field(
-        default=2e-4, metadata={"help": "peak learning rate; small, because the model is nearly right"}
+    learning_rate: float = _option(2e-4, "peak learning rate; small, because the model is nearly right")
+    adapter_rank: int = _option(
+        0,
+        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
+        "0: all weights are trained",
     )
-    adapter_rank: int = field(
-        default=0,
-        metadata={
-            "help": "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay "
-            "as they are; 0: all weights are trained"
-        },
+    adapter_init: str = _option(
+        "error",
+        "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do without a "
+        "teacher",
+        ("error", "zero"),
     )
-    adapter_init: str = field(
-        default="error",
-        metadata={
-            "help": "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do "
-            "without a teacher",
-            "choices": ("error", "zero"),
-        },
-    )
-    keep_zeros: str = field(
-        default="auto",
-        metadata={
-            "help": "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
-            "choices": ("auto", "true", "false"),
-        },
+    keep_zeros: str = _option(
+        "auto",
+        "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
+        ("auto", "true", "false"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep_zeros not in ("auto", "true", "false"):
-            raise SettingsError("keep_zeros", self.keep_zeros, "auto, true or false")
         check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
-        if self.adapter_init not in ("error", "zero"):
-            raise SettingsError("adapter_init", self.adapter_init, "error or zero")
 
     @property
     def reads_teacher(self) -> bool:
         """Whether a teacher is of use."""
-        return self.alpha > 0.0 or (self.adapter_rank > 0 and self.adapter_init == "error")
+        return self.runs_teacher or (self.adapter_rank > 0 and self.adapter_init == "error")
 
     def check_alone(self) -> None:
         """Raise where training without a teacher is impossible."""
-        if self.alpha > 0.0:
+        if self.runs_teacher:
             hint = "--teacher MODEL, or --alpha 0 to learn from the text alone"
             raise UsageError("recover needs a teacher, the model to agree with", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSettings(LearnSettings):
-    """A student with fewer of the teacher's layers, trained on the teacher's distribution.
+    """A student made of the teacher, or given, and trained on the teacher's distribution.
 
     ``for_drafting`` trains it to have its drafts accepted in speculative decoding (for_drafting.py); with
     ``alpha`` 0 and ``share`` 0 it is trained plainly and reported in the same way, for comparison.
     """
 
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
-    layers: int = field(
-        default=0, metadata={"help": "layers of the student; 0: as keep_layers or layer_map has"}
-    )
-    keep_layers: float = field(
-        default=0.5,
-        metadata={"help": "fraction of the teacher's layers that the student has, where layers is 0"},
-    )
-    layer_map: str = field(
-        default="uniform",
-        metadata={
-            "help": "teacher layers the student starts from: uniform (evenly spread), ends (first and last), "
-            "last, or their numbers: 0,3,6"
-        },
+    learning_rate: float = _option(1e-3, "peak learning rate")
+    student: StudentSettings = field(default_factory=StudentSettings, metadata={"title": "The student"})
+    for_drafting: bool = _option(
+        False, "train for speculative decoding: accepted tokens count, half of the rows are the teacher's own"
     )
 
-    width: int = field(
-        default=0,
-        metadata={
-            "help": "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
-        },
-    )
-    for_drafting: bool = field(
-        default=False, metadata={"help": "train for speculative decoding: accepted tokens count"}
-    )
-    draft_loss: str = field(
-        default="lk",
-        metadata={
-            "help": "for drafting, the soft loss; tv: refused drafts; lk: kl far from the teacher, tv near",
-            "choices": ("lk", "tv", "kl"),
-        },
-    )
-    share: float = field(
-        default=0.5, metadata={"help": "for drafting: fraction of the rows that the teacher generates"}
-    )
-    samples: int = field(
-        default=512,
-        metadata={"help": "for drafting: rows it generates; repeated where the share asks for more"},
-    )
-    prompt_tokens: int = field(
-        default=32, metadata={"help": "for drafting: tokens of text in front of each row that it generates"}
-    )
+    @property
+    def teacher_share(self) -> float:
+        """Fraction of the rows that the teacher generates."""
+        share = self.rollouts.share
+        return float(self.for_drafting) / 2 if share is None else share
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("width", self.width, 0, 2**24, "0 (the teacher's) or more")
-        check_range("share", self.share, 0.0, 1.0, "between 0 and 1")
-        check_range("samples", self.samples, 1, 2**40, "at least 1")
-        check_range("prompt_tokens", self.prompt_tokens, 1, 2**24, "at least 1")
-        if self.draft_loss not in ("lk", "tv", "kl"):
-            raise SettingsError("draft_loss", self.draft_loss, "lk, tv or kl")
-        if self.for_drafting and self.teacher_top:
-            raise SettingsError("teacher_top", self.teacher_top, "0 for drafting: its losses read all logits")
-        check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
-        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
-        if not is_map(self.layer_map):
-            raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")
+    @property
+    def soft_loss(self) -> str:
+        """See :class:`LearnSettings`; ``lk`` for drafting."""
+        return "lk" if self.for_drafting and self.objective == "auto" else super().soft_loss
+
+
+def distill_settings(**options: Any) -> DistillSettings:
+    """Settings from flat options, as recipes and commands have them: ``objective="jsd", beta=0.1``.
+
+    Raises:
+        SettingsError: a value is not allowed, or the objective does not take the option.
+    """
+    return nest(DistillSettings, options)
+
+
+def recover_settings(**options: Any) -> RecoverSettings:
+    """The same for recovery."""
+    return nest(RecoverSettings, options)

@@ -15,16 +15,18 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import note_texts, record
+from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
 from attar.distillation.for_drafting import draft_report
 from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
-from attar.distillation.rollouts import HELD_OUT_TOKENS, RolloutWriter
+from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
-from attar.distillation.signals.online import SignalSource
+from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
+from attar.distillation.tasks import TASKS
+from attar.distillation.tasks.task import Task
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
@@ -65,26 +67,26 @@ def distill(
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
     settings = fit(settings, source, progress)
-    model = _causal(source, settings)
-    layers, student = make_student(model, settings)
+    task = task_of(source, settings)
+    model = task.load(source, settings)
+    layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     with produce(
         out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
-        note_texts(output, _records("distill", source, settings), progress)
-        rollouts = (
-            _rollouts(model, source, settings, output.work, progress) if settings.for_drafting else None
-        )
+        note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
+        writes = settings.for_drafting or settings.teacher_share > 0.0
+        rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
         origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
         history = learn(
-            student, origin, source, settings, progress=progress, what="distill", rollouts=rollouts
+            student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
         )
         _save(student, source, output, history, progress)
-        if settings.width:
-            output.details["width"] = settings.width
+        if settings.student.width:
+            output.details["width"] = settings.student.width
         else:
             output.details["layer_map"] = layers
-        if rollouts is not None:
+        if settings.for_drafting and rollouts is not None:
             draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
             rows = rollouts.held_out_rows()
             output.details["drafting"] = draft_report(
@@ -127,8 +129,9 @@ def recover(
     if original is not None:
         _check_same_tokens(source, original)
     load_tokenizer(source)  # refused before the weights are read
-    student = _causal(source, settings)
-    guide = None if original is None else _causal(original, settings)
+    task = task_of(source, settings)
+    student = task.load(source, settings)
+    guide = None if original is None else task.load(original, settings)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -139,11 +142,11 @@ def recover(
     ) as output:
         for note in _zero_notes(masks, len(names), settings):
             progress.log(note)
-        note_texts(output, _records("recover", source, settings), progress)
+        note_texts(output, task.records("recover", source, settings, training_rows(settings)), progress)
         origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
-            student, origin, source, settings, progress=progress, what="recover", masks=dense_masks
+            student, origin, source, task, settings, progress=progress, what="recover", masks=dense_masks
         )
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
@@ -197,34 +200,9 @@ def _rollouts(
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
 
 
-def _records(stage: str, source: Checkpoint, settings: LearnSettings) -> list[dict[str, Any]]:
-    """Records of the text: for training, and held out to choose the best state."""
-    tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
-    rows, packing = training_rows(settings), settings.packing
-    return [
-        record(stage, tokenizer, settings, "train", length=length, rows=rows, packing=packing),
-        record(
-            stage,
-            tokenizer,
-            settings,
-            "calibration",
-            length=length,
-            rows=max(HELD_OUT_TOKENS // length, 1),
-            seed=0,
-            packing=packing,
-        ),
-    ]
-
-
-def _causal(checkpoint: Checkpoint, settings: LearnSettings) -> Any:
-    """The model in float32 on its device; refused unless it is a causal language model."""
-    model = load_model(checkpoint, dtype=torch.float32, device=pick_device(settings.device))
-    if not discover(model).causal:
-        raise ModelError(
-            f"{checkpoint.path}: {checkpoint.config['architectures'][0]} is not a causal language model",
-            hint="encoders can be pruned and quantized, but not distilled yet",
-        )
-    return model
+def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
+    """What the model predicts: as the settings say, or its architecture."""
+    return TASKS["causal" if settings.task == "auto" else settings.task]
 
 
 def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:

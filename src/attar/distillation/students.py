@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attar.distillation.layer_map import layer_map
-from attar.distillation.settings import DistillSettings
+from attar.distillation.settings import StudentSettings
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover, text_config
 from attar.models.configs import first_line, model_class, parse_config, quiet
@@ -18,8 +18,11 @@ from attar.models.rebuild import named_config
 from attar.models.surgery import keep_layers, neurons_key
 
 
-def make_student(teacher: Any, settings: DistillSettings) -> tuple[list[int], Any]:
+def make_student(teacher: Any, settings: StudentSettings, seed: int = 0) -> tuple[list[int], Any]:
     """The student before its first step.
+
+    Args:
+        seed: of the weights that start afresh.
 
     Returns:
         the teacher's layers that it starts from (or, where it is narrower, whose kinds its layers have), and
@@ -31,7 +34,7 @@ def make_student(teacher: Any, settings: DistillSettings) -> tuple[list[int], An
     depth = len(discover(teacher).blocks)
     layers = layer_map(settings.layer_map, depth, settings.layers, settings.keep_layers)
     if settings.width:
-        return layers, fresh_student(teacher, layers, settings.width, settings.seed).requires_grad_(True)
+        return layers, fresh_student(teacher, layers, settings.width, seed).requires_grad_(True)
     return layers, keep_layers(teacher, layers).requires_grad_(True)
 
 

@@ -251,7 +251,7 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
 def _guided(settings: Any) -> bool:
     """Whether a teacher is run; without, the text alone teaches."""
     weight = getattr(settings, "distill", getattr(settings, "alpha", 1.0))  # qat's alpha is SmoothQuant's
-    return bool(weight > 0.0)
+    return bool(weight > 0.0) and getattr(settings, "objective", "") != "hard"
 
 
 def _taught(settings: Any, tokens: float) -> float:

@@ -24,8 +24,11 @@ from attar.yaml import scalar
 
 T = TypeVar("T")
 
-VARIANTS = "With --method "
-"""Heading of the options that only some methods take; their names follow."""
+
+def variants_heading(by: str, variants: Sequence[str]) -> str:
+    """Heading of the options that only some choices of another option (``method``, say) take."""
+    return f"With --{by.replace('_', '-')} {listed(variants)}"
+
 
 _UNNAMED = ("scheme", "method", "format")  # titles show their values without the name
 _ALWAYS = (*_UNNAMED, "ratio")  # in every title; also steps, for a stage without a method
@@ -39,7 +42,8 @@ class SettingField:
         default: its default, or ``dataclasses.MISSING``.
         choices: the allowed values, or empty.
         title: heading of its group in help, or empty.
-        variants: the methods that take it; empty: all.
+        by: the option that chooses among variants; empty: none.
+        variants: the choices of ``by`` that take it; empty: all.
     """
 
     name: str
@@ -48,6 +52,7 @@ class SettingField:
     help: str
     choices: tuple[Any, ...]
     title: str = ""
+    by: str = ""
     variants: tuple[str, ...] = ()
 
     @property
@@ -72,7 +77,8 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
             else option.field.default_factory(),
             help=str(option.field.metadata.get("help", "")),
             choices=tuple(option.field.metadata.get("choices", ())),
-            title=VARIANTS + listed(option.variants) if option.by else option.title,
+            title=variants_heading(option.by, option.variants) if option.by else option.title,
+            by=option.by,
             variants=option.variants,
         )
         for option in option_fields(cls)
@@ -130,14 +136,14 @@ def title(settings: Any) -> str:
 def document(cls: type) -> str:
     """The settings class as Markdown tables: setting, type, default, meaning; the options of each method in
     a table of its own."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    methods = dict.fromkeys(name for setting in settings_of(cls) for name in setting.variants)
-    for name in methods:
-        own = tuple(setting.name for setting in settings_of(cls) if name in setting.variants)
-        groups.setdefault(own, []).append(name)
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    choices = dict.fromkeys((one.by, name) for one in settings_of(cls) for name in one.variants)
+    for by, name in choices:
+        own = tuple(one.name for one in settings_of(cls) if one.by == by and name in one.variants)
+        groups.setdefault((by, own), []).append(name)
     tables = [_table([setting for setting in settings_of(cls) if not setting.variants])]
-    for own, names in groups.items():
-        heading = f"With `method` {listed([f'`{name}`' for name in names])}:"
+    for (by, own), names in groups.items():
+        heading = f"With `{by}` {listed([f'`{name}`' for name in names])}:"
         tables.append(f"{heading}\n\n" + _table([one for one in settings_of(cls) if one.name in own]))
     return "\n".join(tables)
 

@@ -98,10 +98,13 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
     return shape
 
 
+_NESTED = ("distill", "recover", "prune", "quantize")  # stages whose settings classes hold others
+
+
 def flat_settings(entry: StageEntry) -> Any:
     """A stage's settings with every option as an attribute."""
     settings = entry.settings
-    return SimpleNamespace(**plain(settings)) if entry.stage in ("prune", "quantize") else settings
+    return SimpleNamespace(**plain(settings)) if entry.stage in _NESTED else settings
 
 
 def _pruned(settings: Any, shape: Shape) -> Shape:

@@ -4,15 +4,15 @@ distance of a changed model's predictions from the original's."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
-"""``loss(model, tokens)``: tokens int64 (B, S), -100 where there is none, to the mean over the predicted
-tokens."""
+Loss = Callable[[nn.Module, Any], Tensor]
+"""``loss(model, batch)``: what the loop's source gives, tokens int64 (B, S), -100 where there is none, or
+:class:`attar.data.examples.Examples`, to the mean over what is predicted."""
 
 SoftLoss = Callable[[Tensor, Tensor], Tensor]
 """``soft(logits, tokens)``: the student's logits (B, S, V) and the tokens (B, S) to a scalar, the mean over

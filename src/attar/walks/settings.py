@@ -53,6 +53,10 @@ class TrainSettings:
             "choices": ("auto", "bf16", "fp32"),
         },
     )
+    gradient_checkpointing: bool = field(
+        default=False,
+        metadata={"help": "activations are computed again in the backward pass: less memory, a third slower"},
+    )
     evaluate_every: int = field(
         default=0, metadata={"help": "steps between held-out losses; 0: only at the end"}
     )

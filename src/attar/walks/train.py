@@ -1,6 +1,9 @@
 """The training loop. The loss that it is given decides what is learned.
 
-    for step:  g = mean over micro-batches of d loss(model, batch) / d parameters;  clip;  optimizer step
+    for step:  g = sum over micro-batches of n_i / n d loss(model, batch_i) / d parameters;  clip;  optimize
+
+n_i counts the predictions of a micro-batch, n those of all, on all processes: a step is the mean over its
+predicted tokens however they are divided.
 
 Distillation, recovery and quantization-aware training bring a loss and trainable parameters, never another
 loop. A sparse model brings its masks (masks.py). The loop runs through accelerate, so that ``accelerate
@@ -21,15 +24,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
+from attar.data.examples import Examples, predictions
 from attar.data.packing import Batches
-from attar.errors import NumericsError
+from attar.errors import NumericsError, SettingsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
@@ -59,10 +63,21 @@ class TrainHistory:
     precision: str = ""
 
 
+class BatchSource(Protocol):
+    """Batches by number, made with the model's current weights if need be.
+
+    A batch must be the same again when a killed run asks for it with the same weights.
+    """
+
+    def batch(self, number: int, model: nn.Module) -> Any:
+        """Batch ``number``, from 0 on, one for each micro-batch of each process: what the loss takes, with
+        rows of tokens or as :class:`Examples`."""
+
+
 def train(
     model: nn.Module,
     loss: Loss,
-    rows: Tensor,
+    rows: Tensor | Examples | BatchSource,
     settings: TrainSettings,
     *,
     work: Path | None = None,
@@ -79,7 +94,7 @@ def train(
             only).
         loss: see :data:`attar.walks.objectives.Loss`; like ``held_out``, called under autocast where
             products are in bf16.
-        rows: int64 (N, S) training rows.
+        rows: training rows int64 (N, S), or examples, shuffled by the settings' seed; or a source of batches.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
         masks: weights that are zero and stay zero.
@@ -91,6 +106,8 @@ def train(
     with accelerator.main_process_first():
         settings = replace(settings, precision=resolve(settings.precision, accelerator.device, work))
     torch.manual_seed(settings.seed)
+    if settings.gradient_checkpointing:
+        _checkpoint_activations(model)
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
     run = _TrainRun(accelerator, prepared, tuned, work)
@@ -98,17 +115,19 @@ def train(
         run.pruned = masks.pairs(accelerator.unwrap_model(prepared))
     history = run.resume()
     history.precision = settings.precision
-    batches = Batches(rows, settings.batch_size, settings.seed)
+    source: BatchSource
+    if isinstance(rows, Tensor | Examples):
+        source = Batches(rows, settings.batch_size, settings.seed)
+    else:
+        source = rows
     losses: list[float] = []
     start = time.monotonic()
     first = history.step
     with progress.task(what, total=settings.steps, done=history.step) as task:
         while history.step < settings.steps and not history.stopped:
-            value = _step(run, loss, batches, history.step, settings)
+            value, tokens = _step(run, loss, source, history.step, settings)
             history.step += 1
-            history.tokens += (
-                settings.batch_size * settings.accumulate * rows.shape[1] * accelerator.num_processes
-            )
+            history.tokens += tokens * accelerator.num_processes
             losses.append(value)
             numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
             last = history.step == settings.steps
@@ -143,20 +162,34 @@ def _log_every(settings: TrainSettings) -> int:
     return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
 
 
-def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
-    """One optimizer step; returns the mean loss of its micro-batches."""
+def _checkpoint_activations(model: nn.Module) -> None:
+    """Have the model's blocks compute their activations again in the backward pass."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise SettingsError("gradient_checkpointing", True, f"false: {type(model).__name__} cannot do it")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _step(
+    run: _TrainRun, loss: Loss, source: BatchSource, step: int, settings: TrainSettings
+) -> tuple[float, int]:
+    """One optimizer step; returns the mean loss over its predictions, and the tokens of this process."""
+    device, ranks = run.accelerator.device, run.accelerator.num_processes
+    first = step * settings.accumulate
+    rank, model = run.accelerator.process_index, run.accelerator.unwrap_model(run.model)
+    batches = [source.batch((first + micro) * ranks + rank, model) for micro in range(settings.accumulate)]
     run.model.train()
-    device = run.accelerator.device
+    counts = [predictions(batch) for batch in batches]
+    n = _sum_over_ranks(run.accelerator, sum(counts))
     total = 0.0
-    for micro in range(settings.accumulate):
-        number = (
-            step * settings.accumulate + micro
-        ) * run.accelerator.num_processes + run.accelerator.process_index
-        tokens = batches[number].to(device)
+    for batch, n_i in zip(batches, counts, strict=True):
+        if not n_i and ranks == 1:
+            continue
         with _arithmetic(run, settings):
-            value = loss(run.model, tokens)
-        run.accelerator.backward(value / settings.accumulate)
-        total += float(value.detach()) / settings.accumulate
+            value = loss(run.model, batch.to(device))
+        parts = n / (ranks * n_i) if n_i else math.inf  # ranks' gradients are averaged
+        run.accelerator.backward(value / parts)
+        total += float(value.detach()) / parts
     if not math.isfinite(total):
         raise _diverged(f"the loss became {total} at step {step + 1}", settings)
     mask_gradients(run.pruned)
@@ -169,7 +202,19 @@ def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: Tra
         optimizer.step()
         optimizer.zero_grad()
     mask_weights(run.pruned)
-    return total
+    return total, sum(_token_count(batch) for batch in batches)
+
+
+def _sum_over_ranks(accelerator: Any, count: int) -> int:
+    """The sum of a count over all processes."""
+    if accelerator.num_processes == 1:
+        return count
+    return int(accelerator.reduce(torch.tensor(count, device=accelerator.device), "sum"))
+
+
+def _token_count(batch: Tensor | Examples) -> int:
+    """Positions of a batch, padding included."""
+    return int((batch.tokens if isinstance(batch, Examples) else batch).numel())
 
 
 def _arithmetic(run: _TrainRun, settings: TrainSettings) -> torch.autocast:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from attar.data.examples import Examples
 from attar.data.packing import PADDING
+from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.signals.cached import CachedTeacher, summary
+from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.stage import recover
 from attar.errors import SettingsError
 from attar.walks import train as walk
-from attar.walks.objectives import distillation_loss, soft_loss
 from tests import tiny_models
 
 SMALL = {
@@ -41,10 +43,10 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
     tokens[0, -3:] = PADDING
     for alpha in (1.0, 0.3):
         plain, kept = (
-            loss(student, tokens)
-            for loss in (
-                distillation_loss(soft_loss(teacher, 2.0, OBJECTIVES["kl"]), alpha),
-                distillation_loss(keeping(teacher, tmp_path, top=10**6, temperature=2.0).soft_loss, alpha),
+            DistillationLoss(signal, alpha)(student, Examples.of_text(tokens))
+            for signal in (
+                OnlineTeacher(teacher, OBJECTIVES["kl"], 2.0),
+                keeping(teacher, tmp_path, top=10**6, temperature=2.0),
             )
         )
         assert kept.item() == pytest.approx(plain.item(), rel=1e-3)
@@ -111,7 +113,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
     """Five rows, sixteen times shown: over epochs whose batches hold rows of two of them."""
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
     pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
-    settings = RecoverSettings(**SMALL)
+    settings = recover_settings(**SMALL)
     whole = recover(pruned, tmp_path / "whole" / "m", settings, teacher=teacher)
     step = walk._step
 
@@ -133,7 +135,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
 def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
     """The second one asks the teacher nothing: it reads the rows and the held-out text of the first."""
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
-    settings = RecoverSettings(**SMALL)
+    settings = recover_settings(**SMALL)
     recover(teacher, tmp_path / "one", settings, teacher=teacher, signal=tmp_path / "signal")
     count = len(list((tmp_path / "signal").glob("*/*.safetensors")))
 
@@ -147,5 +149,5 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_draft_model_needs_all_logits():
-    with pytest.raises(SettingsError, match="for drafting"):
-        DistillSettings(for_drafting=True, teacher_top=8)
+    with pytest.raises(SettingsError, match="lk, which reads all logits"):
+        distill_settings(for_drafting=True, teacher_top=8)

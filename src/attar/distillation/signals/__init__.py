@@ -1,6 +1,19 @@
-"""Signals: what a student gets from its teacher. One file each, and the table of what makes a soft loss."""
+"""Signals: what a student gets from its teacher. One file each, and the table of their names.
+
+A signal is made once by its function, ``SIGNALS[name](source, student, settings)``, and asked for the target
+of every batch. The signal ``text`` has no teacher: the text is what it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 from attar.distillation.signals.cached import cached_signal
 from attar.distillation.signals.online import online_signal
+from attar.distillation.signals.target import Signal
 
-SIGNALS = {"online": online_signal, "cached": cached_signal}
+SIGNALS: dict[str, Callable[..., Signal | None]] = {
+    "online": online_signal,
+    "cached": cached_signal,
+    "text": lambda source, student, settings: None,
+}

@@ -30,22 +30,21 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
-from attar.data.packing import PADDING, numbered_generator
-from attar.distillation.objectives.forward_kl import forward_kl, sparse_forward_kl
+from attar.data.examples import Examples
+from attar.data.packing import numbered_generator
+from attar.distillation.objectives.forward_kl import sparse_forward_kl
+from attar.distillation.outputs import Insides, ModelOutputs
 from attar.distillation.settings import LearnSettings
-from attar.distillation.signals.online import SignalSource
+from attar.distillation.signals.target import SignalSource
 from attar.models.device import resolve
-from attar.walks.objectives import Objective, SoftLoss
 
 VERSION = 1  # of a file's content
 SMALLEST = 1e-30  # keeps a draw possible where the K tokens have all probability
 
 
-def cached_signal(
-    source: SignalSource, student: Any, settings: LearnSettings, objective: Objective
-) -> SoftLoss:
+def cached_signal(source: SignalSource, student: Any, settings: LearnSettings) -> CachedTeacher:
     """Forward KL to the cached predictions of ``settings.teacher_top`` tokens a position."""
-    assert objective is forward_kl, "other objectives read all logits"
+    assert settings.soft_loss == "kl", "other objectives read all logits"
     assert source.checkpoint is not None
     models = (student, source.teacher)
     return CachedTeacher(
@@ -56,7 +55,7 @@ def cached_signal(
         settings.teacher_top,
         settings.temperature,
         min(model.get_output_embeddings().weight.shape[0] for model in models),
-    ).soft_loss
+    )
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,22 @@ class Prediction:
     tokens: Tensor
     weights: Tensor
     entropy: Tensor
+
+
+@dataclass(frozen=True)
+class CachedTarget:
+    """The stored predictions of a batch."""
+
+    prediction: Prediction
+    temperature: float
+    width: int
+    outputs: ModelOutputs | None = None
+
+    def soft_loss(self, logits: Tensor) -> Tensor:
+        """T^2 KL(teacher || student), see :class:`attar.distillation.signals.target.SoftTarget`."""
+        stored = self.prediction
+        z = logits[:, : self.width]
+        return sparse_forward_kl(z, stored.tokens, stored.weights, stored.entropy, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -107,14 +122,13 @@ class CachedTeacher:
         weights /= weights.sum(1, keepdim=True)  # the probabilities are rounded to float16
         return Prediction(*(part.to(rows.device) for part in (tokens, weights, entropy)))
 
-    def soft_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """T^2 KL(teacher || student), see :data:`attar.walks.objectives.SoftLoss`."""
-        target, predicted = self(tokens), (tokens[:, 1:] != PADDING).flatten()
-        z = logits[:, :-1, : self.width].flatten(0, 1)
-        parts = (z, target.tokens, target.weights, target.entropy)
+    def target(self, batch: Examples, insides: Insides) -> CachedTarget:
+        """See :class:`attar.distillation.signals.target.Signal`; rows are of text, without insides."""
+        assert insides == Insides(), "the insides of a teacher are not cached"
+        prediction, predicted = self(batch.tokens), batch.predicted[:, :-1].flatten()
         if not bool(predicted.all()):
-            parts = tuple(part[predicted] for part in parts)
-        return sparse_forward_kl(*parts, self.temperature)
+            prediction = Prediction(*(part[predicted] for part in vars(prediction).values()))
+        return CachedTarget(prediction, self.temperature, self.width)
 
     def _row(self, row: Tensor) -> dict[str, Tensor]:
         """Content of the file of a row (S,); written where it is missing or cannot be read."""

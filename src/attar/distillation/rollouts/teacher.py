@@ -22,11 +22,11 @@ from transformers import DynamicCache
 from attar.checkpoint import atomic
 from attar.data.packing import PADDING, numbered_generator, pack
 from attar.distillation.settings import DistillSettings
+from attar.distillation.tasks.task import HELD_OUT_TOKENS
 from attar.models.plain_config import end_tokens
 from attar.progress import Progress
 
 ROWS = 64  # sampled together
-HELD_OUT_TOKENS = 16_384  # held-out tokens, about
 HELD_OUT_SEED = 1 << 32  # no training seed draws the held-out rows
 
 
@@ -48,19 +48,19 @@ class RolloutWriter:
     @property
     def prompt(self) -> int:
         """P."""
-        return min(self.settings.prompt_tokens, self.length - 1)
+        return min(self.settings.rollouts.prompt_tokens, self.length - 1)
 
     def training_rows(self, count: int, text: Tensor) -> Tensor:
-        """``count`` rows int64 (N, S), ``share`` of them rollouts; both kinds repeat as needed.
+        """``count`` rows int64 (N, S), ``teacher_share`` of them rollouts; both kinds repeat as needed.
 
         Args:
             text: int64 (M, S) rows of text.
         """
-        own = round(self.settings.share * count)
+        own = round(self.settings.teacher_share * count)
         if not own:
             return text
         settings = self.settings
-        seed, rows = settings.seed, min(settings.samples, own)
+        seed, rows = settings.seed, min(settings.rollouts.samples, own)
         rollouts = self._rollouts("train", rows, settings.temperature, seed, seed, "train")
         return torch.cat([_repeat(rollouts, own), _repeat(text, count - own)])
 

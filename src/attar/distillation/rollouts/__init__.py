@@ -1,0 +1,1 @@
+"""Rollouts: rows that a model writes, and the student learns from."""

@@ -1,0 +1,35 @@
+"""What a task says to the rest: how a checkpoint is loaded for it, and what its examples are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attar.data.examples import Examples
+from attar.distillation.settings import LearnSettings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+HELD_OUT_TOKENS = 16_384  # held-out tokens, about
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of prediction.
+
+    Attributes:
+        load: ``load(checkpoint, settings)``: the model in float32 on its device; refused where the task does
+            not suit it.
+        training: ``training(checkpoint, settings, count)``: at most ``count`` rows of the train split.
+        held_out: ``held_out(checkpoint, settings)``: rows that choose the best state.
+        records: ``records(stage, checkpoint, settings, count)``: of all this text, for
+            :func:`attar.data.seen.note_texts`.
+    """
+
+    name: str
+    load: Callable[[Checkpoint, LearnSettings], Any]
+    training: Callable[[Checkpoint, LearnSettings, int], Examples]
+    held_out: Callable[[Checkpoint, LearnSettings], Examples]
+    records: Callable[[str, Checkpoint, LearnSettings, int], list[dict[str, Any]]]
