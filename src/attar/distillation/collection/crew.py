@@ -138,7 +138,7 @@ class Crew:
         numbers = {"k tokens": (self.tally.prompt_tokens + self.tally.answer_tokens) / 1000}
         if self._settings.cost.price_in + self._settings.cost.price_out:
             numbers["cost"] = self.ledger.spent
-        self._task.advance(**numbers)
+        self._task.advance(1, **numbers)
 
     async def _after_failure(self, request: TeacherRequest, failure: TeacherFailure, attempt: int) -> bool:
         """Stop, refuse or wait as the failure asks for; true: this request is over."""

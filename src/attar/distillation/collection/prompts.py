@@ -61,12 +61,12 @@ def _of_row(where: str, line: str) -> ChatPrompt:
     if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
         raise DataError(f"{where}: neither prompt nor messages in it", hint='a row is {"prompt": "..."}')
     name = "messages" if "messages" in row else "prompt"
-    value = row[name]
-    if not isinstance(value, list if name == "messages" else str) or not value or not str(value).strip():
-        raise DataError(f"{where}: {name} is empty, or not {'a list' if name == 'messages' else 'text'}")
+    value: Any = row[name]
     check_unicode(f"{where}: {name}", value)
-    if name == "prompt":
+    if isinstance(value, str) and name == "prompt" and value.strip():
         return _user(value, where)
+    if not isinstance(value, list) or name == "prompt" or not value:
+        raise DataError(f"{where}: {name} is empty, or not {'a list' if name == 'messages' else 'text'}")
     check_messages(f"{where}: messages", value)
     if value[-1]["role"] == "assistant":
         raise DataError(

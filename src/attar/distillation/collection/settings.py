@@ -36,8 +36,8 @@ class PromptSettings:
     """Which prompts are asked, how often, and under which system prompts."""
 
     read_as: str = _option("auto", "how the file is read; lines: a prompt each; jsonl: prompt or messages; "
-                           "topics: prompts are made from a topic a line; auto: jsonl by the file's name, else "
-                           "lines",
+                           "topics: prompts are made from a topic a line; auto: jsonl by the file's name, "
+                           "else lines",
                            choices=READINGS)  # fmt: skip
     limit: int = _option(0, "prompts that are asked, the first ones; 0: all")
     samples: int = _option(1, "answers to each prompt")
@@ -59,7 +59,7 @@ class AnswerSettings:
     """How the teacher answers."""
 
     max_tokens: int = _option(1024, "most tokens of an answer")
-    limit_name: str = _option("max_tokens", "its field in the request; some models know only the second",
+    limit_name: str = _option("max_tokens", "its field in the request; some models want the second",
                               choices=LIMIT_NAMES)  # fmt: skip
     temperature: float | None = _option(
         None, "of the sampling; none: the endpoint's default, and 1 for a checkpoint"

@@ -58,7 +58,7 @@ def with_system(prompt: ChatPrompt, weights: Mapping[str, float], seed: int) -> 
         return prompt
     digest = sha256_text(f"{seed}:{canonical_json(list(prompt.messages))}")
     point = int(digest[:13], 16) / 16**13 * sum(weights.values())
-    system = next(reversed(weights))
+    system = list(weights)[-1]
     for candidate, weight in weights.items():
         point -= weight
         if point < 0:
