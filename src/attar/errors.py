@@ -9,6 +9,7 @@
     ├── ModelError             the architecture does not allow the request
     ├── DataError              the text is missing, empty or of the wrong shape
     ├── NumericsError          NaN, infinity or a singular matrix
+    ├── EndpointError          a teacher's endpoint refuses, fails, or would cost too much
     ├── OutputError            the result cannot be written
     └── MissingExtraError      an optional package is not installed
 
@@ -85,6 +86,10 @@ class DataError(AttarError):
 
 class NumericsError(AttarError):
     """NaN, infinity or a singular matrix where numbers were expected."""
+
+
+class EndpointError(AttarError):
+    """A teacher's endpoint refuses, fails again and again, or would cost more than the budget."""
 
 
 class OutputError(AttarError):
