@@ -13,20 +13,14 @@ Letters: n predictions, H hidden size, V vocabulary; h (n, H) hidden states; W (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.distillation.objectives.chunked import BYTES, ChunkLoss
 from attar.models.head import Head
 
-ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""``chunk_loss(z, part)``: logits (c, V) of the tokens ``part``, in the type of the product (bf16 under
-autocast), to their losses (c,) in at least float32 and slopes (c, V). It may overwrite z, and leave the
-slopes there: :func:`attar.distillation.objectives.chunked.blockwise` with ``out=z``."""
-
-BYTES = 1 << 26  # of a chunk's logits
 ROWS = 16  # of a chunk, at least
 
 
@@ -36,7 +30,7 @@ def head_loss(hidden: Tensor, head: Head, chunk_loss: ChunkLoss, weights: Tensor
     Args:
         hidden: (n, H); receives a gradient, as do the head's weight and bias.
         head: of the model that made them.
-        chunk_loss: see :data:`ChunkLoss`.
+        chunk_loss: see :data:`attar.distillation.objectives.chunked.ChunkLoss`.
         weights: (n,) of the tokens: the result is sum w L / n; None: 1.
     """
     inputs = [hidden, head.weight, head.bias]

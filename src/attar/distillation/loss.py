@@ -17,10 +17,9 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.features import Feature
-from attar.distillation.fused import ChunkLoss
 from attar.distillation.learner import projections_of
 from attar.distillation.objectives import hard
-from attar.distillation.objectives.chunked import blockwise
+from attar.distillation.objectives.chunked import ChunkLoss, blockwise
 from attar.distillation.outputs import Insides, run_model
 from attar.distillation.signals.target import Signal, SoftTarget
 from attar.models.head import Head

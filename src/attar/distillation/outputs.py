@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.fused import ChunkLoss, head_loss
-from attar.distillation.objectives.chunked import mean_loss
+from attar.distillation.fused import head_loss
+from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
 from attar.models.head import Head, without_logits
 
 
@@ -64,7 +64,7 @@ class ModelOutputs:
         once."""
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_loss(self.predictions, lambda z: chunk_loss(z.clone(), slice(0, len(z))))
+        return mean_of_chunks(chunk_loss, self.predictions)
 
 
 def run_model(
