@@ -1,4 +1,4 @@
-"""A student learns from text that its teacher wrote: the answers alone; no teacher is run, its terms go on."""
+"""A student learns from text that its teacher wrote: answers alone; no teacher is run, its terms go on."""
 
 import json
 

@@ -150,9 +150,9 @@ def tokenized(text: str, spans: Sequence[Span], tokenizer: Any) -> tuple[list[in
         inside = [any(start <= at < stop for start, stop in spans) for at, _ in pieces]
         tokens = [token for _, ids in pieces for token in ids]
         return tokens, [flag for flag, (_, ids) in zip(inside, pieces, strict=True) for _ in ids]
-    tokens, places = offsets
+    tokens, positions = offsets
     predicted, number = [], 0
-    for start, stop in places:
+    for start, stop in positions:
         while number < len(spans) and spans[number][1] <= start:
             number += 1
         predicted.append(number < len(spans) and start < spans[number][1] and stop > spans[number][0])
