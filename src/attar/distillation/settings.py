@@ -187,7 +187,7 @@ class LearnSettings(TrainSettings):
 
     @property
     def soft_loss(self) -> str:
-        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.SLOPES."""
+        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.OBJECTIVES."""
         return "kl" if self.objective == "auto" else self.objective
 
     @property
