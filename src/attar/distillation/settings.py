@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
-from attar.distillation.layer_map import is_map
+from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
 from attar.walks.settings import TrainSettings, check_range
 
-VERSION = 3
+VERSION = 4
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -99,32 +99,6 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudentSettings:
-    """What the student starts from."""
-
-    layers: int = _option(0, "layers of the student; 0: as keep_layers or layer_map has")
-    keep_layers: float = _option(
-        0.5, "fraction of the teacher's layers that the student has, where layers is 0"
-    )
-    layer_map: str = _option(
-        "uniform",
-        "teacher layers the student starts from: uniform (evenly spread), ends (first and last), last, or "
-        "their numbers: 0,3,6",
-    )
-    width: int = _option(
-        0, "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
-    )
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range("width", self.width, 0, 2**24, "0 (the teacher's) or more")
-        check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
-        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
-        if not is_map(self.layer_map):
-            raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LearnSettings(TrainSettings):
     """Training on a teacher: ``alpha * soft loss + (1 - alpha) * cross-entropy``, per predicted token, and
     what is compared inside the models."""
@@ -158,6 +132,11 @@ class LearnSettings(TrainSettings):
         "the model's architecture says",
         ("auto", "causal", "masked", "classification"),
     )
+    adapter_rank: int = _option(
+        0,
+        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
+        "0: all weights are trained",
+    )
     features: FeatureSettings = field(
         default_factory=FeatureSettings, metadata={"title": "Inside the network"}
     )
@@ -175,6 +154,7 @@ class LearnSettings(TrainSettings):
         check_choices(self)
         check_range("rows", self.rows, 0, 2**40, "0 (as many as the steps take) or more")
         check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (nothing is kept) or more")
+        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
         check_range("temperature", self.temperature, 0.01, 100.0, "between 0.01 and 100")
         check_range("alpha", self.alpha, 0.0, 1.0, "between 0 and 1")
         if self.signal in ("online", "text") and self.teacher_top:
@@ -216,11 +196,6 @@ class RecoverSettings(LearnSettings):
     a teacher: all weights, or adapters alone."""
 
     learning_rate: float = _option(2e-4, "peak learning rate; small, because the model is nearly right")
-    adapter_rank: int = _option(
-        0,
-        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
-        "0: all weights are trained",
-    )
     adapter_init: str = _option(
         "error",
         "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do without a "
@@ -232,10 +207,6 @@ class RecoverSettings(LearnSettings):
         "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
         ("auto", "true", "false"),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
 
     @property
     def reads_teacher(self) -> bool:

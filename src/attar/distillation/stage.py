@@ -28,12 +28,14 @@ from attar.distillation.masked_adapters import add_masked_adapters, merge_masked
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.target import SignalSource
-from attar.distillation.students import make_student
+from attar.distillation.students.make import given_student, make_student
+from attar.distillation.students.plan import StudentPlan, plan_student
+from attar.distillation.students.text import ScoringText
 from attar.distillation.tasks import TASKS
 from attar.distillation.tasks.task import Task
 from attar.errors import ModelError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
@@ -57,10 +59,13 @@ def distill(
     key: str | None = None,
     signal: Path | None = None,
 ) -> Checkpoint:
-    """Make a student with fewer of the teacher's layers and train it on the teacher's distribution.
+    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
+
+    With ``adapter_rank`` the student's weights stay as they start, and low-rank adapters learn, which ``out``
+    has added to its weights; of a given student ``out/adapter`` has them alone, too.
 
     Args:
-        teacher: a dense or packed causal language model.
+        teacher: a dense or packed language model.
         out: the folder to make; for drafting its card has acceptance and tokens a pass.
         signal: folder of the predictions that ``teacher_top`` keeps, for several stages; None: in the stage's
             work folder.
@@ -70,29 +75,46 @@ def distill(
     """
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
+    given = open_checkpoint(settings.student.student) if settings.student.student else None
+    base = source if given is None else given
     settings = fit(settings, source, progress)
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
-    authors = _check_licences(source, signals, settings, progress)
+    authors = _check_licences(base, signals, settings, progress)
+    plan = None
+    if given is None:
+        plan = plan_student(source.config, stored_precision(source), settings.student)
+    else:
+        _check_same_tokens(given, source)
     task = task_of(source, settings)
     model = task.load(source, settings)
-    layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
     with produce(
-        out, "distill", settings, VERSION, [source], **parents, text=text, force=force, key=key
+        out, "distill", settings, VERSION, [base], **parents, text=text, force=force, key=key
     ) as output:
-        note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
+        records = task.records("distill", source, settings, training_rows(settings))
+        precision = resolve(settings.precision, model.device, output.work)
+        scored = ScoringText(source, settings, output.work / "scores", precision, progress)
+        if plan is not None and plan.is_scored:
+            records.append(scored.record())
+        note_texts(output, records, progress)
+        student, output.details["student"] = _student(model, base, plan, scored, task, settings)
+        if plan is not None and not settings.student.width:
+            output.details["layer_map"] = output.details["student"]["layers"]
+        if settings.adapter_rank:
+            torch.manual_seed(settings.seed)  # A is drawn
+            student = add_adapters(student, linears_of(student), settings.adapter_rank)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
         origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
         history = learn(
             student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
         )
-        _save(student, source, output, history, progress)
-        if settings.student.width:
-            output.details["width"] = settings.student.width
-        else:
-            output.details["layer_map"] = layers
+        if settings.adapter_rank:
+            if given is not None:
+                save_adapter(student, output.folder / ADAPTER, given.spelling)
+            student = student.merge_and_unload()
+        _save(student, base, output, history, progress)
         if settings.for_drafting and rollouts is not None:
             draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
             rows = rollouts.held_out_rows()
@@ -100,6 +122,36 @@ def distill(
                 draft, model, rows, rollouts.prompt, settings.batch_size
             )
     return open_checkpoint(out)
+
+
+def _student(
+    model: Any,
+    base: Checkpoint,
+    plan: StudentPlan | None,
+    text: ScoringText,
+    task: Task,
+    settings: DistillSettings,
+) -> tuple[Any, dict[str, Any]]:
+    """The student before its first step, and what the card says of it.
+
+    Args:
+        model: the teacher.
+        base: of the student's weights.
+        plan: None: the student is given.
+    """
+    options = settings.student
+    if plan is None:
+        student = given_student(task.load(base, settings), options, settings.seed)
+        record: dict[str, Any] = {"given": base.name}
+    else:
+        for line in plan.lines():
+            text.progress.log(line)
+        units, student = make_student(model, options, settings.seed, plan=plan, text=text)
+        record = {**plan.record(), "layers": list(units.layers or ())}
+        if options.width:
+            record["width"] = options.width
+    count = sum(parameter.numel() for parameter in student.parameters())
+    return student, record | {"init": options.init, "parameters": count}
 
 
 def recover(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring, UnitWeights
+    from attar.walks.scoring import UnitScoring, UnitWeights
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring, UnitWeights
+    from attar.walks.scoring import UnitScoring, UnitWeights
 
 
 def taylor_importance(scoring: UnitScoring) -> Tensor:
