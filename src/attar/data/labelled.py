@@ -192,7 +192,9 @@ def class_names(rows: Sequence[LabelledText]) -> list[str]:
     if numbers != list(range(len(numbers))):
         missing = next(number for number in range(len(numbers)) if number not in first)
         label = numbers[-1]
-        raise DataError(f"{first[label]}: label {label}, but no text has label {missing}", hint="count from 0")
+        raise DataError(
+            f"{first[label]}: label {label}, but no text has label {missing}", hint="count from 0"
+        )
     return [f"LABEL_{number}" for number in numbers]
 
 

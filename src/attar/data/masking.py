@@ -3,8 +3,8 @@
     of all tokens but special ones 15 % are predicted, each drawn by itself; of these
     80 % become [MASK], 10 % a random token, 10 % stay as they are
 
-Paper: Devlin et al. 2018, "BERT", arXiv 1810.04805, section 3.1 and appendix A.1; drawn anew for every batch as
-Liu et al. 2019, "RoBERTa", arXiv 1907.11692, section 4.1.
+Paper: Devlin et al. 2018, "BERT", arXiv 1810.04805, section 3.1 and appendix A.1; drawn anew for every batch
+as Liu et al. 2019, "RoBERTa", arXiv 1907.11692, section 4.1.
 
 Differs from the paper: a batch's draws have a seed of their own, its number, so that a resumed run hides the
 same tokens.
@@ -81,7 +81,14 @@ class MaskedBatches:
 
 
 def masked_rows(
-    tokenizer: Any, data: str, split: str, *, length: int, rows: int | None, seed: int, packing: str = "stream"
+    tokenizer: Any,
+    data: str,
+    split: str,
+    *,
+    length: int,
+    rows: int | None,
+    seed: int,
+    packing: str = "stream",
 ) -> Tensor:
     """Rows int64 (N, S) of a split, each between the tokens that the tokenizer puts around a text ([CLS] and
     [SEP]). Raises as :func:`attar.data.packing.pack`."""

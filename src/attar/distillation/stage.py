@@ -22,11 +22,10 @@ from attar.distillation.for_drafting import draft_report
 from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
-from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
+from attar.distillation.tasks import task_of
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
@@ -67,8 +66,8 @@ def distill(
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
     settings = fit(settings, source, progress)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    task = task_of(source.config, settings)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     with produce(
@@ -129,9 +128,9 @@ def recover(
     if original is not None:
         _check_same_tokens(source, original)
     load_tokenizer(source)  # refused before the weights are read
-    task = task_of(source, settings)
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    task = task_of(source.config, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -198,11 +197,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
 
 
 def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:

@@ -20,16 +20,18 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
     return any(str(name).endswith(SUFFIX) for name in config.get("architectures") or [])
 
 
-def class_names_of(model: Any) -> list[str]:
+def class_names_of(config: Any, name: str) -> list[str]:
     """The names of a classifier's classes, by number.
+
+    Args:
+        config: transformers' config; name: of the model, for messages.
 
     Raises:
         ModelError: it predicts one score, or several labels at once.
     """
-    config = model.config
     if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
         raise ModelError(
-            f"{type(model).__name__} predicts no single class (problem_type {config.problem_type}, "
+            f"{name} predicts no single class (problem_type {config.problem_type}, "
             f"{config.num_labels} labels)",
             hint="attar takes classifiers of two classes and more",
         )
