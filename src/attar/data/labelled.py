@@ -240,15 +240,18 @@ def classification_examples(
         raise ModelError(
             f"sequences of {length} tokens hold nothing but the tokenizer's own", hint="--sequence-length 64"
         )
-    texts = [[row.text for row in rows], [row.pair for row in rows] if pairs else None]
-    encoded = tokenizer(
-        *texts, truncation=True, max_length=length, return_token_type_ids=pairs, verbose=False
-    )
-    ids = encoded["input_ids"]
-    segments = _padded(encoded["token_type_ids"], 0) if pairs else None
-    if segments is not None and not bool(segments.any()):
-        segments = None
-    return Examples(_padded(ids, PADDING), targets, segments)
+    tokens, segments = [[0]] * len(rows), [[0]] * len(rows)
+    for paired in (False, True):
+        numbers = [number for number, row in enumerate(rows) if bool(row.pair) is paired]
+        texts = [[rows[number].text for number in numbers]]
+        if paired:
+            texts.append([rows[number].pair for number in numbers])
+        options = {"truncation": True, "max_length": length, "return_token_type_ids": True, "verbose": False}
+        encoded = tokenizer(*texts, **options) if numbers else {"input_ids": [], "token_type_ids": []}
+        for number, ids, types in zip(numbers, encoded["input_ids"], encoded["token_type_ids"], strict=True):
+            tokens[number], segments[number] = ids, types
+    types_of_pairs = _padded(segments, 0) if any(map(any, segments)) else None
+    return Examples(_padded(tokens, PADDING), targets, types_of_pairs)
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:

@@ -131,6 +131,8 @@ def recover(
     task = task_of(source.config, settings)
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)

@@ -19,7 +19,7 @@ from attar.data.labelled import (
     labelled_split,
     read_labelled,
 )
-from attar.data.packing import row_length
+from attar.data.packing import SimilarLengths, row_length
 from attar.distillation.settings import LearnSettings
 from attar.distillation.tasks.task import Task
 from attar.errors import ModelError
@@ -74,8 +74,9 @@ def _examples(checkpoint: Checkpoint, settings: LearnSettings, split: str, count
     return classification_examples(load_tokenizer(checkpoint), rows, classes(checkpoint, settings), length)
 
 
-def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> Examples:
-    return _examples(checkpoint, settings, "train", count)
+def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> SimilarLengths:
+    examples = _examples(checkpoint, settings, "train", count)
+    return SimilarLengths(examples, settings.batch_size, settings.seed)
 
 
 def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
@@ -89,4 +90,21 @@ def _records(stage: str, checkpoint: Checkpoint, settings: LearnSettings, count:
     ]
 
 
-classification = Task("classification", load_classifier, _training, _held_out, _records)
+def check_same_classes(student: Any, teacher: Any) -> None:
+    """Refuse classifiers whose classes differ; numbered ones (``LABEL_0``) are those of any names.
+
+    Raises:
+        ModelError: see above.
+    """
+    ours, theirs = (class_names_of(model.config, type(model).__name__) for model in (student, teacher))
+    numbered = ours == [f"LABEL_{number}" for number in range(len(theirs))]
+    if ours != theirs and not numbered:
+        raise ModelError(
+            f"the teacher's classes are {', '.join(theirs)}, the student's {', '.join(ours)}",
+            hint="name them alike, in one order: id2label and label2id in config.json",
+        )
+
+
+classification = Task(
+    "classification", load_classifier, _training, _held_out, _records, check_pair=check_same_classes
+)

@@ -28,6 +28,7 @@ class Task:
         held_out: ``held_out(checkpoint, settings)``: rows that choose the best state.
         records: ``records(stage, checkpoint, settings, count)``: of all this text, for
             :func:`attar.data.seen.note_texts`.
+        check_pair: ``check_pair(student, teacher)``: refuses models whose predictions do not compare.
     """
 
     name: str
@@ -35,3 +36,4 @@ class Task:
     training: Callable[[Checkpoint, LearnSettings, int], Examples | BatchSource]
     held_out: Callable[[Checkpoint, LearnSettings], Examples]
     records: Callable[[str, Checkpoint, LearnSettings, int], list[dict[str, Any]]]
+    check_pair: Callable[[Any, Any], None] = lambda student, teacher: None
