@@ -26,7 +26,7 @@ from attar.distillation.for_drafting import draft_report
 from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
-from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
+from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
 from attar.distillation.tasks import task_of
