@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.features import Feature
+from attar.distillation.features.feature import Feature
 from attar.distillation.learner import projections_of
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise

@@ -73,6 +73,11 @@ class ModelOutputs:
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
 
+    @property
+    def depth(self) -> int:
+        """L, where the states are there."""
+        return len(self.states) - 1
+
     def logits(self, part: slice = slice(None)) -> Tensor:
         """(c, V) of some predictions, in their own float type."""
         chosen = self.predictions[part]

@@ -7,7 +7,10 @@ from attar.data.examples import Examples
 from attar.distillation.feature_settings import FEATURE_NAMES, FeatureSettings
 from attar.distillation.features import FEATURES
 from attar.distillation.features.probe import make_features
+from attar.distillation.loss import DistillationLoss
+from attar.distillation.objectives import SLOPES
 from attar.distillation.outputs import run_model
+from attar.distillation.signals.online import OnlineTeacher
 from attar.errors import ModelError, SettingsError
 from tests import tiny_models
 
@@ -146,3 +149,17 @@ def test_a_model_that_reports_nothing_is_refused(name, monkeypatch):
     monkeypatch.setattr(type(teacher), "forward", silent)
     with pytest.raises(ModelError, match=r"llama (does not report|reports attention maps of 0 of its 3)"):
         features_of(student, teacher, name)
+
+
+def test_features_add_to_predictions():
+    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
+    batch = Examples.of_text(tiny_models.tokens(teacher))
+    signal = OnlineTeacher(teacher, SLOPES["kl"], 1.0)
+    features = features_of(student, teacher, "hidden:0.5", "embeddings:2")
+    parts = [feature.weight * value(feature, student, teacher, batch).item() for feature in features]
+    plain = DistillationLoss(signal, 0.3)(student, batch).item()
+    assert plain > 0.01 and min(parts) > 0.01
+    together = DistillationLoss(signal, 0.3, features, weight=2.0)(student, batch).item()
+    assert together == pytest.approx(2 * plain + sum(parts), rel=1e-5)
+    alone = DistillationLoss(signal, 0.3, features, weight=0.0)(student, batch).item()
+    assert alone == pytest.approx(sum(parts), rel=1e-5)

@@ -1,6 +1,6 @@
 """Features: ways to compare the insides of student and teacher. One file each, and the table of their names.
 
-A feature is made by its function from a :class:`Comparison`, what a short run of both models shows of them.
+A feature is made by its function from :class:`ComparedModels`, what a short run of both shows of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from attar.distillation.features.attention import attention
 from attar.distillation.features.embeddings import embeddings
-from attar.distillation.features.feature import Comparison, Feature
+from attar.distillation.features.feature import ComparedModels, Feature
 from attar.distillation.features.hidden import hidden
 from attar.distillation.features.patient import patient
 
-FEATURES: dict[str, Callable[[Comparison], Feature]] = {
+FEATURES: dict[str, Callable[[ComparedModels], Feature]] = {
     "hidden": hidden,
     "patient": patient,
     "embeddings": embeddings,

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from attar.distillation.features.feature import Comparison, Feature, mean_of_pairs
+from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs
 from attar.distillation.outputs import Insides, ModelOutputs
 
 SMALLEST = 1e-12  # weights below count as this in logarithms
@@ -52,7 +52,7 @@ def attention_distance(student: Tensor, teacher: Tensor, kind: str = "mse") -> T
     return (centred.square().sum(-1) / keys[..., 0]).mean(-1)
 
 
-def attention(models: Comparison) -> Feature:
+def attention(models: ComparedModels) -> Feature:
     """The attention maps of all pairs of layers."""
     kind = models.settings.attention_loss
 
@@ -60,10 +60,8 @@ def attention(models: Comparison) -> Feature:
         queries = student.compared
 
         def of_pair(i: int, j: int) -> Tensor:
-            maps = (
-                outputs.transpose(1, 2)[queries] for outputs in (student.attentions[i], teacher.attentions[j])
-            )
-            return attention_distance(*maps, kind)
+            maps = student.attentions[i].transpose(1, 2)[queries]
+            return attention_distance(maps, teacher.attentions[j].transpose(1, 2)[queries], kind)
 
         return mean_of_pairs(models.pairs, of_pair)
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from attar.distillation.features.feature import Comparison, Feature, mean_of, project
+from attar.distillation.features.feature import ComparedModels, Feature, mean_of, project
 from attar.distillation.features.hidden import distance
 from attar.distillation.outputs import Insides, ModelOutputs
 
 
-def embeddings(models: Comparison) -> Feature:
+def embeddings(models: ComparedModels) -> Feature:
     """The states before the first block."""
     kind = models.settings.feature_loss
 

@@ -42,7 +42,7 @@ class Feature:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedModels:
     """What features must know of both models before training.
 
     Attributes:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attar.distillation.features.feature import Comparison, Feature, mean_of_pairs, project
+from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs, project
 from attar.distillation.outputs import Insides, ModelOutputs
 
 
@@ -43,7 +43,7 @@ def distance(student: Tensor, teacher: Tensor, kind: str = "mse") -> Tensor:
     return squares.sum(-1) / target.square().sum(-1).clamp(min=1e-12)
 
 
-def hidden(models: Comparison) -> Feature:
+def hidden(models: ComparedModels) -> Feature:
     """The states behind the blocks of all pairs."""
     kind = models.settings.feature_loss
 

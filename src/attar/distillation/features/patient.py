@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attar.distillation.features.feature import Comparison, Feature, mean_of_pairs, project
+from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs, project
 from attar.distillation.outputs import Insides, ModelOutputs
 from attar.errors import SettingsError
 
@@ -30,13 +30,13 @@ def direction_distance(student: Tensor, teacher: Tensor) -> Tensor:
     return difference.square().sum(-1)
 
 
-def patient(models: Comparison) -> Feature:
+def patient(models: ComparedModels) -> Feature:
     """The states behind the blocks of all pairs but the student's last block.
 
     Raises:
         SettingsError: nothing is left.
     """
-    last = len(models.student.states) - 2
+    last = models.student.depth - 1
     pairs = [(i, j) for i, j in models.pairs if i < last]
     if not pairs:
         allowed = f"pairs of other layers than {last}: patient leaves the student's last layer out"

@@ -11,7 +11,7 @@ import torch
 from attar.data.examples import Examples
 from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.features import FEATURES
-from attar.distillation.features.feature import Comparison, Feature
+from attar.distillation.features.feature import ComparedModels, Feature
 from attar.distillation.layer_map import layer_pairs
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.errors import ModelError, SettingsError
@@ -39,10 +39,9 @@ def make_features(
     attentions = "attention" in weights
     tokens = _tokens(settings, task)
     insides = Insides(states=True, attentions=attentions)
-    outputs = [probe(model, insides, task) for model in (student, teacher)]
-    depths = [len(output.states) - 1 for output in outputs]
-    pairs = layer_pairs(settings.feature_map, teacher=depths[1], student=depths[0])
-    models = Comparison(*outputs, settings, pairs, seed)
+    ours, theirs = (probe(model, insides, task) for model in (student, teacher))
+    pairs = layer_pairs(settings.feature_map, teacher=theirs.depth, student=ours.depth)
+    models = ComparedModels(ours, theirs, settings, pairs, seed)
     features = [
         dataclasses.replace(FEATURES[name](models), weight=weight) for name, weight in weights.items()
     ]
