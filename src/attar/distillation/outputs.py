@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.fused import head_loss
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
-from attar.models.head import Head, without_logits
+from attar.models.head import Head, product_type, without_logits
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,7 @@ class ModelOutputs:
     def logits(self, part: slice = slice(None)) -> Tensor:
         """(c, V) of some predictions, in their own float type."""
         chosen = self.predictions[part]
-        if self.head is None:
-            return chosen
-        W, b = self.head.weight.to(chosen.dtype), self.head.bias
-        bias = None if b is None else b.to(chosen.dtype)
-        return Head(W, bias, self.head.scale, self.head.softcap).logits(chosen)
+        return chosen if self.head is None else self.head.logits(chosen)
 
     def mean(self, chunk_loss: ChunkLoss) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
@@ -119,6 +116,9 @@ def run_model(
         with without_logits(model) as states:
             outputs = model(**asked)
         predictions = states[-1][batch.predicted]
+        if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
+            dtype = product_type(predictions)
+            predictions, head = predictions.to(dtype), head.to(dtype)
     return ModelOutputs(
         predictions,
         head,
