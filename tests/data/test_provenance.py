@@ -10,7 +10,6 @@ from attar.checkpoint.licences import duties
 from attar.data.provenance import card_path, provenance
 from attar.errors import CheckpointError
 
-
 TEACHER = Parent(role="signal", name="gpt", stage="original", licence={"ids": ["openai-api"]})
 
 

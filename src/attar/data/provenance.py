@@ -1,10 +1,9 @@
 """Who wrote a text: the terms of the teachers whose answers a JSONL file holds, as a signal of the lineage.
 
-``attar collect`` writes ``NAME.jsonl.card.json`` next to its file, a card whose parent is the teacher. Rows that
-were added afterwards have an unknown author. Where
-there is no such card, the rows say the teacher's name in ``teacher``; a name alone can add a licence with
-limits, but the provenance stays unknown. Text that a model is taught as a teacher's answers without either
-has an unknown author.
+``attar collect`` writes ``NAME.jsonl.card.json`` next to its file, a card whose parent is the teacher. Rows
+that were added afterwards have an unknown author. Where there is no such card, the rows say the teacher's
+name in ``teacher``; a name alone can add a licence with limits, but the provenance stays unknown. Text that a
+model is taught as a teacher's answers without either has an unknown author.
 """
 
 from __future__ import annotations
