@@ -5,6 +5,7 @@ Letters: B rows a batch, S tokens a row, n predictions, H hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,30 @@ class Insides:
     Attributes:
         states: hidden states of every layer.
         attentions: attention weights of every layer; the model computes them by its eager attention.
+        tokens: which positions are compared: all (that are real), predicted, first.
     """
 
     states: bool = False
     attentions: bool = False
+    tokens: str = "all"
+
+    @classmethod
+    def all_of(cls, parts: Iterable[Insides]) -> Insides:
+        """What all of them ask for together; all compare the same positions."""
+        asked = list(parts)
+        return cls(
+            states=any(one.states for one in asked),
+            attentions=any(one.attentions for one in asked),
+            tokens=asked[0].tokens if asked else "all",
+        )
+
+    def compared(self, batch: Examples) -> Tensor:
+        """bool (B, S)."""
+        if self.tokens == "predicted":
+            return batch.predicted
+        if self.tokens == "first":
+            return batch.mask & (batch.mask.cumsum(1) == 1)
+        return batch.mask
 
 
 NOTHING = Insides()
@@ -43,6 +64,7 @@ class ModelOutputs:
         predictions: (n, H) the states that the head reads, or without a head (n, V) logits.
         head: makes the logits; None: the predictions are logits.
         mask: bool (B, S), True where there is a token.
+        compared: bool (B, S), where insides are compared.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
     """
@@ -50,8 +72,14 @@ class ModelOutputs:
     predictions: Tensor
     head: Head | None
     mask: Tensor
+    compared: Tensor
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """L, where the states are there."""
+        return len(self.states) - 1
 
     def logits(self, part: slice = slice(None)) -> Tensor:
         """(c, V) of some predictions, in their own float type."""
@@ -95,6 +123,7 @@ def run_model(
         predictions,
         head,
         batch.mask,
-        tuple(outputs.hidden_states) if insides.states else (),
-        tuple(outputs.attentions) if insides.attentions else (),
+        insides.compared(batch),
+        tuple(outputs.hidden_states or ()) if insides.states else (),
+        tuple(outputs.attentions or ()) if insides.attentions else (),
     )
