@@ -13,6 +13,8 @@ from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
+    "models/head.py",
+    "distillation/fused.py",
     *(
         f"distillation/objectives/{name}.py"
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
@@ -87,6 +89,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.objectives",
     "attar.distillation.objectives.chunked",
     "attar.distillation.objectives.softmax",
+    "attar.models.head",
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",
