@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from attar.data.examples import Examples
+from attar.distillation.features.feature import LAYER_WEIGHTS
+from attar.distillation.features.learned_map import hard_map
 from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
@@ -41,6 +43,7 @@ def learn(
     what: str,
     rollouts: RolloutWriter | None = None,
     masks: Masks | None = None,
+    details: dict[str, Any] | None = None,
 ) -> TrainHistory:
     """Train the student, in place.
 
@@ -50,6 +53,7 @@ def learn(
         text: a checkpoint with the tokenizer and the context of both models.
         rollouts: the teacher writes some of the rows, and the held-out ones.
         masks: weights that are zero and stay zero.
+        details: of the card; a learned layer map is added.
     """
     count = training_rows(settings)
     if rollouts is None:
@@ -73,7 +77,13 @@ def learn(
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    history = train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    if LAYER_WEIGHTS in projections:
+        matrix = projections[LAYER_WEIGHTS].matrix()
+        progress.log(f"{what}: the learned layer map comes down to --feature-map {hard_map(matrix)}")
+        if details is not None:
+            details["feature_map"] = {"weights": matrix, "hard": hard_map(matrix)}
+    return history
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

@@ -49,9 +49,10 @@ class DistillationLoss:
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
             total = self.weight * student.mean(self._chunk_loss(target, batch.labels))
-        for feature in self.features:
-            assert target is not None and target.outputs is not None, "features need a teacher that runs"
-            total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
+        with torch.autocast(student.mask.device.type, enabled=False):  # small, and differences of large sums
+            for feature in self.features:
+                assert target is not None and target.outputs is not None, "features need a teacher that runs"
+                total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
         return total
 
     def _chunk_loss(self, target: SoftTarget | None, labels: Tensor) -> ChunkLoss:

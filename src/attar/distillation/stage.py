@@ -86,7 +86,15 @@ def distill(
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
         origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
+            student,
+            origin,
+            source,
+            task,
+            settings,
+            progress=progress,
+            what="distill",
+            rollouts=rollouts,
+            details=output.details,
         )
         _save(student, source, output, history, progress)
         if settings.student.width:
@@ -155,7 +163,15 @@ def recover(
         origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="recover", masks=dense_masks
+            student,
+            origin,
+            source,
+            task,
+            settings,
+            progress=progress,
+            what="recover",
+            masks=dense_masks,
+            details=output.details,
         )
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
