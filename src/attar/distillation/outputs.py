@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
+from attar.distillation.fused import head_loss
+from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
+from attar.models.head import Head, product_type, without_logits
 
 
 @dataclass(frozen=True)
@@ -26,28 +30,48 @@ class Insides:
     attentions: bool = False
 
 
+NOTHING = Insides()
+
+
 @dataclass(frozen=True)
 class ModelOutputs:
     """A pass over a batch.
 
     Attributes:
-        logits: (n, V) of the predictions.
+        predictions: (n, H) the states that the head reads, or without a head (n, V) logits.
+        head: makes the logits; None: the predictions are logits.
         mask: bool (B, S), True where there is a token.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
     """
 
-    logits: Tensor
+    predictions: Tensor
+    head: Head | None
     mask: Tensor
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
 
+    def logits(self, part: slice = slice(None)) -> Tensor:
+        """(c, V) of some predictions, in their own float type."""
+        chosen = self.predictions[part]
+        return chosen if self.head is None else self.head.logits(chosen)
 
-def run_model(model: Any, batch: Examples, insides: Insides = Insides()) -> ModelOutputs:
+    def mean(self, chunk_loss: ChunkLoss) -> Tensor:
+        """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
+        once."""
+        if self.head is not None:
+            return head_loss(self.predictions, self.head, chunk_loss)
+        return mean_of_chunks(chunk_loss, self.predictions)
+
+
+def run_model(
+    model: Any, batch: Examples, insides: Insides = NOTHING, head: Head | None = None
+) -> ModelOutputs:
     """Run a model over a batch.
 
     Args:
         model: of transformers, or what wraps it (peft, DDP, :class:`attar.distillation.learner.Learner`).
+        head: of the model (:func:`attar.models.head.head_of`): then the pass makes no logits.
     """
     asked: dict[str, Any] = {"input_ids": batch.inputs}
     if insides.states:
@@ -57,8 +81,20 @@ def run_model(model: Any, batch: Examples, insides: Insides = Insides()) -> Mode
     mask = batch.mask
     if not bool(mask.all()):
         asked["attention_mask"] = mask.long()
-    given = model(**asked)
-    logits = given.logits[batch.predicted]
-    states = tuple(given.hidden_states) if insides.states else ()
-    attentions = tuple(given.attentions) if insides.attentions else ()
-    return ModelOutputs(logits, mask, states, attentions)
+    if head is None:
+        outputs = model(**asked)
+        predictions = outputs.logits[batch.predicted]
+    else:
+        with without_logits(model) as states:
+            outputs = model(**asked)
+        predictions = states[-1][batch.predicted]
+        if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
+            dtype = product_type(predictions)
+            predictions, head = predictions.to(dtype), head.to(dtype)
+    return ModelOutputs(
+        predictions,
+        head,
+        mask,
+        tuple(outputs.hidden_states) if insides.states else (),
+        tuple(outputs.attentions) if insides.attentions else (),
+    )

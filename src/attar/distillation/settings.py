@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -161,6 +162,13 @@ class LearnSettings(TrainSettings):
         default_factory=FeatureSettings, metadata={"title": "Inside the network"}
     )
     rollouts: RolloutSettings = field(default_factory=RolloutSettings, metadata={"title": "Generated text"})
+    predict: str = _option(
+        "auto",
+        "tokens of a conversation that are learned: answers (the assistant's), all; auto: answers with "
+        "signal text, else all",
+        ("auto", "all", "answers"),
+    )
+    licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,6 +198,11 @@ class LearnSettings(TrainSettings):
         if self.signal == "auto":
             return "cached" if self.teacher_top else "online"
         return self.signal
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether only the assistant's tokens of a conversation are learned."""
+        return self.signal == "text" if self.predict == "auto" else self.predict == "answers"
 
     @property
     def runs_teacher(self) -> bool:

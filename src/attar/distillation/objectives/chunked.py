@@ -19,13 +19,21 @@ from torch import Tensor
 Slopes = Callable[..., tuple[Tensor, Tensor]]
 """``slopes(z, t, T, **options)`` to ``(values (c,), dz (c, V))``, dz of the sum of the values."""
 
-CACHED, LARGE = 1 << 19, 1 << 25
-"""Logits of a block: on a CPU as many as its caches hold, elsewhere enough to keep the device busy."""
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""``chunk_loss(z, part)``: logits (c, V) of the tokens ``part``, in the type of the product that made them
+(bf16 under autocast), to their losses (c,) in at least float32 and slopes (c, V). It may overwrite z, and
+leave the slopes there: :func:`blockwise` with ``out=z``."""
+
+BYTES = 1 << 26  # of a chunk's logits in float32
+CACHED, LARGE = 1 << 16, 1 << 25
+"""Logits of a block: on a CPU for each thread as many as its cache holds some copies of, elsewhere enough to
+keep the device busy."""
 
 
 def rows_at_once(z: Tensor) -> int:
     """Tokens of a block of logits (n, V): at least 1."""
-    return max(1, (CACHED if z.device.type == "cpu" else LARGE) // max(z.shape[-1], 1))
+    size = CACHED * torch.get_num_threads() if z.device.type == "cpu" else LARGE
+    return max(1, size // max(z.shape[-1], 1))
 
 
 def blockwise(
@@ -70,20 +78,34 @@ def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **opt
     assert all(x.shape[: len(batch)] == batch for x in teacher), (z.shape, [x.shape for x in teacher])
     rows = [x.detach().reshape(-1, *x.shape[len(batch) :]) for x in teacher]
 
-    def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
-        return blockwise(slopes, flat, *rows, T=T, **options)
+    def chunk_loss(chunk: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        return blockwise(slopes, chunk, *(x[part] for x in rows), T=T, out=chunk, **options)
 
-    mean: Tensor = _MeanLoss.apply(z if torch.is_grad_enabled() else z.detach(), loss)
+    return mean_of_chunks(chunk_loss, z)
+
+
+def mean_of_chunks(chunk_loss: ChunkLoss, z: Tensor) -> Tensor:
+    """The mean of ``chunk_loss`` over the tokens of logits (..., V), differentiable by them. Where a
+    head makes them of hidden states, :func:`attar.distillation.fused.head_loss` does without them."""
+    mean: Tensor = _MeanOfChunks.apply(z if torch.is_grad_enabled() else z.detach(), chunk_loss)
     return mean
 
 
-class _MeanLoss(torch.autograd.Function):  # type: ignore[misc]
+class _MeanOfChunks(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, z: Tensor, loss: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        values, gradient = loss(z.reshape(-1, z.shape[-1]))
-        ctx.count = max(len(values), 1)
+    def forward(ctx: Any, z: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+        gradient = z.reshape(-1, z.shape[-1]).clone()
+        total = torch.zeros((), dtype=torch.float64, device=z.device)
+        rows = max(1, BYTES // (4 * z.shape[-1]))
+        for start in range(0, len(gradient), rows):
+            part = slice(start, min(start + rows, len(gradient)))
+            values, dz = chunk_loss(gradient[part], part)
+            total += values.sum(dtype=torch.float64)
+            if dz.data_ptr() != gradient[part].data_ptr():
+                gradient[part] = dz
+        ctx.count = max(len(gradient), 1)
         ctx.save_for_backward(gradient.reshape(z.shape))
-        return (values.sum(dtype=torch.float64) / ctx.count).to(values.dtype)
+        return (total / ctx.count).to(torch.promote_types(z.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
