@@ -17,6 +17,11 @@ def content_of(prompt: str) -> str:
     return f"Answer to {prompt!r}: " + " ".join(f"{word}-{len(word)}" for word in prompt.split())
 
 
+class _ManyConnections(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that come at once
+    daemon_threads = True
+
+
 class ChatServer:
     """Context manager; ``url`` is the base of its API.
 
@@ -43,10 +48,8 @@ class ChatServer:
         self.lock, self.released = threading.Lock(), threading.Event()
 
     def __enter__(self) -> ChatServer:
-        self.http = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"server_state": self})
-        )
-        self.http.daemon_threads = True
+        handler = type("Handler", (_Handler,), {"server_state": self})
+        self.http = _ManyConnections(("127.0.0.1", 0), handler)
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         return self

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,16 @@ pytest.importorskip("openai")
 
 import attar
 from attar.cli.main import call
+from attar.data.provenance import provenance
 from attar.distillation.collection import crew
 from attar.distillation.collection.collect import card_path, read_card
-from attar.errors import DataError, EndpointError, OutputError, SettingsError, UsageError
+from attar.errors import DataError, EndpointError, LicenceError, OutputError, SettingsError, UsageError
 from tests.distillation.collection.chat_server import ChatServer, content_of
 
 KEY = "sk-secret-key-1234567890"
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]  # fmt: skip
-PROMPTS = [f"{first} {second}" for first in NUMBERS[:4] for second in NUMBERS[:5]]
+FIRST = ("zero", "one", "two", "three")
+SECOND = ("four", "five", "six", "seven", "eight")
+PROMPTS = [f"{first} {second}" for first in FIRST for second in SECOND]
 OPTIONS = {"model": "m", "key_env": "none", "filters": "none"}
 
 
@@ -92,7 +95,7 @@ def test_retry_after_is_kept_by_all_workers(tmp_path, prompts):
     with ChatServer(limited) as server:
         attar.collect(prompts, tmp_path / "data.jsonl", teacher=server.url, concurrency=2, **OPTIONS)
     asked = sorted(server.times)
-    waits = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    waits = [after - before for before, after in pairwise(asked)]
     # the other worker's request may be on its way already
     assert max(waits[:3]) > 0.9 and set(server.answered.values()) == {1}
 
@@ -115,6 +118,7 @@ def wait_for_lines(path, count, seconds=60):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_nothing_is_asked_twice(tmp_path, prompts):
     """kill -9 when 3, then when 9 answers are there; requests that are held die with the process."""
     out, plain = tmp_path / "data.jsonl", tmp_path / "plain.jsonl"
@@ -288,7 +292,10 @@ def test_dry_run_asks_nothing_and_writes_nothing(tmp_path, prompts, capsys, monk
     assert list(tmp_path.iterdir()) == [prompts]
 
 
-@pytest.mark.parametrize("what", ["401", "400", "500", "429:0", "echo", "half"])
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("400", "500", "429:0", "half")]
+
+
+@pytest.mark.parametrize("what", ["401", "echo", *SLOW])
 def test_the_key_is_nowhere(tmp_path, prompts, what):
     """The server echoes the Authorization header in the bodies of its errors, and in an answer."""
     out = tmp_path / "out" / "data.jsonl"
@@ -322,6 +329,7 @@ def test_exceptions_hold_no_key(tmp_path, prompts, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "problem"),
     [
+        ({"teacher": "https://api.openai.com/v1"}, LicenceError, "--accept-licence openai-api"),
         ({"out": "data.txt"}, SettingsError, "ends with .jsonl"),
         ({"model": ""}, SettingsError, "model is ''"),
         ({"teacher": "attar:tiny"}, SettingsError, "left out: --teacher names a model"),
@@ -358,6 +366,23 @@ def test_filters_run_and_can_run_alone(tmp_path, prompts):
         )
 
 
+def test_terms_that_are_accepted_with_a_reason_are_in_the_card(tmp_path, prompts):
+    """The name of the model says whose terms hold, whichever host passes it on."""
+    out, options = tmp_path / "data.jsonl", OPTIONS | {"model": "openai/gpt-4o-mini"}
+    with ChatServer() as server:
+        with pytest.raises(LicenceError, match="OpenAI"):
+            attar.collect(prompts, out, teacher=server.url, **options)
+        assert not server.bodies
+        accepted = {"accept_licence": ("openai-api",), "reason": "a contract of our own"}
+        attar.collect(prompts, out, teacher=server.url, **accepted, **options)
+    card = json.loads(card_path(out).read_text())
+    assert "openai-api" in card["licence"]["ids"] and card["settings"]["reason"] == "a contract of our own"
+    parent = provenance(str(out), signal=True)[0]
+    assert "openai-api" in parent.licence["ids"] and parent.licence["evidence"] == [
+        "data.jsonl.card.json: teacher openai/gpt-4o-mini at 127.0.0.1"
+    ]
+
+
 def test_a_notebook_whose_loop_runs_already(tmp_path, prompts):
     import asyncio
 
@@ -370,7 +395,7 @@ def test_a_notebook_whose_loop_runs_already(tmp_path, prompts):
 
 def test_a_local_teacher_killed_and_run_again_ends_in_the_same_bytes(tmp_path):
     prompts = tmp_path / "p.txt"
-    prompts.write_text("\n".join(f"def {word}(x):" for word in NUMBERS))
+    prompts.write_text("\n".join(f"def {word}(x):" for word in PROMPTS))
     out, plain = tmp_path / "data.jsonl", tmp_path / "plain.jsonl"
     options = {"teacher": "attar:tiny", "max_tokens": 16, "filters": "none", "concurrency": 4}
     attar.collect(prompts, plain, **options)
@@ -379,3 +404,23 @@ def test_a_local_teacher_killed_and_run_again_ends_in_the_same_bytes(tmp_path):
     (tmp_path / "data.jsonl.journal").write_bytes(b"".join(lines[:7]) + lines[7][:30])
     result = attar.collect(prompts, out, **options)
     assert result.asked == 13 and out.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.slow
+def test_attars_own_server(tmp_path, prompts, monkeypatch):
+    """It needs a key, and answers 429 where more requests come than it lets wait."""
+    pytest.importorskip("fastapi")
+    from attar.runtime.admission import Limits
+    from tests.runtime.server.real import serving
+
+    monkeypatch.setenv("ATTAR_TEST_KEY", KEY)
+    options = {"model": "tiny", "max_tokens": 8, "send_seed": True, "filters": "none"}
+    out, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    with serving(limits=Limits(sequences=2, waiting=1), api_key=(KEY,)) as (url, _, _):
+        first = attar.collect(
+            prompts, out, teacher=f"{url}/v1", key_env="ATTAR_TEST_KEY", concurrency=8, **options
+        )
+        attar.collect(prompts, again, teacher=f"{url}/v1", key_env="ATTAR_TEST_KEY", concurrency=1, **options)
+    assert first.answers == 20 < first.asked
+    rows = [[row | {"created": None} for row in rows_of(path)] for path in (out, again)]
+    assert rows[0] == rows[1] and len({row["messages"][-1]["content"] for row in rows[0]}) > 10
