@@ -5,9 +5,9 @@ import json
 import pytest
 
 import attar
-from attar.checkpoint.card import Card
+from attar.checkpoint.card import Card, Parent
 from attar.cli.main import call
-from attar.data.provenance import CARD
+from attar.data.provenance import card_path
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import LicenceError
@@ -51,8 +51,9 @@ def data(tmp_path):
 
 
 def card_of(data, *ids, **settings):
-    card = {"teacher": "the-teacher", "licence": {"ids": list(ids)}, "settings": settings}
-    data.with_name(data.name + CARD).write_text(json.dumps(card))
+    teacher = Parent(role="signal", name="the-teacher", stage="original", licence={"ids": list(ids)})
+    card = Card(name=data.name, stage="collect", settings=settings, parents=(teacher,))
+    card_path(data).write_text(json.dumps(card.to_dict()))
 
 
 def test_the_loss_on_held_out_answers_falls_and_no_teacher_is_run(model, data, tmp_path, monkeypatch):
@@ -91,11 +92,11 @@ def test_a_collection_whose_terms_forbid_it_stops_before_any_work(model, data, t
     card_of(data, "openai-api")
     options = {**SMALL, "steps": 1, "data": str(data)}
     for signal in ("text", "online"):
-        with pytest.raises(LicenceError, match=r"data\.jsonl: OpenAI .* does not allow"):
+        with pytest.raises(LicenceError, match=r"the-teacher: OpenAI .* does not allow"):
             distill(model, tmp_path / "out", distill_settings(**options, signal=signal))
     with pytest.raises(LicenceError, match="OpenAI"):
         recover(model, tmp_path / "out", recover_settings(**options, alpha=0.0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", f"data.jsonl{CARD}", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "data.jsonl.card.json", "model"]
     accepted = {"accept_licence": ("openai-api",), "reason": "permission of 2026-02-01"}
     card = distill(model, tmp_path / "out", distill_settings(**options, signal="text", **accepted)).card
     assert card.licence["accepted"] == [{"id": "openai-api", "reason": "permission of 2026-02-01"}]

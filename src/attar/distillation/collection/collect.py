@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import atomic
 from attar.checkpoint.card import Card, Parent, versions
 from attar.checkpoint.hashing import identity, sha256_file
-from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licence_gate import check_licences
-from attar.checkpoint.licences import duties, licence_ids
-from attar.data.provenance import CARD, provenance
+from attar.checkpoint.licences import duties
+from attar.checkpoint.lineage import root_licences
+from attar.data.provenance import card_path, provenance, read_card
 from attar.data.sources import check_messages, parse_row, read_text
 from attar.distillation.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.distillation.collection.crew import Crew, RunTally
@@ -97,9 +97,9 @@ def collect(
     """
     _check_out(out, prompts, force)
     asked = _teacher(teacher, settings)
-    requests = _requests(prompts, asked, settings)
     lineage = (asked.lineage(),)
     check_licences(lineage, settings.licence, progress, student=False)
+    requests = _requests(prompts, asked, settings)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(_journal_path(out)) as journal:
         before = _estimate(requests, journal, settings)
@@ -124,7 +124,9 @@ def plan_collection(
     Raises:
         AttarError: as :func:`collect`, before its first request.
     """
-    requests = _requests(prompts, _teacher(teacher, settings), settings)
+    asked = _teacher(teacher, settings)
+    check_licences([asked.lineage()], settings.licence, SILENT, student=False)
+    requests = _requests(prompts, asked, settings)
     return _estimate(requests, Journal(_journal_path(out)), settings)
 
 
@@ -316,20 +318,8 @@ def _write(
             for row in kept:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         card = _card(out, partial, lineage, settings, {**details, "filters": summary.to_dict()})
-        teachers = ", ".join(parent.name for parent in lineage)
-        atomic.write_json(card_path(out), {"teacher": teachers, **card.to_dict()})
+        atomic.write_json(card_path(out), card.to_dict())
     return summary
-
-
-def card_path(data: Path) -> Path:
-    """The card of a file of data."""
-    return data.with_name(data.name + CARD)
-
-
-def read_card(data: Path) -> Card | None:
-    """The card of a file of data; None where there is none. Raises CheckpointError: it is damaged."""
-    path = card_path(data)
-    return Card.from_dict(read_json(path), path) if path.is_file() else None
 
 
 def _card(
@@ -353,8 +343,7 @@ def _card(
 
 def _ids(lineage: Sequence[Parent]) -> list[str]:
     """Licences of the roots of a lineage."""
-    ids = (_ids(parent.parents) if parent.parents else licence_ids(parent) for parent in lineage)
-    return list(dict.fromkeys(name for names in ids for name in names))
+    return list(dict.fromkeys(name for parent in lineage for name in root_licences(parent)))
 
 
 def _lineage_of_data(data: Path) -> tuple[Parent, ...]:
