@@ -45,9 +45,10 @@ class DistillationLoss:
             states=any(feature.insides.states for feature in self.features),
             attentions=any(feature.insides.attentions for feature in self.features),
         )
-        student = run_model(model, batch, insides, self.head)
         target = None if self.signal is None else self.signal.target(batch, insides)
-        total = student.mean(self._chunk_loss(target, batch.labels))
+        whole = getattr(target, "whole", False)
+        student = run_model(model, batch, insides, None if whole else self.head)
+        total = student.mean(self._chunk_loss(target, batch.labels), whole=whole)
         for feature in self.features:
             assert target is not None and target.outputs is not None, "features need a teacher that runs"
             total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))

@@ -59,12 +59,16 @@ class ModelOutputs:
         bias = None if b is None else b.to(chosen.dtype)
         return Head(W, bias, self.head.scale, self.head.softcap).logits(chosen)
 
-    def mean(self, chunk_loss: ChunkLoss) -> Tensor:
+    def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
-        once."""
+        once.
+
+        Args:
+            whole: the loss takes all predictions in one chunk; they are logits then.
+        """
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_of_chunks(chunk_loss, self.predictions)
+        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if whole else None)
 
 
 def run_model(

@@ -1,8 +1,8 @@
 """General on-policy logit distillation (GOLD): Patino et al. 2025, huggingface.co/spaces/HuggingFaceH4/
 on-policy-distillation, and TRL's ``GOLDTrainer``: objectives between models with different tokenizers.
 
-A group of tokens that covers the same bytes on both sides (``spans.py``) has merged probabilities: those of the
-actual tokens before its last one, times the whole distribution at the last one,
+A group of tokens that covers the same bytes on both sides (``spans.py``) has merged probabilities: those of
+the actual tokens before its last one, times the whole distribution at the last one,
 
     P(v) = prod_{i < last} p_i(x_i) * p_last(v)        (chain rule; v follows the actual tokens of the group)
 
@@ -11,17 +11,17 @@ Tokens v, w of both sides are matched where the bytes of the group so far and th
     one token on both sides   v and w have the same bytes
     several on one side       that side has r bytes more before its last token: w = r v
 
-The objective compares the matched outcomes and one more, everything else: distributions on both sides, so that
-any objective applies, none is below 0, and with one tokenizer on both sides the loss is the plain one. What is
-not matched at single tokens is compared by :mod:`uld <attar.distillation.signals.alignment.uld>`:
+The objective compares the matched outcomes and one more, everything else: distributions on both sides, so
+that any objective applies, none is below 0, and with one tokenizer on both sides the loss is the plain one.
+What is not matched at single tokens is compared by :mod:`uld <attar.distillation.signals.alignment.uld>`:
 
     L = w * objective + (1 - w) * ULD(unmatched),   w = matched tokens / teacher's tokens
 
-Differs from TRL: the outcome "everything else"; matching by bytes instead of spelling, also inside groups (TRL
-compares p_last(v) with q(v) although they continue different texts); ULD at single tokens alone.
+Differs from TRL: the outcome "everything else"; matching by bytes instead of spelling, also inside groups
+(TRL compares p_last(v) with q(v) although they continue different texts); ULD at single tokens alone.
 
-Letters: z (n, V) student's logits; t (m, W) teacher's; q, p their distributions; g groups; C matched outcomes;
-T temperature.
+Letters: z (n, V) student's logits; t (m, W) teacher's; q, p their distributions; g groups; C matched
+outcomes; T temperature.
 """
 
 from __future__ import annotations
@@ -68,16 +68,13 @@ class Matching:
 
     Attributes:
         ours, theirs: int64 (C,), matched tokens of student and teacher.
-        our_rest, their_rest: int64, the tokens without a match.
-        single: both sides have one token; a token without a match is compared by ULD.
+        rests: int64, their tokens without a match, where groups are one token on both sides; else None.
         weight: w of the objective.
     """
 
     ours: Tensor
     theirs: Tensor
-    our_rest: Tensor
-    their_rest: Tensor
-    single: bool
+    rests: tuple[Tensor, Tensor] | None
     weight: float
 
 
@@ -102,63 +99,66 @@ def gold_values(
     """L of each group (g,), differentiable by z.
 
     Args:
-        objective: see :mod:`attar.distillation.objectives`, at temperature 1: T is in the distributions.
+        objective: see :mod:`attar.distillation.objectives`.
     """
     log_q, our_start = merged(z, ours, T)
     with torch.no_grad():
         log_p, their_start = merged(t, theirs, T)
-    more = len(matching.our_rest) > 0 or not matching.single
-    Q, P = (
-        _outcomes(log_q, our_start, matching.ours, matching.our_rest if matching.single else None, more),
-        _outcomes(log_p, their_start, matching.theirs, matching.their_rest if matching.single else None, more),
-    )
-    values = matching.weight * T * T * differentiable(objective, Q, P)
-    if matching.single and matching.weight < 1.0:
-        unmatched = sorted_distance(log_q[:, matching.our_rest].exp(), log_p[:, matching.their_rest].exp())
-        values = values + (1.0 - matching.weight) * unmatched
+    Q, P = log_q[:, matching.ours] + our_start[:, None], log_p[:, matching.theirs] + their_start[:, None]
+    if matching.rests is None:
+        Q, P = _with(Q, _complement(Q)), _with(P, _complement(P))
+    elif len(matching.rests[0]):  # else the distributions are those of the matched tokens
+        Q, P = (
+            _with(x, _sum(y, rest)) for x, y, rest in zip((Q, P), (log_q, log_p), matching.rests, strict=True)
+        )
+    values = matching.weight * differentiable(objective, T * Q, T * P, T)
+    if matching.rests is not None and matching.weight < 1.0:
+        q, p = (log_q[:, matching.rests[0]].exp(), log_p[:, matching.rests[1]].exp())
+        values = values + (1.0 - matching.weight) * sorted_distance(q, p)
     return values
 
 
-def uld_values(z: Tensor, t: Tensor, ours: GroupSide, theirs: GroupSide, T: float = 1.0) -> Tensor:
-    """ULD of the merged probabilities of each group (g,), differentiable by z."""
-    q, p = (
-        (log_p + start[:, None]).exp() for log_p, start in (merged(z, ours, T), merged(t, theirs, T))
-    )
+def uld_values(
+    z: Tensor, t: Tensor, ours: GroupSide, theirs: GroupSide, matching: Matching | None = None, T: float = 1.0
+) -> Tensor:
+    """ULD of the merged probabilities of each group (g,), differentiable by z; nothing is matched."""
+    q, p = ((log_p + start[:, None]).exp() for log_p, start in (merged(z, ours, T), merged(t, theirs, T)))
     return sorted_distance(q, p.detach())
 
 
-def _outcomes(log_p: Tensor, start: Tensor, matched: Tensor, rest: Tensor | None, more: bool) -> Tensor:
-    """Logarithms of the probabilities of the outcomes: matched tokens, and everything else; (g, C + 1).
-
-    Args:
-        rest: the tokens that are not matched, where nothing but them is left; None: also other tokens before the
-            last one.
-        more: False where the student has nothing else: (g, C), the distributions are those of matched tokens.
-    """
-    outcomes = log_p[:, matched] + start[:, None]
-    if not more:
-        return outcomes
-    if rest is None:
-        other = (1.0 - outcomes.logsumexp(-1).exp()).clamp(min=EPSILON).log()
-    else:
-        other = log_p[:, rest].logsumexp(-1).clamp(min=math.log(EPSILON))
-    return torch.cat([outcomes, other[:, None]], 1)
+def _with(outcomes: Tensor, other: Tensor) -> Tensor:
+    """One more outcome, (g, C + 1), of at least the probability EPSILON."""
+    return torch.cat([outcomes, other.clamp(min=math.log(EPSILON))[:, None]], 1)
 
 
-def differentiable(objective: Slopes, z: Tensor, t: Tensor) -> Tensor:
+def _complement(outcomes: Tensor) -> Tensor:
+    """The logarithm of the probability that none of the outcomes has, (g,): other tokens, now or before."""
+    return (1.0 - outcomes.logsumexp(-1).exp()).clamp(min=EPSILON).log()
+
+
+def _sum(log_p: Tensor, tokens: Tensor) -> Tensor:
+    """The logarithm of the probability of some tokens together, (g,)."""
+    return log_p[:, tokens].logsumexp(-1)
+
+
+def differentiable(objective: Slopes, z: Tensor, t: Tensor, T: float) -> Tensor:
     """The values (g,) of an objective, differentiable by z."""
-    values: Tensor = _Values.apply(z, t, objective)
+    values: Tensor = _Values.apply(z, t, objective, T)
     return values
 
 
 class _Values(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, z: Tensor, t: Tensor, objective: Slopes) -> Tensor:
-        values, dz = objective(z.clone(), t.clone(), 1.0)
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, z: Tensor, t: Tensor, objective: Slopes, T: float
+    ) -> Tensor:
+        values, dz = objective(z, t, T)
         ctx.save_for_backward(dz)
         return values
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         (dz,) = ctx.saved_tensors
-        return dz * upstream[0][:, None], None, None
+        return dz * upstream[0][:, None], None, None, None

@@ -1,8 +1,9 @@
 """A student's row in its teacher's tokens: the same bytes, encoded by the teacher's tokenizer.
 
-Runs of plain tokens are decoded by their bytes and encoded again; a special token becomes the teacher's of the
-same role or spelling, and begins a new run. What the teacher puts in front of a text (BOS) is put in front.
-A tokenizer of SentencePiece's kind writes a blank before a text that has none: that blank covers no byte.
+Runs of plain tokens are decoded by their bytes and encoded again; a special token becomes the teacher's of
+the same role or spelling, and begins a new run. What the teacher puts in front of a text (BOS) is put in
+front. A tokenizer of SentencePiece's kind writes a blank before a text that has none: that blank covers no
+byte.
 """
 
 from __future__ import annotations

@@ -5,17 +5,19 @@
     teacher  [n] [a   ï     ] [v   e]    (0, 1) (1, 4) (4, 6)
     groups   {0, 1, 2 | 0, 1}  {3 | 2}   between the edges that both have: 0, 4, 6
 
-Bytes rather than decoded strings: halves of a character compare, and a token that is no text (BOS), or that one
-side alone has, shifts nothing. A special token takes one byte of its own.
+Bytes rather than decoded strings: halves of a character compare, and a token that is no text (BOS), or that
+one side alone has, shifts nothing. A special token takes one byte of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Span = tuple[int, int]
-"""First byte of a token, and the byte after its last; :data:`NOWHERE` for a token that is no part of the text."""
+"""First byte of a token, and the byte after its last; :data:`NOWHERE` for a token that is no part of the
+text."""
 
 NOWHERE: Span = (-1, -1)
 
@@ -51,7 +53,7 @@ def _between(edges: list[int], spans: Sequence[Span]) -> list[range]:
     out."""
     ranges = []
     token = 0
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         while token < len(spans) and spans[token][0] < low:
             token += 1
         first, covered = token, low

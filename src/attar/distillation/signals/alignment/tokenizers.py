@@ -1,8 +1,8 @@
 """Whether two models share a tokenizer, by what the tokenizers are and do, never by the vocabularies' sizes.
 
-Token numbers mean the same where all plain tokens, and the special tokens that both have, have one number, and
-where a text with letters, digits, blanks and code of many kinds becomes the same tokens. Embeddings may be
-padded to different sizes, and one side may have special tokens of its own.
+Token numbers mean the same where all plain tokens, and the special tokens that both have, have one number,
+and where a text with letters, digits, blanks and code of many kinds becomes the same tokens. Embeddings may
+be padded to different sizes, and one side may have special tokens of its own.
 """
 
 from __future__ import annotations

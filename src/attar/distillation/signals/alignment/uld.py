@@ -3,8 +3,8 @@ Distillation: the Universal Logit Distillation Loss for LLMs", arXiv 2402.12030,
 
     L = sum_i |p_(i) - q_(i)|,   p_(i), q_(i) the i-th largest probabilities, 0 beyond a vocabulary's end
 
-This is the Wasserstein distance of two distributions whose tokens are all equally far from each other: how sure
-the student is, not of what. Differs from the paper: positions are paired by the bytes of the text
+This is the Wasserstein distance of two distributions whose tokens are all equally far from each other: how
+sure the student is, not of what. Differs from the paper: positions are paired by the bytes of the text
 (``spans.py``), not by their number, and a span of several tokens has the merged probabilities of ``gold.py``.
 
 Letters: p (g, W) teacher's probabilities; q (g, V) student's; g groups.
