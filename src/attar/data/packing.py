@@ -261,6 +261,8 @@ def render(document: Document, tokenizer: Any) -> str:
     """
     if isinstance(document, str):
         return document
+    if getattr(document, "plain", False):
+        return "".join(str(message["content"]) for message in document)
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "the data holds conversations, but the tokenizer has no chat template",

@@ -5,15 +5,17 @@ Letters: B rows a batch, S tokens a row, n predictions, H hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.fused import head_loss
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
-from attar.models.head import Head, without_logits
+from attar.models.head import Head, product_type, without_logits
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,30 @@ class Insides:
     Attributes:
         states: hidden states of every layer.
         attentions: attention weights of every layer; the model computes them by its eager attention.
+        tokens: which positions are compared: all (that are real), predicted, first.
     """
 
     states: bool = False
     attentions: bool = False
+    tokens: str = "all"
+
+    @classmethod
+    def all_of(cls, parts: Iterable[Insides]) -> Insides:
+        """What all of them ask for together; all compare the same positions."""
+        asked = list(parts)
+        return cls(
+            states=any(one.states for one in asked),
+            attentions=any(one.attentions for one in asked),
+            tokens=asked[0].tokens if asked else "all",
+        )
+
+    def compared(self, batch: Examples) -> Tensor:
+        """bool (B, S)."""
+        if self.tokens == "predicted":
+            return batch.predicted
+        if self.tokens == "first":
+            return batch.mask & (batch.mask.cumsum(1) == 1)
+        return batch.mask
 
 
 NOTHING = Insides()
@@ -40,6 +62,7 @@ class ModelOutputs:
         predictions: (n, H) the states that the head reads, or without a head (n, V) logits.
         head: makes the logits; None: the predictions are logits.
         mask: bool (B, S), True where there is a token.
+        compared: bool (B, S), where insides are compared.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
     """
@@ -47,17 +70,19 @@ class ModelOutputs:
     predictions: Tensor
     head: Head | None
     mask: Tensor
+    compared: Tensor
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """L, where the states are there."""
+        return len(self.states) - 1
 
     def logits(self, part: slice = slice(None)) -> Tensor:
         """(c, V) of some predictions, in their own float type."""
         chosen = self.predictions[part]
-        if self.head is None:
-            return chosen
-        W, b = self.head.weight.to(chosen.dtype), self.head.bias
-        bias = None if b is None else b.to(chosen.dtype)
-        return Head(W, bias, self.head.scale, self.head.softcap).logits(chosen)
+        return chosen if self.head is None else self.head.logits(chosen)
 
     def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
@@ -95,10 +120,14 @@ def run_model(
         with without_logits(model) as states:
             outputs = model(**asked)
         predictions = states[-1][batch.predicted]
+        if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
+            dtype = product_type(predictions)
+            predictions, head = predictions.to(dtype), head.to(dtype)
     return ModelOutputs(
         predictions,
         head,
         mask,
-        tuple(outputs.hidden_states) if insides.states else (),
-        tuple(outputs.attentions) if insides.attentions else (),
+        insides.compared(batch),
+        tuple(outputs.hidden_states or ()) if insides.states else (),
+        tuple(outputs.attentions or ()) if insides.attentions else (),
     )

@@ -12,7 +12,7 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.outputs import NOTHING
 from attar.distillation.settings import recover_settings
 from attar.distillation.signals.aligned import aligned_signal
@@ -130,7 +130,7 @@ def test_the_loss_of_rows_is_that_of_byte_strings(objective, divergence):
     assert loss.item() == pytest.approx(wanted, rel=2e-5)
 
 
-@pytest.mark.parametrize("objective", [name for name in SLOPES if name != "hard"])
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "hard"])
 def test_one_tokenizer_on_both_sides_gives_the_plain_loss(objective):
     tokenizer = tiny_models.tokenizer()
     student, teacher = tiny_models.build("llama3"), tiny_models.build("smollm")

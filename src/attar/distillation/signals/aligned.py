@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.alignment.gold import GroupSide, Matching, gold_values, uld_values
@@ -45,7 +45,7 @@ def aligned_signal(source: SignalSource, student: Any, settings: LearnSettings) 
     if settings.predictions.alignment == "uld":
         values: GroupValues = partial(uld_values, T=T)
     else:
-        objective = partial(SLOPES[settings.soft_loss], **vars(settings.loss))
+        objective = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
         values = partial(gold_values, objective=objective, T=T)
     return AlignedTeacher(source.teacher, source.retokenizer, Vocabularies.of(source.retokenizer), values)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.signals.alignment.gold import GroupSide, Matching, gold_values, merged, uld_values
 from attar.distillation.signals.alignment.uld import sorted_distance
 
@@ -47,14 +47,14 @@ def test_the_sorted_distance_is_that_of_the_paper():
     assert torch.equal(sorted_distance(p, p.flip(-1)), torch.zeros(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", [name for name in SLOPES if name != "hard"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "hard"])
 @pytest.mark.parametrize("T", [1.0, 2.0])
 def test_one_vocabulary_gives_the_plain_objective(name, T):
     z, t = rows(6, 9, 3), rows(6, 9, 4)
     everything, number = torch.arange(9), list(range(6))
-    plain, _ = SLOPES[name](z.clone(), t.clone(), T)
+    plain, _ = OBJECTIVES[name](z.clone(), t.clone(), T)
     matching = Matching(everything, everything, (NONE, NONE), 1.0)
-    values = gold_values(z, t, side(number), side(number), matching, SLOPES[name], T)
+    values = gold_values(z, t, side(number), side(number), matching, OBJECTIVES[name], T)
     assert torch.allclose(values, plain, rtol=1e-6, atol=1e-12)
 
 
@@ -68,7 +68,7 @@ def test_unmatched_tokens_are_one_outcome_and_sorted():
     ours, theirs = torch.tensor([0, 1, 2]), torch.tensor([3, 1, 0])
     matching = Matching(ours, theirs, (torch.tensor([3, 4]), torch.tensor([2, 4, 5])), 0.5)
     number = [0, 1]
-    values = gold_values(z, t, side(number), side(number), matching, SLOPES["kl"])
+    values = gold_values(z, t, side(number), side(number), matching, OBJECTIVES["kl"])
     for q, p, value in zip(z.softmax(-1), t.softmax(-1), values.tolist(), strict=True):
         q_all = torch.stack([q[0], q[1], q[2], q[3] + q[4]])
         p_all = torch.stack([p[3], p[1], p[0], p[2] + p[4] + p[5]])
@@ -81,7 +81,7 @@ def test_a_span_of_two_tokens_against_one():
     """The student spells the teacher's token 1 as 2, 0: matched is its token 0 after 2, alone."""
     z, t = rows(2, 4, 7), rows(1, 3, 8)
     matching = Matching(torch.tensor([0]), torch.tensor([1]), None, 0.7)
-    value = gold_values(z, t, side([1], (0, 2, 0)), side([0]), matching, SLOPES["kl"])
+    value = gold_values(z, t, side([1], (0, 2, 0)), side([0]), matching, OBJECTIVES["kl"])
     q, p = z.softmax(-1), t.softmax(-1)[0]
     one = q[0, 2] * q[1, 0]
     wanted = 0.7 * kl(torch.stack([p[1], 1 - p[1]]), torch.stack([one, 1 - one]))
@@ -97,7 +97,7 @@ def test_gradients_by_finite_differences(name):
     def loss(x):
         if name == "uld":
             return uld_values(x, t, ours, theirs).sum()
-        return gold_values(x, t, ours, theirs, matching, SLOPES[name], 1.5).sum()
+        return gold_values(x, t, ours, theirs, matching, OBJECTIVES[name], 1.5).sum()
 
     assert torch.autograd.gradcheck(loss, z.clone().requires_grad_(), eps=1e-6, atol=1e-6)
 
@@ -109,5 +109,5 @@ def test_a_teacher_without_other_tokens_teaches_that_they_are_improbable():
     every = torch.arange(3)
     matching = Matching(every, every, (torch.tensor([3]), NONE), 1.0)
     one = side([0])
-    (gradient,) = torch.autograd.grad(gold_values(z, t, one, one, matching, SLOPES["kl"]).sum(), z)
+    (gradient,) = torch.autograd.grad(gold_values(z, t, one, one, matching, OBJECTIVES["kl"]).sum(), z)
     assert gradient[0, 3] > 0.2

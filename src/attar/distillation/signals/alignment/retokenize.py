@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from attar.data.packing import PADDING, front_tokens
-from attar.distillation.signals.alignment.spans import NOWHERE, Span, texts_of
+from attar.distillation.signals.alignment.spans import NOWHERE, ByteSpan, texts_of
 from attar.models.token_bytes import TokenBytes, bytes_by_id, ids_by_bytes, paired
 
 BLANK = b" "
@@ -32,8 +32,8 @@ class TwoTokenizations:
     """
 
     tokens: list[int]
-    ours: list[Span]
-    theirs: list[Span]
+    ours: list[ByteSpan]
+    theirs: list[ByteSpan]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Retokenizer:
                 both.theirs.append(span)
         return end
 
-    def _spans(self, text: str, offset: int) -> Iterator[tuple[int, Span]]:
+    def _spans(self, text: str, offset: int) -> Iterator[tuple[int, ByteSpan]]:
         """The teacher's tokens of a text that begins at a byte, with the bytes that they cover."""
         blank = self._blank_in_front and text.startswith(" ")
         tokens, characters = self._encode(text[1:] if blank else text)
@@ -135,8 +135,8 @@ class Retokenizer:
             position = end
 
     def _character_spans(
-        self, text: str, tokens: list[int], characters: list[Span], shift: int, offset: int
-    ) -> Iterator[tuple[int, Span]]:
+        self, text: str, tokens: list[int], characters: list[ByteSpan], shift: int, offset: int
+    ) -> Iterator[tuple[int, ByteSpan]]:
         """Tokens that share a character have its span: no edge lies between them."""
         starts = [0]
         for character in text:
@@ -144,7 +144,7 @@ class Retokenizer:
         for token, (first, last) in zip(tokens, characters, strict=True):
             yield token, (offset + starts[first + shift], offset + starts[last + shift])
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+    def _encode(self, text: str) -> tuple[list[int], list[ByteSpan]]:
         encoding = self.teacher.backend_tokenizer.encode(text, add_special_tokens=False)
         return list(encoding.ids), list(encoding.offsets)
 

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 LEAST_SHARED = 0.1  # of the smaller vocabulary
 
 
-def retokenizer_of(student: Checkpoint, teacher: Checkpoint, settings: LearnSettings) -> Retokenizer | None:
+def retokenizer_of(
+    student: Checkpoint, teacher: Checkpoint, settings: LearnSettings, task: str
+) -> Retokenizer | None:
     """From the student's tokens to its teacher's; None where both have one tokenizer, or the teacher's
     predictions are not used.
+
+    Args:
+        task: of the student, a name of attar.distillation.tasks.TASKS.
 
     Raises:
         SettingsError: a setting needs the same tokens on both sides.
@@ -29,7 +34,7 @@ def retokenizer_of(student: Checkpoint, teacher: Checkpoint, settings: LearnSett
     ours, theirs = load_tokenizer(student), load_tokenizer(teacher)
     if same_tokenizer(ours, theirs):
         return None
-    _check(settings, teacher)
+    _check(settings, teacher, task)
     retokenizer = Retokenizer(ours, theirs, (student.name, teacher.name))
     smaller = min(len(retokenizer.our_bytes), len(retokenizer.their_bytes))
     if len(retokenizer.pairs) < LEAST_SHARED * smaller:
@@ -41,7 +46,7 @@ def retokenizer_of(student: Checkpoint, teacher: Checkpoint, settings: LearnSett
     return retokenizer
 
 
-def _check(settings: LearnSettings, teacher: Checkpoint) -> None:
+def _check(settings: LearnSettings, teacher: Checkpoint, task: str) -> None:
     """Refuse what needs the same tokens on both sides."""
     why = f"{teacher.name} has another tokenizer than the student"
     if settings.features.features:
@@ -50,8 +55,8 @@ def _check(settings: LearnSettings, teacher: Checkpoint) -> None:
         )
     if settings.teacher_signal == "cached":
         raise SettingsError("signal", "cached", f"online: {why}")
-    if settings.task not in ("auto", "causal"):
-        raise SettingsError("task", settings.task, f"causal: {why}")
+    if task != "causal":
+        raise SettingsError("task", task, f"causal: {why}")
     if isinstance(settings, DistillSettings) and (settings.for_drafting or settings.teacher_share > 0):
         name = "for_drafting" if settings.for_drafting else "share"
         raise SettingsError(

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Span = tuple[int, int]
+ByteSpan = tuple[int, int]
 """First byte of a token, and the byte after its last; :data:`NOWHERE` for a token that is no part of the
 text."""
 
-NOWHERE: Span = (-1, -1)
+NOWHERE: ByteSpan = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SpanGroup:
     theirs: range
 
 
-def groups_of(ours: Sequence[Span], theirs: Sequence[Span]) -> list[SpanGroup]:
+def groups_of(ours: Sequence[ByteSpan], theirs: Sequence[ByteSpan]) -> list[SpanGroup]:
     """Groups in order; bytes that one side does not cover are in none.
 
     Args:
@@ -44,11 +44,11 @@ def groups_of(ours: Sequence[Span], theirs: Sequence[Span]) -> list[SpanGroup]:
     ]
 
 
-def _edges(spans: Sequence[Span]) -> set[int]:
+def _edges(spans: Sequence[ByteSpan]) -> set[int]:
     return {edge for span in spans if span != NOWHERE for edge in span}
 
 
-def _between(edges: list[int], spans: Sequence[Span]) -> list[range]:
+def _between(edges: list[int], spans: Sequence[ByteSpan]) -> list[range]:
     """For each pair of neighbouring edges the tokens that cover all between them; empty where bytes are left
     out."""
     ranges = []
