@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from attar.data.examples import Examples
-from attar.distillation.features import FEATURES, Feature
+from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.teacher import RolloutWriter
@@ -24,7 +24,7 @@ from attar.models.head import head_of
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.train import TrainHistory, train
+from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ def learn(
         masks: weights that are zero and stay zero.
     """
     count = training_rows(settings)
+    rows: Examples | BatchSource
     if rollouts is None:
         rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
     else:
@@ -59,23 +60,21 @@ def learn(
         held_out = Examples.of_text(rollouts.held_out_rows())
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
-    features = make_features(student, source.teacher, settings)
+    features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
-    loss = DistillationLoss(signal, settings.alpha, features, head_of(student))
+    alpha = settings.alpha if settings.learns_softly else 0.0
+    weight = settings.features.prediction_weight
+    loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
+    if masks is not None and projections:
+        masks = masks.inside("student")
 
     def held_out_loss(trained: nn.Module) -> float:
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
     return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
-
-
-def make_features(student: Any, teacher: Any, settings: LearnSettings) -> list[Feature]:
-    """The features that the settings name."""
-    named = (text.partition(":") for text in settings.features.features)
-    return [FEATURES[name](student, teacher, settings, float(weight or 1.0)) for name, _, weight in named]
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

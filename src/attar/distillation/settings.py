@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
+from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -66,19 +67,6 @@ LOSS_SETTINGS: dict[str, type] = {
     "hard": SoftLossSettings,
 }
 """The options of each objective; its function is in attar.distillation.objectives."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureSettings:
-    """What of the teacher's inside the student is trained to agree with, besides its predictions."""
-
-    features: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "insides that are compared, each with its weight after a colon: hidden:0.5"},
-    )
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +172,14 @@ class LearnSettings(TrainSettings):
         if self.teacher_top and self.soft_loss not in ("kl", "hard"):
             allowed = f"0 with objective {self.soft_loss}, which reads all logits"
             raise SettingsError("teacher_top", self.teacher_top, allowed)
+        if self.features.features and self.teacher_top:
+            raise SettingsError(
+                "teacher_top", self.teacher_top, "0 with features: insides are not kept on disk"
+            )
+        if self.features.features and self.signal == "text":
+            raise SettingsError(
+                "signal", self.signal, "online with features: the teacher runs for its insides"
+            )
 
     @property
     def soft_loss(self) -> str:
@@ -191,10 +187,15 @@ class LearnSettings(TrainSettings):
         return "kl" if self.objective == "auto" else self.objective
 
     @property
+    def learns_softly(self) -> bool:
+        """Whether the teacher's predictions are in the loss."""
+        return self.alpha > 0.0 and self.soft_loss != "hard" and self.signal != "text"
+
+    @property
     def teacher_signal(self) -> str:
         """The signal, ``auto`` resolved: a name of attar.distillation.signals.SIGNALS."""
-        if self.alpha == 0.0 or self.soft_loss == "hard":
-            return "text"
+        if not self.learns_softly:
+            return "online" if self.features.features else "text"
         if self.signal == "auto":
             return "cached" if self.teacher_top else "online"
         return self.signal

@@ -29,8 +29,7 @@ from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
+from attar.distillation.tasks import task_of
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
@@ -74,8 +73,8 @@ def distill(
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(source, signals, settings, progress)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    task = task_of(source.config, settings)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
@@ -138,9 +137,11 @@ def recover(
     if original is not None:
         _check_same_tokens(source, original)
     load_tokenizer(source)  # refused before the weights are read
-    task = task_of(source, settings)
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    task = task_of(source.config, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -218,11 +219,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
 
 
 def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
