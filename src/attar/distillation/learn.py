@@ -24,7 +24,7 @@ from attar.models.head import head_of
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.train import TrainHistory, train
+from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ def learn(
         masks: weights that are zero and stay zero.
     """
     count = training_rows(settings)
+    rows: Examples | BatchSource
     if rollouts is None:
         rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
     else:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.fused import head_loss
+from attar.distillation.learner import student_of
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
 from attar.models.head import Head, product_type, without_logits
+from attar.models.inputs import model_inputs
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,12 @@ def run_model(
         model: of transformers, or what wraps it (peft, DDP, :class:`attar.distillation.learner.Learner`).
         head: of the model (:func:`attar.models.head.head_of`): then the pass makes no logits.
     """
-    asked: dict[str, Any] = {"input_ids": batch.inputs}
+    batch = batch.trimmed()
+    asked = model_inputs(student_of(model), batch)
     if insides.states:
         asked["output_hidden_states"] = True
     if insides.attentions:
         asked["output_attentions"] = True
-    mask = batch.mask
-    if not bool(mask.all()):
-        asked["attention_mask"] = mask.long()
     if head is None:
         outputs = model(**asked)
         predictions = outputs.logits[batch.predicted]
@@ -126,7 +126,7 @@ def run_model(
     return ModelOutputs(
         predictions,
         head,
-        mask,
+        batch.mask,
         insides.compared(batch),
         tuple(outputs.hidden_states or ()) if insides.states else (),
         tuple(outputs.attentions or ()) if insides.attentions else (),

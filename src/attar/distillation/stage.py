@@ -30,8 +30,7 @@ from attar.distillation.settings import VERSION, DistillSettings, LearnSettings,
 from attar.distillation.signals.alignment.route import retokenizer_of
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
+from attar.distillation.tasks import task_of
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
@@ -74,8 +73,8 @@ def distill(
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(source, signals, settings, progress)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    task = task_of(source.config, settings)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
@@ -135,11 +134,13 @@ def recover(
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
-    task = task_of(source, settings)
+    task = task_of(source.config, settings)
     retokenizer = None if original is None else retokenizer_of(source, original, settings, task.name)
     load_tokenizer(source)  # refused before the weights are read
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -218,11 +219,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:

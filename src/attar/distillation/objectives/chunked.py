@@ -25,7 +25,7 @@ ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 leave the slopes there: :func:`blockwise` with ``out=z``."""
 
 BYTES = 1 << 26  # of a chunk's logits in float32
-CACHED, LARGE = 1 << 16, 1 << 25
+CACHED, LARGE = 1 << 17, 1 << 25
 """Logits of a block: on a CPU for each thread as many as its cache holds some copies of, elsewhere enough to
 keep the device busy."""
 
