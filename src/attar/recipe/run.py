@@ -213,7 +213,7 @@ class _RecipeRun:
         """Call a stage function with its models."""
         entry = step.entry
         common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}
-        if getattr(entry.settings, "teacher_top", 0):
+        if getattr(entry.settings, "keeps_predictions", False):
             common["signal"] = self.plan.out / SIGNAL
         if STAGES[entry.stage].merges:
             models = {name: self.model(name) for name in entry.merged}

@@ -53,7 +53,7 @@ def cached_signal(source: SignalSource, student: Any, settings: LearnSettings) -
         source.cache,
         source.checkpoint.fingerprint(),
         resolve(settings.precision, source.teacher.device, source.work),
-        settings.teacher_top,
+        settings.predictions.teacher_top,
         settings.temperature,
         min(model.get_output_embeddings().weight.shape[0] for model in models),
     )

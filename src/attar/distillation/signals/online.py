@@ -14,12 +14,15 @@ from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import Slopes, blockwise
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
-from attar.distillation.signals.target import SignalSource
+from attar.distillation.signals.aligned import aligned_signal
+from attar.distillation.signals.target import Signal, SignalSource
 from attar.models.head import Head, head_of
 
 
-def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> OnlineTeacher:
+def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> Signal:
     """The settings' objective on the logits of both models."""
+    if source.retokenizer is not None:
+        return aligned_signal(source, student, settings)
     slopes = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
     return OnlineTeacher(source.teacher, slopes, settings.temperature, head_of(source.teacher))
 

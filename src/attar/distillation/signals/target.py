@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.signals.alignment.retokenize import Retokenizer
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -22,16 +23,18 @@ class SignalSource:
     Attributes:
         teacher: the model, gives ``.logits``; None: the text alone teaches.
         cache: folder of its stored predictions; several stages may share it.
+        retokenizer: to the teacher's tokens; None: both models have one tokenizer.
     """
 
     teacher: Any
     checkpoint: Checkpoint | None
     cache: Path
     work: Path
+    retokenizer: Retokenizer | None = None
 
 
 class SoftTarget(Protocol):
-    """A teacher's answer to a batch."""
+    """A teacher's answer to a batch. One with ``whole = True`` is asked for all predictions at once."""
 
     @property
     def outputs(self) -> ModelOutputs | None:
