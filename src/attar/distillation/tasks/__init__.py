@@ -48,7 +48,8 @@ def _refuse_causal_settings(task: Task, settings: LearnSettings) -> None:
     causal_only = {
         "for_drafting": (getattr(settings, "for_drafting", False), "false"),
         "share": (settings.rollouts.share, "0"),
-        "teacher_top": (settings.teacher_top, "0"),
+        "teacher_top": (settings.predictions.teacher_top, "0"),
+        "teacher_samples": (settings.predictions.teacher_samples, "0"),
     }
     for name, (value, off) in causal_only.items():
         if value:
