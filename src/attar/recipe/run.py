@@ -62,7 +62,7 @@ class Tools:
     """The functions of ``measure`` that a run calls, by import path, so that a plan imports none of them."""
 
     evaluate: str = "attar.measure.evaluate:evaluate"
-    make_reference: str = "attar.measure.reference:make_reference"
+    make_reference: str = "attar.measure.evaluate:prepare_reference"
     report: str = "attar.measure.report.page:write_report"
     reset_peak: str = "attar.measure.footprint:reset_peak"
     peak: str = "attar.measure.footprint:peak_rss_bytes"
