@@ -169,7 +169,7 @@ def dying(function, after):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 2)]
+    ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 1)]
 )
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, owner, name, after):
     """Five rows, sixteen times shown: over epochs whose batches hold rows of two of them."""
