@@ -18,6 +18,7 @@ SOLVERS = (
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
     ),
     *(f"distillation/signals/alignment/{name}.py" for name in ("gold", "spans", "uld")),
+    "distillation/signals/sampling.py",
     "distillation/layer_map.py",
     *(
         f"pruning/criteria/{name}.py"

@@ -6,6 +6,7 @@ model also trains on rows that its teacher generated (``rollouts/``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -61,6 +62,8 @@ def learn(
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
+    known = tuple(part for part in (rows, held_out) if isinstance(part, Examples))
+    source = replace(source, rows=known, progress=progress)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
     weight = settings.features.prediction_weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,7 @@ from torch import Tensor
 from attar.data.examples import Examples
 from attar.distillation.outputs import Insides, ModelOutputs
 from attar.distillation.signals.alignment.retokenize import Retokenizer
+from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -24,6 +26,7 @@ class SignalSource:
         teacher: the model, gives ``.logits``; None: the text alone teaches.
         cache: folder of its stored predictions; several stages may share it.
         retokenizer: to the teacher's tokens; None: both models have one tokenizer.
+        rows: all that will be learned from and measured on, as far as they are known.
     """
 
     teacher: Any
@@ -31,6 +34,8 @@ class SignalSource:
     cache: Path
     work: Path
     retokenizer: Retokenizer | None = None
+    rows: Sequence[Examples] = ()
+    progress: Progress = SILENT
 
 
 class SoftTarget(Protocol):
