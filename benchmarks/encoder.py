@@ -1,4 +1,4 @@
-"""An encoder made a classifier, then distilled: the share of its accuracy that half the depth, or half the width, keeps.
+"""An encoder made a classifier, then distilled: what half its depth, or half its width, keeps.
 
     python benchmarks/encoder.py MODEL --data FOLDER [--work DIR] [--seeds 0 1] [--shape depth width]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def table(bench: Bench, folders: dict[Cell, Path]) -> None:
     for cell, folder in folders.items():
         rows.setdefault((cell.method, cell.shape), []).append(folder)
     for (method, shape), members in rows.items():
-        size = sum(info.numel for info in attar.open_checkpoint(members[0]).tensors.values()) / 1e6
+        size = sum(math.prod(info.shape) for info in attar.open_checkpoint(members[0]).tensors.values()) / 1e6
         devs, tests = (
             [bench.accuracy(folder, file) for folder in members] for file in ("dev.tsv", "test.tsv")
         )
