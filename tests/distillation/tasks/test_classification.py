@@ -204,9 +204,11 @@ def test_the_task_follows_architecture_and_data():
 
 def test_settings_of_language_models_are_refused():
     config = {"architectures": ["BertForSequenceClassification"]}
-    with pytest.raises(SettingsError, match="teacher_top is 8, but must be 0 with task classification"):
+    with pytest.raises(
+        SettingsError, match="teacher_top is 8, but must be left out with task classification"
+    ):
         task_of(config, recover_settings(teacher_top=8))
-    with pytest.raises(SettingsError, match=r"share is 0\.5, but must be 0 with task classification"):
+    with pytest.raises(SettingsError, match=r"share is 0\.5, but must be left out with task classification"):
         task_of(config, distill_settings(share=0.5))
     with pytest.raises(SettingsError, match="for_drafting is True"):
         task_of(config, distill_settings(for_drafting=True))
