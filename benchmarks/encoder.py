@@ -1,6 +1,6 @@
-"""An encoder made a classifier, then distilled: the share of its accuracy that half the depth keeps.
+"""An encoder made a classifier, then distilled: what half its depth, or half its width, keeps.
 
-    python benchmarks/encoder.py MODEL --data FOLDER [--work DIR] [--seeds 0 1] [--only NAME ...]
+    python benchmarks/encoder.py MODEL --data FOLDER [--work DIR] [--seeds 0 1] [--shape depth width]
 
 MODEL is a bare encoder, such as all-MiniLM-L6-v2. FOLDER holds train.tsv, dev.tsv and test.tsv: SST-2. The
 classifier is trained on the labels alone (``attar recover --alpha 0``), then every student sees the same
@@ -11,7 +11,10 @@ shown to choose by. Checkpoints stay under ``--work``; what is there already is 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +41,11 @@ STUDENTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 """The losses of each student, one for each of its phases."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "depth": {"layers": 3},
+    "width": {"heads": 6, "neurons": 768, "hidden": 192},
+}
+"""Half of all-MiniLM-L6-v2: it has 6 layers, 12 heads, 1,536 neurons, 384 channels."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +78,18 @@ class Bench:
             "weight_decay": 0.01,
         }
 
-    def train(self, seed: int) -> Path:
-        """The classifier of a seed, which teaches the others."""
+    def train(self) -> Path:
+        """The classifier, which teaches all students."""
         make = partial(attar.recover, self.args.model, alpha=0.0, learning_rate=1e-4)
-        return self.cached(f"teacher-{seed}", partial(make, steps=self.args.teacher_steps, seed=seed))
+        return self.cached("teacher", partial(make, steps=self.args.teacher_steps))
 
     def distill(self, cell: Cell) -> Path:
         """The student of a cell."""
-        teacher = self.train(cell.seed)
+        teacher = self.train()
         *first, last = STUDENTS[cell.method]
         steps = self.args.steps // (len(first) + 1)
         student, options = teacher, {"steps": steps, "seed": cell.seed, "learning_rate": 1e-4}
-        shape: dict[str, Any] = {"layers": 3}
+        shape = SHAPES[cell.shape]
         for number, losses in enumerate([*first, last]):
             name = cell.name if losses is last else f"{cell.name}-phase{number + 1}"
             if number:
@@ -117,34 +125,36 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", default="runs/encoder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--only", nargs="+", default=list(STUDENTS), choices=list(STUDENTS))
     parser.add_argument("--steps", type=int, default=390)
     parser.add_argument("--teacher-steps", type=int, default=585)
     parser.add_argument("--train", action="store_true", help="stop before the table")
     args = parser.parse_args()
     bench = Bench(args)
-    cells = [Cell(method, "depth", seed) for seed in args.seeds for method in args.only]
+    cells = [Cell(*names) for names in itertools.product(args.only, args.shape, args.seeds)]
     folders = {cell: bench.distill(cell) for cell in cells}
     if not args.train:
         table(bench, folders)
 
 
 def table(bench: Bench, folders: dict[Cell, Path]) -> None:
-    """Print the accuracies, as markdown."""
-    print("| model | seed | layers | parameters | dev | test | kept |")
-    print("|---|---|---|---|---|---|---|")
-    for seed in bench.args.seeds:
-        teacher = bench.train(seed)
-        rows = [("classifier", teacher)]
-        rows += [(cell.method, folder) for cell, folder in folders.items() if cell.seed == seed]
-        whole = bench.accuracy(teacher, "test.tsv")
-        for name, folder in rows:
-            checkpoint = attar.open_checkpoint(folder)
-            dev, test = (bench.accuracy(folder, file) for file in ("dev.tsv", "test.tsv"))
-            size = sum(info.numel for info in checkpoint.tensors.values()) / 1e6
-            layers = checkpoint.config["num_hidden_layers"]
-            row = (name, seed, layers, f"{size:.1f} M", f"{dev:.2%}", f"{test:.2%}", f"{test / whole:.1%}")
-            print("| " + " | ".join(map(str, row)) + " |")
+    """Print the accuracies, as markdown: the mean over seeds, and how far they lie apart."""
+    print("| model | shape | parameters | dev | test | kept | seeds | spread of test |")
+    print("|---|---|---|---|---|---|---|---|")
+    teacher = bench.train()
+    whole = bench.accuracy(teacher, "test.tsv")
+    rows: dict[tuple[str, str], list[Path]] = {("classifier", "whole"): [teacher]}
+    for cell, folder in folders.items():
+        rows.setdefault((cell.method, cell.shape), []).append(folder)
+    for (method, shape), members in rows.items():
+        size = sum(math.prod(info.shape) for info in attar.open_checkpoint(members[0]).tensors.values()) / 1e6
+        devs, tests = (
+            [bench.accuracy(folder, file) for folder in members] for file in ("dev.tsv", "test.tsv")
+        )
+        dev, test = statistics.mean(devs), statistics.mean(tests)
+        row = (method, shape, f"{size:.1f} M", f"{dev:.2%}", f"{test:.2%}", f"{test / whole:.1%}")
+        print("| " + " | ".join((*row, str(len(members)), f"{max(tests) - min(tests):.2%}")) + " |")
 
 
 if __name__ == "__main__":
