@@ -27,7 +27,7 @@ from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
-from attar.distillation.signals.alignment.route import retokenizer_of
+from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
 from attar.distillation.tasks import task_of
@@ -74,6 +74,7 @@ def distill(
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(source, signals, settings, progress)
     task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, source, settings, task.name)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
@@ -83,7 +84,8 @@ def distill(
     ) as output:
         note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
-        origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
             student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
         )
@@ -135,7 +137,7 @@ def recover(
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
     task = task_of(source.config, settings)
-    retokenizer = None if original is None else retokenizer_of(source, original, settings, task.name)
+    tokens = tokenizer_pair(source, original or source, settings, task.name)
     load_tokenizer(source)  # refused before the weights are read
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)
@@ -153,7 +155,7 @@ def recover(
             progress.log(note)
         note_texts(output, task.records("recover", source, settings, training_rows(settings)), progress)
         cache = signal or output.work / "signal"
-        origin = SignalSource(guide, original, cache, output.work / "train", retokenizer)
+        origin = SignalSource(guide, original, cache, output.work / "train", tokens)
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
             student, origin, source, task, settings, progress=progress, what="recover", masks=dense_masks

@@ -17,6 +17,7 @@ from attar.distillation.outputs import NOTHING
 from attar.distillation.settings import recover_settings
 from attar.distillation.signals.aligned import aligned_signal
 from attar.distillation.signals.alignment.retokenize import Retokenizer
+from attar.distillation.signals.alignment.route import TokenizerPair
 from attar.distillation.signals.online import online_signal
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.stage import recover
@@ -45,7 +46,7 @@ def rows_of(tokenizer, texts=TEXTS):
 
 
 def signal_of(teacher, ours, theirs, **options):
-    source = SignalSource(teacher, None, None, None, Retokenizer(ours, theirs))
+    source = SignalSource(teacher, None, None, None, TokenizerPair(Retokenizer(ours, theirs)))
     return aligned_signal(source, None, recover_settings(**options))
 
 
@@ -137,7 +138,7 @@ def test_one_tokenizer_on_both_sides_gives_the_plain_loss(objective):
     batch = Examples.of_text(rows_of(tokenizer))
     losses = []
     for retokenizer in (None, Retokenizer(tokenizer, tiny_models.tokenizer())):
-        source = SignalSource(teacher, None, None, None, retokenizer)
+        source = SignalSource(teacher, None, None, None, TokenizerPair(retokenizer))
         signal = online_signal(source, student, recover_settings(objective=objective))
         loss = DistillationLoss(signal)(student, batch)
         losses.append((loss, *torch.autograd.grad(loss, list(student.parameters()))))

@@ -40,14 +40,14 @@ GroupValues = Callable[[Tensor, Tensor, GroupSide, GroupSide, Matching], Tensor]
 
 def aligned_signal(source: SignalSource, student: Any, settings: LearnSettings) -> AlignedTeacher:
     """The settings' objective, or ULD, between models of two tokenizers."""
-    assert source.retokenizer is not None
-    T = settings.temperature
+    retokenizer, T = source.tokens.retokenizer, settings.temperature
+    assert retokenizer is not None
     if settings.predictions.alignment == "uld":
         values: GroupValues = partial(uld_values, T=T)
     else:
         objective = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
         values = partial(gold_values, objective=objective, T=T)
-    return AlignedTeacher(source.teacher, source.retokenizer, Vocabularies.of(source.retokenizer), values)
+    return AlignedTeacher(source.teacher, retokenizer, Vocabularies.of(retokenizer), values)
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,12 @@ def cached_signal(source: SignalSource, student: Any, settings: LearnSettings) -
     assert settings.soft_loss == "kl", "other objectives read all logits"
     assert source.checkpoint is not None
     top, samples = settings.predictions.teacher_top, settings.predictions.teacher_samples
-    kept = {
+    kept: dict[str, Any] = {
         "precision": resolve(settings.precision, source.teacher.device, source.work),
         "top": top,
         "draws": samples or max(top // 4, 1),
         "temperature": settings.temperature,
-        "width": min(model.get_output_embeddings().weight.shape[0] for model in (student, source.teacher)),
+        "width": _width(source, student),
     }
     name = identity("teacher", VERSION, kept, [source.checkpoint.fingerprint()])
     store = PredictionStore(source.cache / name)
@@ -59,6 +59,12 @@ def cached_signal(source: SignalSource, student: Any, settings: LearnSettings) -
     if os.environ.get("WORLD_SIZE", "1") == "1":  # else a process asks for the rows of its own batches
         signal.prepare(source.rows, source.progress)
     return signal
+
+
+def _width(source: SignalSource, student: Any) -> int:
+    """Columns of the logits that are tokens of both models."""
+    widths = [int(model.get_output_embeddings().weight.shape[0]) for model in (student, source.teacher)]
+    return min(*widths, source.tokens.vocabulary or widths[0])
 
 
 @dataclass(frozen=True)

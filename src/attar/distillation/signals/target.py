@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.outputs import Insides, ModelOutputs
-from attar.distillation.signals.alignment.retokenize import Retokenizer
+from attar.distillation.signals.alignment.route import TokenizerPair
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class SignalSource:
     Attributes:
         teacher: the model, gives ``.logits``; None: the text alone teaches.
         cache: folder of its stored predictions; several stages may share it.
-        retokenizer: to the teacher's tokens; None: both models have one tokenizer.
+        tokens: what the tokenizers of both have in common.
         rows: all that will be learned from and measured on, as far as they are known.
     """
 
@@ -33,7 +33,7 @@ class SignalSource:
     checkpoint: Checkpoint | None
     cache: Path
     work: Path
-    retokenizer: Retokenizer | None = None
+    tokens: TokenizerPair = field(default_factory=TokenizerPair)
     rows: Sequence[Examples] = ()
     progress: Progress = SILENT
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from attar.distillation.settings import DistillSettings, LearnSettings
 from attar.distillation.signals.alignment.retokenize import Retokenizer
-from attar.distillation.signals.alignment.tokenizers import same_tokenizer
+from attar.distillation.signals.alignment.tokenizers import (
+    missing_specials,
+    same_tokenizer,
+    vocabulary_size,
+)
 from attar.errors import ModelError, SettingsError
 from attar.models.load import load_tokenizer
 
@@ -16,25 +22,46 @@ if TYPE_CHECKING:
 LEAST_SHARED = 0.1  # of the smaller vocabulary
 
 
-def retokenizer_of(
+@dataclass(frozen=True)
+class TokenizerPair:
+    """What the tokenizers of student and teacher have in common.
+
+    Attributes:
+        retokenizer: to the teacher's tokens; None: both have one tokenizer.
+        vocabulary: columns of both models' logits that are tokens; the rest is padding, and never learned.
+        None:
+            the columns are no tokens, or of two tokenizers.
+        missing: special tokens of the student, by number, that the teacher lacks.
+    """
+
+    retokenizer: Retokenizer | None = None
+    vocabulary: int | None = None
+    missing: Mapping[int, str] = field(default_factory=dict)
+
+
+def tokenizer_pair(
     student: Checkpoint, teacher: Checkpoint, settings: LearnSettings, task: str
-) -> Retokenizer | None:
-    """From the student's tokens to its teacher's; None where both have one tokenizer, or the teacher's
-    predictions are not used.
+) -> TokenizerPair:
+    """Of two checkpoints, which may be one.
 
     Args:
         task: of the student, a name of attar.distillation.tasks.TASKS.
 
     Raises:
-        SettingsError: a setting needs the same tokens on both sides.
+        SettingsError: the tokenizers differ, and a setting needs the same tokens on both sides.
         ModelError: the tokenizers are of kinds that cannot be compared, or share too little.
     """
     if not settings.runs_teacher:
-        return None
+        return TokenizerPair()
     ours, theirs = load_tokenizer(student), load_tokenizer(teacher)
-    if same_tokenizer(ours, theirs):
-        return None
-    _check(settings, teacher, task)
+    if not same_tokenizer(ours, theirs):
+        _check(settings, teacher, task)
+        return TokenizerPair(_retokenizer(ours, theirs, student, teacher))
+    size = min(vocabulary_size(ours), vocabulary_size(theirs))
+    return TokenizerPair(None, None if task == "classification" else size, missing_specials(ours, theirs))
+
+
+def _retokenizer(ours: Any, theirs: Any, student: Checkpoint, teacher: Checkpoint) -> Retokenizer:
     retokenizer = Retokenizer(ours, theirs, (student.name, teacher.name))
     smaller = min(len(retokenizer.our_bytes), len(retokenizer.their_bytes))
     if len(retokenizer.pairs) < LEAST_SHARED * smaller:

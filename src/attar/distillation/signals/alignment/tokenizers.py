@@ -7,7 +7,13 @@ be padded to different sizes, and one side may have special tokens of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.errors import DataError
 
 PROBE = (
     "The quick brown fox's 12 jumps, over 3.14159 lazy dogs; WE'LL see!  Two  blanks\tand\n\n\nlines.\r\n"
@@ -47,6 +53,25 @@ def missing_specials(ours: Any, theirs: Any) -> dict[int, str]:
     """Special tokens of ours, by number, that theirs lacks: no text may have them."""
     known = special_tokens(theirs)
     return {number: token for token, number in special_tokens(ours).items() if token not in known}
+
+
+def check_known(rows: Tensor, missing: Mapping[int, str]) -> None:
+    """Refuse text that a teacher cannot read.
+
+    Args:
+        rows: tokens of any shape.
+        missing: special tokens that the teacher lacks, by number.
+
+    Raises:
+        DataError: a row has one.
+    """
+    unknown = rows[torch.isin(rows, torch.tensor(sorted(missing), dtype=rows.dtype))] if missing else rows[:0]
+    if unknown.numel():
+        token = missing[int(unknown.flatten()[0])]
+        raise DataError(
+            f"the text has the token {token}, which the teacher's tokenizer lacks",
+            hint="take a teacher that knows it, or text without it",
+        )
 
 
 def vocabulary_size(tokenizer: Any) -> int:
