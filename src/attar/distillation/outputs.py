@@ -86,12 +86,16 @@ class ModelOutputs:
         chosen = self.predictions[part]
         return chosen if self.head is None else self.head.logits(chosen)
 
-    def mean(self, chunk_loss: ChunkLoss) -> Tensor:
+    def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
-        once."""
+        once.
+
+        Args:
+            whole: the loss takes all predictions in one chunk; they are logits then.
+        """
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_of_chunks(chunk_loss, self.predictions)
+        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if whole else None)
 
 
 def run_model(
