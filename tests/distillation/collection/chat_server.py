@@ -27,8 +27,8 @@ class ChatServer:
 
     Args:
         script: prompt and number of the try (from 0) to what happens: ``ok``, ``slow``, ``half``, ``die``,
-            ``broken``, ``empty``, ``hang``, ``hold``, ``echo``, a status, or a status with Retry-After in
-            seconds (``429:1``) or as a date that far away (``503:date1``).
+            ``broken``, ``empty``, ``hang``, ``hold``, ``drip``, ``echo``, a status, or one with Retry-After
+            in seconds (``429:1``) or as a date that far away (``503:date1``).
 
     Attributes:
         answered: whole answers sent, by prompt; a system prompt does not count.
@@ -101,6 +101,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif what == "empty":
             self.reply(200, {**answer, "choices": []})
         elif what == "die":
+            self.close_connection = True
+        elif what == "drip":
+            data = json.dumps(answer).encode()
+            self.head(200, len(data))
+            for byte in data[:-1]:
+                if state.released.wait(0.05):
+                    break
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
             self.close_connection = True
         elif what in ("hang", "hold"):
             state.released.wait(30 if what == "hold" else 2)

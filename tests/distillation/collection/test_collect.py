@@ -18,6 +18,7 @@ from attar.checkpoint.lineage import root_licences
 from attar.cli.main import call
 from attar.data.provenance import card_path, provenance, read_card
 from attar.distillation.collection import crew
+from attar.distillation.collection.teachers.endpoint import EndpointTeacher
 from attar.errors import DataError, EndpointError, LicenceError, OutputError, SettingsError, UsageError
 from tests.distillation.collection.chat_server import ChatServer, content_of
 
@@ -313,6 +314,16 @@ def test_the_key_is_nowhere(tmp_path, prompts, what):
     assert files and KEY not in "".join([*texts, *files])
     if what in ("401", "400", "500", "429:0"):
         assert "[key]" in texts[1]
+
+
+def test_a_key_that_goes_over_plain_http_is_warned_of(tmp_path, prompts, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(EndpointTeacher, "exposed_key", True)
+    with ChatServer() as server:
+        attar.collect(
+            prompts, tmp_path / "d.jsonl", teacher=server.url, model="m", progress=attar.Terminal(), limit=1
+        )
+    assert "warning: the key goes to 127.0.0.1 over http" in capsys.readouterr().err
 
 
 def test_exceptions_hold_no_key(tmp_path, prompts, monkeypatch):

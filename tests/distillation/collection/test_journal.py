@@ -44,6 +44,7 @@ def test_a_half_written_last_line_is_cut_off(tmp_path, cut):
         whole = cut == 1  # only its end of line is missing
         assert ("b" in journal) == whole and "a" in journal
         if not whole:
+            assert path.read_bytes() == data.splitlines(keepends=True)[0], "nothing of it stays"
             journal.append(row("b", "größer" * 20))
     assert path.read_bytes() == data
 

@@ -211,6 +211,8 @@ def _ask(
     if not missing:
         return RunTally()
     teacher.prepare()
+    if isinstance(teacher, EndpointTeacher) and teacher.exposed_key:
+        progress.log(f"warning: the key goes to {teacher.host} over http, which encrypts nothing")
     with progress.task("collect", total=len(requests), done=len(requests) - len(missing)) as task:
         crew = Crew(teacher, settings, journal, spent, task)
         _run(_ask_all(crew, missing, teacher, progress))

@@ -98,8 +98,10 @@ def test_failures(what, effect, charged):
     assert bool(reply.hint) == (what in ("401", "404"))
 
 
-def test_no_answer_in_time():
-    reply, _ = served("hang", timeout_s=0.3)
+@pytest.mark.parametrize("what", ["hang", "drip"])
+def test_no_answer_in_time(what):
+    """Nor where bytes come, one after the other, without an end."""
+    reply, _ = served(what, timeout_s=0.3)
     assert (reply.message, reply.effect) == ("no answer within 0.3 s", "retry")
 
 
