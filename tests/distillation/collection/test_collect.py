@@ -242,6 +242,16 @@ def test_a_wait_that_is_too_long_ends_the_run(tmp_path, prompts):
         attar.collect(prompts, tmp_path / "data.jsonl", teacher=server.url, **OPTIONS)
 
 
+def test_an_endpoint_that_is_asked_too_often_is_asked_until_it_answers(tmp_path, prompts):
+    """More 429 than a request has attempts: they are no failures."""
+    with ChatServer(lambda prompt, number: "429" if number < 6 else "ok") as server:
+        result = attar.collect(prompts, tmp_path / "d.jsonl", teacher=server.url, attempts=2, **OPTIONS)
+        assert result.answers == 20 and len(server.bodies) == 140
+        server.script = lambda prompt, number: "429"
+        with pytest.raises(EndpointError, match="answers nothing for 1 s: 429"):
+            attar.collect(prompts, tmp_path / "e.jsonl", teacher=server.url, longest_wait_s=0.6, **OPTIONS)
+
+
 def test_the_budget_holds_and_the_rest_is_asked_with_a_larger_one(tmp_path, prompts):
     out = tmp_path / "data.jsonl"
     prices = {"price_in": 1000.0, "price_out": 2000.0, "max_tokens": 20}
@@ -305,7 +315,17 @@ def test_the_key_is_nowhere(tmp_path, prompts, what):
         return what if prompt == PROMPTS[2] else "ok"
 
     with ChatServer(script) as server:
-        options = ["--limit", "4", "--attempts", "2", "--debug", "--concurrency", "1"]
+        options = [
+            "--longest-wait-s",
+            "0.5",
+            "--limit",
+            "4",
+            "--attempts",
+            "2",
+            "--debug",
+            "--concurrency",
+            "1",
+        ]
         process = start(prompts, out, server.url, *options, OPENAI_LOG="debug")
         texts = process.communicate(timeout=60)
     assert f"Bearer {KEY}" in server.keys
