@@ -121,6 +121,17 @@ def test_a_rows_numbers_are_its_own(tmp_path, family, length, monkeypatch):
     assert same({name: value.flip(0) for name, value in together.items()}, other.predictions(rows.flip(0)))
 
 
+def test_a_row_that_training_asks_for_is_that_of_the_pass_before(tmp_path):
+    """Under autocast, as a process of several does it."""
+    teacher = tiny_models.build("llama3")
+    rows = tiny_models.tokens(teacher, batch=3, length=12)
+    before, within = (keeping(teacher, tmp_path / name, precision="bf16") for name in ("before", "within"))
+    before.prepare([Examples.of_text(rows)])
+    with torch.autocast("cpu", torch.bfloat16):
+        within.target(Examples.of_text(rows[1:2]), NOTHING)
+        assert same(within.predictions(rows), before.predictions(rows))
+
+
 def test_one_pass_over_all_rows_writes_few_files(tmp_path):
     teacher = tiny_models.build("llama3")
     rows = tiny_models.tokens(teacher, batch=150, length=12)
