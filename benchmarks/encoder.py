@@ -42,8 +42,8 @@ STUDENTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The losses of each student, one for each of its phases."""
 SHAPES: dict[str, dict[str, Any]] = {
-    "depth": {"layers": 3},
-    "width": {"heads": 6, "neurons": 768, "hidden": 192},
+    "depth": {"layers": 3, "learning_rate": 1e-4},
+    "width": {"heads": 6, "neurons": 768, "hidden": 192, "learning_rate": 3e-4},
 }
 """Half of all-MiniLM-L6-v2: it has 6 layers, 12 heads, 1,536 neurons, 384 channels."""
 
@@ -88,8 +88,9 @@ class Bench:
         teacher = self.train()
         *first, last = STUDENTS[cell.method]
         steps = self.args.steps // (len(first) + 1)
-        student, options = teacher, {"steps": steps, "seed": cell.seed, "learning_rate": 1e-4}
-        shape = SHAPES[cell.shape]
+        shape = dict(SHAPES[cell.shape])
+        options = {"steps": steps, "seed": cell.seed, "learning_rate": shape.pop("learning_rate")}
+        student = teacher
         for number, losses in enumerate([*first, last]):
             name = cell.name if losses is last else f"{cell.name}-phase{number + 1}"
             if number:
