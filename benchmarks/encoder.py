@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", default="runs/encoder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["depth"], choices=list(SHAPES))
     parser.add_argument("--only", nargs="+", default=list(STUDENTS), choices=list(STUDENTS))
     parser.add_argument("--steps", type=int, default=390)
     parser.add_argument("--teacher-steps", type=int, default=585)
