@@ -42,8 +42,8 @@ STUDENTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The losses of each student, one for each of its phases."""
 SHAPES: dict[str, dict[str, Any]] = {
-    "depth": {"layers": 3},
-    "width": {"heads": 6, "neurons": 768, "hidden": 192},
+    "depth": {"layers": 3, "learning_rate": 1e-4},
+    "width": {"heads": 6, "neurons": 768, "hidden": 192, "learning_rate": 3e-4},
 }
 """Half of all-MiniLM-L6-v2: it has 6 layers, 12 heads, 1,536 neurons, 384 channels."""
 
@@ -88,8 +88,9 @@ class Bench:
         teacher = self.train()
         *first, last = STUDENTS[cell.method]
         steps = self.args.steps // (len(first) + 1)
-        student, options = teacher, {"steps": steps, "seed": cell.seed, "learning_rate": 1e-4}
-        shape = SHAPES[cell.shape]
+        shape = dict(SHAPES[cell.shape])
+        options = {"steps": steps, "seed": cell.seed, "learning_rate": shape.pop("learning_rate")}
+        student = teacher
         for number, losses in enumerate([*first, last]):
             name = cell.name if losses is last else f"{cell.name}-phase{number + 1}"
             if number:
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", default="runs/encoder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["depth"], choices=list(SHAPES))
     parser.add_argument("--only", nargs="+", default=list(STUDENTS), choices=list(STUDENTS))
     parser.add_argument("--steps", type=int, default=390)
     parser.add_argument("--teacher-steps", type=int, default=585)

@@ -121,14 +121,27 @@ def test_a_rows_numbers_are_its_own(tmp_path, family, length, monkeypatch):
     assert same({name: value.flip(0) for name, value in together.items()}, other.predictions(rows.flip(0)))
 
 
+def test_a_row_that_training_asks_for_is_that_of_the_pass_before(tmp_path):
+    """Under autocast, as a process of several does it."""
+    teacher = tiny_models.build("llama3")
+    rows = tiny_models.tokens(teacher, batch=3, length=12)
+    before, within = (keeping(teacher, tmp_path / name, precision="bf16") for name in ("before", "within"))
+    before.prepare([Examples.of_text(rows)])
+    with torch.autocast("cpu", torch.bfloat16):
+        within.target(Examples.of_text(rows[1:2]), NOTHING)
+        assert same(within.predictions(rows), before.predictions(rows))
+
+
 def test_one_pass_over_all_rows_writes_few_files(tmp_path):
     teacher = tiny_models.build("llama3")
     rows = tiny_models.tokens(teacher, batch=150, length=12)
-    kept = keeping(teacher, tmp_path)
+    kept = keeping(teacher, tmp_path / "pass")
     kept.prepare([Examples.of_text(rows), Examples.of_text(rows[:10])])
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    batch = rows[torch.randperm(150)[:20]]
-    assert same(keeping(None, tmp_path).predictions(batch), kept.predictions(batch))
+    assert len(list((tmp_path / "pass").glob("*.safetensors"))) == 3
+    batch = rows[torch.randperm(150, generator=numbered_generator(2, 0))[:20]]
+    wanted = keeping(teacher, tmp_path / "batch").predictions(batch)
+    assert same(kept.predictions(batch), wanted)
+    assert same(keeping(None, tmp_path / "pass").predictions(batch), wanted)
 
 
 def test_answers_alone_have_their_predictions(tmp_path):

@@ -125,8 +125,9 @@ class CachedTeacher:
         """What is stored of rows (B, S): ``tokens`` uint16 or int32 (B, S - 1, K + N), ``likely`` float16
         (B, S - 1, K), ``entropy`` float32 (B, S - 1); written where it is missing."""
         digests = [row_digest(row) for row in rows]
-        self._write_missing(rows, digests)
-        return self.store.read(digests)
+        with torch.autocast(rows.device.type, enabled=False):  # of training; the teacher's is its own
+            self._write_missing(rows, digests)
+            return self.store.read(digests)
 
     def prepare(self, examples: Iterable[Examples], progress: Progress = SILENT) -> None:
         """Write what is missing of all rows."""
@@ -158,22 +159,28 @@ class CachedTeacher:
         filled = torch.cat([rows, rows[-1:].expand(size - len(rows), -1)])
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             outputs = run_model(self.model, Examples.of_text(filled), head=self.head)
-        n, V = len(rows) * (rows.shape[1] - 1), self.width
-        uniforms = self._uniforms(seeds, rows.shape[1] - 1).to(rows.device)
-        parts = []
-        chunk = max(1, BYTES // (4 * V))
-        for start in range(0, n, chunk):
-            part = slice(start, min(start + chunk, n))
-            logits = outputs.logits(part)[:, :V].float() / self.temperature
-            parts.append(sparse_prediction(logits, self.top, uniforms[part]))
-        tokens, likely, entropy = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        number = torch.uint16 if V <= 2**16 else torch.int32
+        tokens, likely, entropy = self._sampled(outputs, seeds, rows.shape[1] - 1)
+        number = torch.uint16 if self.width <= 2**16 else torch.int32
         shape = (len(rows), -1)
         return (
             tokens.to(number).unflatten(0, shape),
             likely.half().unflatten(0, shape),
             entropy.float().unflatten(0, shape),
         )
+
+    def _sampled(
+        self, outputs: ModelOutputs, seeds: Sequence[int], positions: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept at the positions of the first rows, one for each seed; on the CPU."""
+        n, uniforms = len(seeds) * positions, self._uniforms(seeds, positions)
+        uniforms, chunk = uniforms.to(outputs.predictions.device), max(1, BYTES // (4 * self.width))
+        parts = []
+        for start in range(0, n, chunk):
+            part = slice(start, min(start + chunk, n))
+            logits = outputs.logits(part)[:, : self.width].float() / self.temperature
+            parts.append(sparse_prediction(logits, self.top, uniforms[part]))
+        tokens, likely, entropy = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        return tokens, likely, entropy
 
     def _uniforms(self, seeds: Sequence[int], positions: int) -> Tensor:
         """float64 (n, N), those of a row drawn with its own seed; none where K is all tokens."""

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer
 
-from attar.distillation.signals.alignment.tokenizers import same_tokenizer
+from attar.distillation.signals.alignment.tokenizers import PROBE, same_tokenizer
 from tests import tiny_models
 from tests.distillation.signals import other_tokenizers
 
@@ -34,6 +34,13 @@ def swapped(content):
     words["a"], words["b"] = words["b"], words["a"]
 
 
+def swapped_out_of_sight(content):
+    """Two bytes that the probe does not have."""
+    words, used = content["model"]["vocab"], {*tiny_models.tokenizer()(PROBE)["input_ids"]}
+    one, other = [token for token, number in words.items() if 3 <= number < 259 and number not in used][:2]
+    words[one], words[other] = words[other], words[one]
+
+
 def reordered(content):
     content["model"]["merges"].reverse()
 
@@ -50,7 +57,7 @@ def other_end(content):
     words["<|endoftext|>"], words["<pad>"] = 1, 0
 
 
-@pytest.mark.parametrize("edit", [swapped, reordered, lowered, other_end])
+@pytest.mark.parametrize("edit", [swapped, swapped_out_of_sight, reordered, lowered, other_end])
 def test_other_ones_of_the_same_size(edit):
     other = changed(edit)
     assert len(other) == len(tiny_models.tokenizer())

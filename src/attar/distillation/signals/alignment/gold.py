@@ -15,10 +15,14 @@ The objective compares the matched outcomes and one more, everything else: distr
 that any objective applies, none is below 0, and with one tokenizer on both sides the loss is the plain one.
 What is not matched at single tokens is compared by :mod:`uld <attar.distillation.signals.alignment.uld>`:
 
-    L = w * objective + (1 - w) * ULD(unmatched),   w = matched tokens / teacher's tokens
+    L = objective(matched, everything else) + ULD(unmatched)
+
+The second part weighs what it is worth: it is at most the probability of unmatched tokens on both sides.
 
 Differs from TRL: the outcome "everything else"; matching by bytes instead of spelling, also inside groups
-(TRL compares p_last(v) with q(v) although they continue different texts); ULD at single tokens alone.
+(TRL compares p_last(v) with q(v) although they continue different texts); ULD at single tokens alone; no
+weights by the number of matched tokens, by which a student with 4,096 tokens would have 7 % of the objective
+of a teacher with 49,152.
 
 Letters: z (n, V) student's logits; t (m, W) teacher's; q, p their distributions; g groups; C matched
 outcomes; T temperature.
@@ -69,13 +73,11 @@ class Matching:
     Attributes:
         ours, theirs: int64 (C,), matched tokens of student and teacher.
         rests: int64, their tokens without a match, where groups are one token on both sides; else None.
-        weight: w of the objective.
     """
 
     ours: Tensor
     theirs: Tensor
     rests: tuple[Tensor, Tensor] | None
-    weight: float
 
 
 def merged(logits: Tensor, side: GroupSide, T: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -111,10 +113,10 @@ def gold_values(
         Q, P = (
             _with(x, _sum(y, rest)) for x, y, rest in zip((Q, P), (log_q, log_p), matching.rests, strict=True)
         )
-    values = matching.weight * differentiable(objective, T * Q, T * P, T)
-    if matching.rests is not None and matching.weight < 1.0:
+    values = differentiable(objective, T * Q, T * P, T)
+    if matching.rests is not None and len(matching.rests[0]):
         q, p = (log_q[:, matching.rests[0]].exp(), log_p[:, matching.rests[1]].exp())
-        values = values + (1.0 - matching.weight) * sorted_distance(q, p)
+        values = values + sorted_distance(q, p)
     return values
 
 

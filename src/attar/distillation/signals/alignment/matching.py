@@ -84,12 +84,8 @@ class Vocabularies:
             pairs = self.pairs if key == SAME else list(self._continuations(*key))
             ours, theirs = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
             rests = (_without(ours, self.sizes[0]).to(device), _without(theirs, self.sizes[1]).to(device))
-            self.matchings[key] = Matching(
-                ours.to(device),
-                theirs.to(device),
-                rests if key == SAME else None,
-                weight=len(self.pairs) / self.sizes[1],
-            )
+            pair = (ours.to(device), theirs.to(device))
+            self.matchings[key] = Matching(*pair, rests if key == SAME else None)
         return self.matchings[key]
 
     def _continuations(self, ours_more: bool, lead: bytes) -> Iterator[tuple[int, int]]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 def sorted_distance(q: Tensor, p: Tensor) -> Tensor:
     """L of each row (g,), differentiable by both."""
-    width = max(q.shape[-1], p.shape[-1])
-    ours, theirs = (
-        pad(torch.sort(x, dim=-1, descending=True).values, (0, width - x.shape[-1])) for x in (q, p)
-    )
-    return (ours - theirs).abs().sum(-1)
+    count = min(q.shape[-1], p.shape[-1])
+    ours, theirs = (torch.topk(x, count, dim=-1).values for x in (q, p))
+    distance = (ours - theirs).abs().sum(-1)
+    longer, largest = (q, ours) if q.shape[-1] > count else (p, theirs)
+    if longer.shape[-1] == count:
+        return distance
+    return distance + (longer.sum(-1) - largest.sum(-1)).clamp(min=0.0)  # what pairs with 0
