@@ -6,6 +6,7 @@ model also trains on rows that its teacher generated (``rollouts/``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,14 +20,17 @@ from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
+from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.causal import training_text
 from attar.distillation.tasks.task import Task
+from attar.models.device import resolve
+from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.train import TrainHistory, train
+from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -56,6 +60,7 @@ def learn(
         details: of the card; a learned layer map is added.
     """
     count = training_rows(settings)
+    rows: Examples | BatchSource
     if rollouts is None:
         rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
     else:
@@ -64,7 +69,13 @@ def learn(
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
+    known = tuple(part for part in (rows, held_out) if isinstance(part, Examples))
+    for part in known:
+        check_known(part.tokens, source.tokens.missing)
+    source = replace(source, rows=known, progress=progress)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
+    if source.teacher is not None and rollouts is None:
+        _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
     weight = settings.features.prediction_weight
     loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
@@ -84,6 +95,13 @@ def learn(
         if details is not None:
             details["feature_map"] = {"weights": matrix, "hard": hard_map(matrix)}
     return history
+
+
+def _save_memory(source: SignalSource, settings: LearnSettings) -> None:
+    """Round the teacher's weights now, where autocast would do it in each pass."""
+    device = next(source.teacher.parameters()).device
+    if resolve(settings.precision, device, source.work) == "bf16":
+        round_frozen(source.teacher)
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

@@ -44,11 +44,12 @@ class DistillationLoss:
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         insides = Insides.all_of(feature.insides for feature in self.features)
-        student = run_model(model, batch, insides, self.head)
         target = None if self.signal is None else self.signal.target(batch, insides)
+        whole = getattr(target, "whole", False)
+        student = run_model(model, batch, insides, None if whole else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
-            total = self.weight * student.mean(self._chunk_loss(target, batch.labels))
+            total = self.weight * student.mean(self._chunk_loss(target, batch.labels), whole=whole)
         with torch.autocast(student.mask.device.type, enabled=False):  # small, and differences of large sums
             for feature in self.features:
                 assert target is not None and target.outputs is not None, "features need a teacher that runs"

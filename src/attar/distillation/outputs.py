@@ -18,6 +18,7 @@ from attar.distillation.fused import head_loss
 from attar.distillation.learner import student_of
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
 from attar.models.head import Head, product_type, without_logits
+from attar.models.inputs import model_inputs
 from attar.models.qkv import QKV, recording_qkv
 
 
@@ -94,12 +95,16 @@ class ModelOutputs:
         chosen = self.predictions[part]
         return chosen if self.head is None else self.head.logits(chosen)
 
-    def mean(self, chunk_loss: ChunkLoss) -> Tensor:
+    def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
-        once."""
+        once.
+
+        Args:
+            whole: the loss takes all predictions in one chunk; they are logits then.
+        """
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_of_chunks(chunk_loss, self.predictions)
+        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if whole else None)
 
 
 def run_model(
@@ -111,14 +116,12 @@ def run_model(
         model: of transformers, or what wraps it (peft, DDP, :class:`attar.distillation.learner.Learner`).
         head: of the model (:func:`attar.models.head.head_of`): then the pass makes no logits.
     """
-    asked: dict[str, Any] = {"input_ids": batch.inputs}
+    batch = batch.trimmed()
+    asked = model_inputs(student_of(model), batch)
     if insides.states:
         asked["output_hidden_states"] = True
     if insides.attentions:
         asked["output_attentions"] = True
-    mask = batch.mask
-    if not bool(mask.all()):
-        asked["attention_mask"] = mask.long()
     with ExitStack() as recorders:
         qkv = recorders.enter_context(recording_qkv(student_of(model))) if insides.qkv else []
         head_inputs = [] if head is None else recorders.enter_context(without_logits(model))
@@ -133,7 +136,7 @@ def run_model(
     return ModelOutputs(
         predictions,
         head,
-        mask,
+        batch.mask,
         insides.compared(batch),
         tuple(outputs.hidden_states or ()) if insides.states else (),
         tuple(outputs.attentions or ()) if insides.attentions else (),

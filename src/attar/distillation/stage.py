@@ -27,11 +27,10 @@ from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
-from attar.errors import ModelError
+from attar.distillation.tasks import task_of
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
@@ -74,8 +73,9 @@ def distill(
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(source, signals, settings, progress)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, source, settings, task.name)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
@@ -84,7 +84,8 @@ def distill(
     ) as output:
         note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
-        origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
             student,
             origin,
@@ -129,7 +130,7 @@ def recover(
 
     Args:
         model: the damaged model; its shape is kept, and its zeros as ``keep_zeros`` has it.
-        teacher: the model to agree with; both have one tokenizer. With ``alpha`` 0 it may be None.
+        teacher: the model to agree with, whose tokenizer may be another one. With ``alpha`` 0 it may be None.
         signal: as in :func:`distill`.
 
     Raises:
@@ -143,12 +144,13 @@ def recover(
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
-    if original is not None:
-        _check_same_tokens(source, original)
+    task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, original or source, settings, task.name)
     load_tokenizer(source)  # refused before the weights are read
-    task = task_of(source, settings)
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -160,7 +162,8 @@ def recover(
         for note in _zero_notes(masks, len(names), settings):
             progress.log(note)
         note_texts(output, task.records("recover", source, settings, training_rows(settings)), progress)
-        origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(guide, original, cache, output.work / "train", tokens)
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
             student,
@@ -234,22 +237,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
-
-
-def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
-    """Refuse different tokenizers: logits can be compared only where a token number means the same text."""
-    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(teacher).get_vocab()
-    if ours != theirs:
-        differing = sum(theirs.get(token) != number for token, number in ours.items())
-        raise ModelError(
-            f"{teacher.path}: not the student's tokenizer ({differing} of {len(ours)} tokens differ)",
-            hint="teacher and student need the same vocabulary",
-        )
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:
