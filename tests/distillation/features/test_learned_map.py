@@ -8,7 +8,7 @@ import torch
 from attar.data.examples import Examples
 from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.features.feature import LAYER_WEIGHTS
-from attar.distillation.features.learned_map import LayerWeights, hard_map
+from attar.distillation.features.learned_map import LearnedMap, hard_map
 from attar.distillation.features.probe import make_features
 from attar.distillation.layer_map import is_feature_map, layer_pairs
 from attar.distillation.outputs import run_model
@@ -16,13 +16,13 @@ from tests import tiny_models
 
 
 def test_it_starts_near_the_uniform_map():
-    weights = LayerWeights([(0, 1), (1, 3)], 4)
+    weights = LearnedMap([(0, 1), (1, 3)], 4)
     sixth = pytest.approx(1 / 6, abs=1e-4)
     assert weights.matrix() == [[sixth, 0.5, sixth, sixth], [sixth, sixth, sixth, 0.5]]
     assert hard_map(weights.matrix()) == "0:1,1:3" and is_feature_map(hard_map(weights.matrix()))
     wanted = -(0.5 * math.log(0.5) + 0.5 * math.log(1 / 6))
     assert weights.entropy().item() == pytest.approx(wanted, rel=1e-5)
-    assert LayerWeights([(0, 0)], 1).matrix() == [[1.0]]
+    assert LearnedMap([(0, 0)], 1).matrix() == [[1.0]]
 
 
 @pytest.mark.parametrize("name", ["hidden", "attention", "qkv", "relation", "patient"])
@@ -70,7 +70,7 @@ def test_a_student_of_copied_layers_finds_where_they_come_from():
 
 
 def test_the_entropy_brings_equal_layers_down_to_one():
-    weights = LayerWeights([(0, 1)], 3)
+    weights = LearnedMap([(0, 1)], 3)
     optimizer = torch.optim.Adam(weights.parameters(), lr=1e-3)
     for _ in range(200):
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.distillation.feature_settings import FeatureSettings
-from attar.distillation.features.learned_map import LayerWeights
+from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.outputs import Insides, ModelOutputs
 
 FeatureLoss = Callable[[ModelOutputs, ModelOutputs, Mapping[str, nn.Module]], Tensor]
@@ -61,7 +61,7 @@ class ComparedModels:
     settings: FeatureSettings
     pairs: Sequence[tuple[int, int]]
     seed: int = 0
-    learned: LayerWeights | None = None
+    learned: LearnedMap | None = None
 
     @property
     def weights(self) -> dict[str, nn.Module]:

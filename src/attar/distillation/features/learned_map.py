@@ -25,7 +25,7 @@ SCALE = 50.0  # c
 FIRST = 0.5  # weight of the uniform map's layer at the start
 
 
-class LayerWeights(nn.Module):  # type: ignore[misc]
+class LearnedMap(nn.Module):  # type: ignore[misc]
     """A of all layers.
 
     Args:

@@ -12,7 +12,7 @@ from attar.data.examples import Examples
 from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.features import FEATURES
 from attar.distillation.features.feature import LAYER_WEIGHTS, ComparedModels, Feature
-from attar.distillation.features.learned_map import LayerWeights
+from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.layer_map import layer_pairs
 from attar.distillation.outputs import NOTHING, Insides, ModelOutputs, run_model
 from attar.errors import ModelError, SettingsError
@@ -44,7 +44,7 @@ def make_features(
     learned = None
     if settings.feature_map == "learned":
         start = layer_pairs("uniform", teacher=theirs.depth, student=ours.depth)
-        learned = LayerWeights(start, theirs.depth).to(ours.mask.device)
+        learned = LearnedMap(start, theirs.depth).to(ours.mask.device)
     models = ComparedModels(ours, theirs, settings, pairs, seed, learned)
     features = [
         dataclasses.replace(FEATURES[name](models), weight=weight) for name, weight in weights.items()
