@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import atomic
@@ -27,6 +25,7 @@ from attar.data.provenance import card_path, provenance, read_card
 from attar.data.sources import check_messages, parse_row, read_text
 from attar.distillation.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.distillation.collection.crew import Crew, RunTally
+from attar.distillation.collection.event_loop import interrupts, run_to_end
 from attar.distillation.collection.filters.run import FilterSummary, filter_rows
 from attar.distillation.collection.journal import SUFFIX, Journal, open_journal
 from attar.distillation.collection.prompts import read_prompts
@@ -215,7 +214,7 @@ def _ask(
         progress.log(f"warning: the key goes to {teacher.host} over http, which encrypts nothing")
     with progress.task("collect", total=len(requests), done=len(requests) - len(missing)) as task:
         crew = Crew(teacher, settings, journal, spent, task)
-        _run(_ask_all(crew, missing, teacher, progress))
+        run_to_end(_ask_all(crew, missing, teacher, progress))
     if crew.reason is not None:
         raise crew.reason
     if crew.tally.given_up:
@@ -240,46 +239,9 @@ async def _ask_all(
         else:
             work.cancel()
 
-    with _interrupts(interrupted), suppress(asyncio.CancelledError):
+    with interrupts(interrupted), suppress(asyncio.CancelledError):
         await work
     await teacher.close()
-
-
-@contextmanager
-def _interrupts(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function at each Ctrl-C; outside the main thread they go where they always go."""
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGINT, call)
-    except (ValueError, RuntimeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end; in a thread of its own where a loop runs already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _first(requests: Sequence[tuple[TeacherRequest, str]]) -> str:

@@ -164,7 +164,7 @@ class Crew:
             self.tally.refused.append((request, failure.message))
             self._task.advance()
             return True
-        if failures == endpoint.attempts and not failure.limited:
+        if failures == endpoint.attempts:
             self.tally.given_up.append((request, failure.message))
             return True
         asked = failure.retry_after or 0.0
