@@ -13,10 +13,14 @@ from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
+    "models/head.py",
+    "distillation/fused.py",
     *(
         f"distillation/objectives/{name}.py"
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
     ),
+    *(f"distillation/signals/alignment/{name}.py" for name in ("gold", "spans", "uld")),
+    "distillation/signals/sampling.py",
     "distillation/layer_map.py",
     *(
         f"pruning/criteria/{name}.py"
@@ -85,6 +89,8 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.objectives",
     "attar.distillation.objectives.chunked",
     "attar.distillation.objectives.softmax",
+    "attar.models.head",
+    "attar.distillation.signals.alignment.uld",
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",

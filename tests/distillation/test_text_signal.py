@@ -5,9 +5,9 @@ import json
 import pytest
 
 import attar
-from attar.checkpoint.card import Card
+from attar.checkpoint.card import Card, Parent
 from attar.cli.main import call
-from attar.data.provenance import CARD
+from attar.data.provenance import card_path
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import LicenceError
@@ -51,8 +51,9 @@ def data(tmp_path):
 
 
 def card_of(data, *ids, **settings):
-    card = {"teacher": "the-teacher", "licence": {"ids": list(ids)}, "settings": settings}
-    data.with_name(data.name + CARD).write_text(json.dumps(card))
+    teacher = Parent(role="signal", name="the-teacher", stage="original", licence={"ids": list(ids)})
+    card = Card(name=data.name, stage="collect", settings=settings, parents=(teacher,))
+    card_path(data).write_text(json.dumps(card.to_dict()))
 
 
 def test_the_loss_on_held_out_answers_falls_and_no_teacher_is_run(model, data, tmp_path, monkeypatch):
@@ -91,11 +92,11 @@ def test_a_collection_whose_terms_forbid_it_stops_before_any_work(model, data, t
     card_of(data, "openai-api")
     options = {**SMALL, "steps": 1, "data": str(data)}
     for signal in ("text", "online"):
-        with pytest.raises(LicenceError, match=r"data\.jsonl: OpenAI .* does not allow"):
+        with pytest.raises(LicenceError, match=r"the-teacher: OpenAI .* does not allow"):
             distill(model, tmp_path / "out", distill_settings(**options, signal=signal))
     with pytest.raises(LicenceError, match="OpenAI"):
         recover(model, tmp_path / "out", recover_settings(**options, alpha=0.0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", f"data.jsonl{CARD}", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "data.jsonl.card.json", "model"]
     accepted = {"accept_licence": ("openai-api",), "reason": "permission of 2026-02-01"}
     card = distill(model, tmp_path / "out", distill_settings(**options, signal="text", **accepted)).card
     assert card.licence["accepted"] == [{"id": "openai-api", "reason": "permission of 2026-02-01"}]
@@ -137,3 +138,21 @@ def test_unknown_authors_are_a_warning_and_stay_unknown(model, data, tmp_path):
     card = distill(model, tmp_path / "out", settings, progress=Lines()).card
     assert card.licence["status"] == "unknown"
     assert any(line.startswith(f"warning: {data}: licence unknown") for line in lines)
+
+
+@pytest.mark.slow
+def test_from_a_teacher_s_answers_to_a_student(tmp_path):
+    prompts, data = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
+    prompts.write_text("".join(f"def function_{number}(" + "\n" for number in range(60)))
+    sampling = {"samples": 4, "max_tokens": 24, "temperature": 1.0, "keep_cut": True}
+    result = attar.collect(prompts, data, teacher="attar:tiny", **sampling)
+    assert result.filters.kept > 150
+    settings = {"steps": 40, "batch_size": 8, "sequence_length": 64, "evaluate_every": 4, "precision": "fp32"}
+    options = {**settings, "signal": "text", "data": str(data), "packing": "separate"}
+    card = attar.distill("attar:tiny", tmp_path / "out", **options).card
+    losses = [row["held_out"] for row in card.details["curve"] if "held_out" in row]
+    assert losses[-1] < 0.9 * losses[0]
+    collected = card.parents[1]
+    assert (collected.role, collected.name, collected.stage) == ("signal", "data.jsonl", "collect")
+    assert [parent.name for parent in collected.parents] == ["attar:tiny"]
+    assert {source["role"] for source in card.licence["sources"]} == {"weights", "signal"}

@@ -25,10 +25,12 @@ class Examples:
     Attributes:
         tokens: int64 (N, S), :data:`PADDING` on the right where there is no token.
         targets: int64, :data:`PADDING` where nothing is predicted: (N, S), or (N,) for classification.
+        segments: int64 (N, S) of pairs of texts, 1 in the second (BERT's token types); None: no pairs.
     """
 
     tokens: Tensor
     targets: Tensor
+    segments: Tensor | None = None
 
     @classmethod
     def of_text(cls, rows: Tensor) -> Examples:
@@ -40,11 +42,22 @@ class Examples:
         return len(self.tokens)
 
     def __getitem__(self, index: Tensor | slice) -> Examples:
-        return Examples(self.tokens[index], self.targets[index])
+        segments = None if self.segments is None else self.segments[index]
+        return Examples(self.tokens[index], self.targets[index], segments)
 
     def to(self, device: torch.device | str) -> Examples:
         """The same on a device."""
-        return Examples(self.tokens.to(device), self.targets.to(device))
+        segments = None if self.segments is None else self.segments.to(device)
+        return Examples(self.tokens.to(device), self.targets.to(device), segments)
+
+    def trimmed(self) -> Examples:
+        """The same without the columns at the end that hold no token."""
+        width = int(self.mask.any(0).sum())
+        if width == self.tokens.shape[1]:
+            return self
+        targets = self.targets if self.targets.dim() == 1 else self.targets[:, :width]
+        segments = None if self.segments is None else self.segments[:, :width]
+        return Examples(self.tokens[:, :width], targets, segments)
 
     def split(self, size: int) -> Iterator[Examples]:
         """Parts of at most ``size`` rows."""

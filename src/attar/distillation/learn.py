@@ -6,25 +6,31 @@ model also trains on rows that its teacher generated (``rollouts/``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from attar.data.examples import Examples
-from attar.distillation.features import FEATURES, Feature
+from attar.distillation.features.feature import LAYER_WEIGHTS
+from attar.distillation.features.learned_map import hard_map
+from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
+from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.causal import training_text
 from attar.distillation.tasks.task import Task
+from attar.models.device import resolve
+from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.train import TrainHistory, train
+from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -41,6 +47,7 @@ def learn(
     what: str,
     rollouts: RolloutWriter | None = None,
     masks: Masks | None = None,
+    details: dict[str, Any] | None = None,
 ) -> TrainHistory:
     """Train the student, in place.
 
@@ -50,8 +57,10 @@ def learn(
         text: a checkpoint with the tokenizer and the context of both models.
         rollouts: the teacher writes some of the rows, and the held-out ones.
         masks: weights that are zero and stay zero.
+        details: of the card; a learned layer map is added.
     """
     count = training_rows(settings)
+    rows: Examples | BatchSource
     if rollouts is None:
         rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
     else:
@@ -59,23 +68,40 @@ def learn(
         held_out = Examples.of_text(rollouts.held_out_rows())
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
-    features = make_features(student, source.teacher, settings)
+    features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
+    known = tuple(part for part in (rows, held_out) if isinstance(part, Examples))
+    for part in known:
+        check_known(part.tokens, source.tokens.missing)
+    source = replace(source, rows=known, progress=progress)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
-    loss = DistillationLoss(signal, settings.alpha, features, head_of(student))
+    if source.teacher is not None and rollouts is None:
+        _save_memory(source, settings)
+    alpha = settings.alpha if settings.learns_softly else 0.0
+    weight = settings.features.prediction_weight
+    loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
+    if masks is not None and projections:
+        masks = masks.inside("student")
 
     def held_out_loss(trained: nn.Module) -> float:
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    history = train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    if LAYER_WEIGHTS in projections:
+        matrix = projections[LAYER_WEIGHTS].matrix()
+        progress.log(f"{what}: the learned layer map comes down to --feature-map {hard_map(matrix)}")
+        if details is not None:
+            details["feature_map"] = {"weights": matrix, "hard": hard_map(matrix)}
+    return history
 
 
-def make_features(student: Any, teacher: Any, settings: LearnSettings) -> list[Feature]:
-    """The features that the settings name."""
-    named = (text.partition(":") for text in settings.features.features)
-    return [FEATURES[name](student, teacher, settings, float(weight or 1.0)) for name, _, weight in named]
+def _save_memory(source: SignalSource, settings: LearnSettings) -> None:
+    """Round the teacher's weights now, where autocast would do it in each pass."""
+    device = next(source.teacher.parameters()).device
+    if resolve(settings.precision, device, source.work) == "bf16":
+        round_frozen(source.teacher)
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
+from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -20,6 +21,18 @@ VERSION = 4
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _adapter_rank() -> Any:
+    return _option(
+        0,
+        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
+        "0: all weights are trained",
+    )
+
+
+def _check_adapters(settings: Any) -> None:
+    check_range("adapter_rank", settings.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +82,30 @@ LOSS_SETTINGS: dict[str, type] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureSettings:
-    """What of the teacher's inside the student is trained to agree with, besides its predictions."""
+class PredictionSettings:
+    """What of the teacher's predictions the student gets."""
 
-    features: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "insides that are compared, each with its weight after a colon: hidden:0.5"},
+    teacher_top: int = _option(
+        0,
+        "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
+        "disk, with some drawn from the rest; 0: none of them",
+    )
+    teacher_samples: int = _option(
+        0,
+        "N: tokens drawn at each position, from those beyond the teacher_top, or from all without one; 0: a "
+        "quarter of teacher_top",
+    )
+    alignment: str = _option(
+        "auto",
+        "how predictions are compared where the teacher has another tokenizer: gold (tokens with the same "
+        "bytes by the objective, the rest sorted), uld (all sorted); auto: gold",
+        ("auto", "gold", "uld"),
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (none) or more")
+        check_range("teacher_samples", self.teacher_samples, 0, 2**20, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,25 +144,17 @@ class LearnSettings(TrainSettings):
     signal: str = _option(
         "auto",
         "where the teacher's predictions come from: online (it is run in every step), cached (once for each "
-        "row, see teacher_top), text (none: the text is what it wrote); auto: cached with a teacher_top",
+        "row, see teacher_top), text (none: the text is what it wrote); auto: cached with a teacher_top or "
+        "teacher_samples",
         ("auto", "online", "cached", "text"),
     )
-    teacher_top: int = _option(
-        0,
-        "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
-        "disk, with K / 4 drawn from the rest; 0: nothing is kept",
-    )
+    predictions: PredictionSettings = field(default_factory=PredictionSettings)
     rows: int = _option(0, "rows of text to learn from, repeated as the steps need; 0: none is seen twice")
     task: str = _option(
         "auto",
         "what is predicted: causal (next tokens), masked (hidden tokens), classification (labels); auto: as "
         "the model's architecture says",
         ("auto", "causal", "masked", "classification"),
-    )
-    adapter_rank: int = _option(
-        0,
-        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
-        "0: all weights are trained",
     )
     features: FeatureSettings = field(
         default_factory=FeatureSettings, metadata={"title": "Inside the network"}
@@ -153,17 +172,33 @@ class LearnSettings(TrainSettings):
         super().__post_init__()
         check_choices(self)
         check_range("rows", self.rows, 0, 2**40, "0 (as many as the steps take) or more")
-        check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (nothing is kept) or more")
-        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
         check_range("temperature", self.temperature, 0.01, 100.0, "between 0.01 and 100")
         check_range("alpha", self.alpha, 0.0, 1.0, "between 0 and 1")
-        if self.signal in ("online", "text") and self.teacher_top:
-            raise SettingsError("teacher_top", self.teacher_top, f"0 with signal {self.signal}")
-        if self.signal == "cached" and not self.teacher_top:
-            raise SettingsError("teacher_top", self.teacher_top, "at least 1 with signal cached, 64 say")
-        if self.teacher_top and self.soft_loss not in ("kl", "hard"):
-            allowed = f"0 with objective {self.soft_loss}, which reads all logits"
-            raise SettingsError("teacher_top", self.teacher_top, allowed)
+        if self.signal == "cached" and not self.keeps_predictions:
+            allowed = "at least 1 with signal cached, 64 say (or teacher_samples)"
+            raise SettingsError("teacher_top", self.predictions.teacher_top, allowed)
+        if self.features.features and self.signal == "text":
+            raise SettingsError(
+                "signal", self.signal, "online with features: the teacher runs for its insides"
+            )
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        """Raise where predictions are kept that the loss cannot use."""
+        for name in ("teacher_top", "teacher_samples"):
+            value = getattr(self.predictions, name)
+            if value and self.signal in ("online", "text"):
+                raise SettingsError(name, value, f"0 with signal {self.signal}")
+            if value and self.soft_loss not in ("kl", "hard"):
+                allowed = f"0 with objective {self.soft_loss}, which reads all logits"
+                raise SettingsError(name, value, allowed)
+            if value and self.features.features:
+                raise SettingsError(name, value, "0 with features: insides are not kept on disk")
+
+    @property
+    def keeps_predictions(self) -> bool:
+        """Whether the teacher's predictions are kept on disk."""
+        return self.predictions.teacher_top > 0 or self.predictions.teacher_samples > 0
 
     @property
     def soft_loss(self) -> str:
@@ -171,12 +206,17 @@ class LearnSettings(TrainSettings):
         return "kl" if self.objective == "auto" else self.objective
 
     @property
+    def learns_softly(self) -> bool:
+        """Whether the teacher's predictions are in the loss."""
+        return self.alpha > 0.0 and self.soft_loss != "hard" and self.signal != "text"
+
+    @property
     def teacher_signal(self) -> str:
         """The signal, ``auto`` resolved: a name of attar.distillation.signals.SIGNALS."""
-        if self.alpha == 0.0 or self.soft_loss == "hard":
-            return "text"
+        if not self.learns_softly:
+            return "online" if self.features.features else "text"
         if self.signal == "auto":
-            return "cached" if self.teacher_top else "online"
+            return "cached" if self.keeps_predictions else "online"
         return self.signal
 
     @property
@@ -196,6 +236,7 @@ class RecoverSettings(LearnSettings):
     a teacher: all weights, or adapters alone."""
 
     learning_rate: float = _option(2e-4, "peak learning rate; small, because the model is nearly right")
+    adapter_rank: int = _adapter_rank()
     adapter_init: str = _option(
         "error",
         "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do without a "
@@ -207,6 +248,10 @@ class RecoverSettings(LearnSettings):
         "weights that are zero stay zero, N:M patterns too; auto: those of a pruned model",
         ("auto", "true", "false"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_adapters(self)
 
     @property
     def reads_teacher(self) -> bool:
@@ -229,10 +274,15 @@ class DistillSettings(LearnSettings):
     """
 
     learning_rate: float = _option(1e-3, "peak learning rate")
+    adapter_rank: int = _adapter_rank()
     student: StudentSettings = field(default_factory=StudentSettings, metadata={"title": "The student"})
     for_drafting: bool = _option(
         False, "train for speculative decoding: accepted tokens count, half of the rows are the teacher's own"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_adapters(self)
 
     @property
     def teacher_share(self) -> float:

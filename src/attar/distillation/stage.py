@@ -27,13 +27,12 @@ from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students.make import given_student, make_student
 from attar.distillation.students.plan import StudentPlan, plan_student
 from attar.distillation.students.text import ScoringText
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
-from attar.errors import ModelError
+from attar.distillation.tasks import task_of
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer, save_model
@@ -81,34 +80,51 @@ def distill(
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(base, signals, settings, progress)
-    plan = None
+    task = task_of(base.config, settings)
+    tokens = tokenizer_pair(base, source, settings, task.name)
+    plan, student = None, None
     if given is None:
         plan = plan_student(source.config, stored_precision(source), settings.student)
-    else:
-        _check_same_tokens(given, source)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
+    if given is not None:
+        student = given_student(
+            task.load(given, settings, progress=progress), settings.student, settings.seed
+        )
+        task.check_pair(student, model)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
     with produce(
         out, "distill", settings, VERSION, [base], **parents, text=text, force=force, key=key
     ) as output:
-        records = task.records("distill", source, settings, training_rows(settings))
+        records = task.records("distill", base, settings, training_rows(settings))
         precision = resolve(settings.precision, model.device, output.work)
         scored = ScoringText(source, settings, output.work / "scores", precision, progress)
         if plan is not None and plan.is_scored:
             records.append(scored.record())
         note_texts(output, records, progress)
-        student, output.details["student"] = _student(model, base, plan, scored, task, settings)
+        record: dict[str, Any] = {"given": base.name}
+        if plan is not None:
+            student, record = _cut_student(model, plan, scored, settings)
+        count = sum(parameter.numel() for parameter in student.parameters())
+        output.details["student"] = record | {"init": settings.student.init, "parameters": count}
         if plan is not None and not settings.student.width:
-            output.details["layer_map"] = output.details["student"]["layers"]
+            output.details["layer_map"] = record["layers"]
         if settings.adapter_rank:
             torch.manual_seed(settings.seed)  # A is drawn
             student = add_adapters(student, linears_of(student), settings.adapter_rank)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
-        origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
+            student,
+            origin,
+            base,
+            task,
+            settings,
+            progress=progress,
+            what="distill",
+            rollouts=rollouts,
+            details=output.details,
         )
         if settings.adapter_rank:
             if given is not None:
@@ -124,34 +140,15 @@ def distill(
     return open_checkpoint(out)
 
 
-def _student(
-    model: Any,
-    base: Checkpoint,
-    plan: StudentPlan | None,
-    text: ScoringText,
-    task: Task,
-    settings: DistillSettings,
+def _cut_student(
+    model: Any, plan: StudentPlan, text: ScoringText, settings: DistillSettings
 ) -> tuple[Any, dict[str, Any]]:
-    """The student before its first step, and what the card says of it.
-
-    Args:
-        model: the teacher.
-        base: of the student's weights.
-        plan: None: the student is given.
-    """
-    options = settings.student
-    if plan is None:
-        student = given_student(task.load(base, settings), options, settings.seed)
-        record: dict[str, Any] = {"given": base.name}
-    else:
-        for line in plan.lines():
-            text.progress.log(line)
-        units, student = make_student(model, options, settings.seed, plan=plan, text=text)
-        record = {**plan.record(), "layers": list(units.layers or ())}
-        if options.width:
-            record["width"] = options.width
-    count = sum(parameter.numel() for parameter in student.parameters())
-    return student, record | {"init": options.init, "parameters": count}
+    """The student made of a teacher, before its first step, and what the card says of it."""
+    for line in plan.lines():
+        text.progress.log(line)
+    units, student = make_student(model, settings.student, settings.seed, plan=plan, text=text)
+    record = {**plan.record(), "layers": list(units.layers or ())}
+    return student, record | ({"width": settings.student.width} if settings.student.width else {})
 
 
 def recover(
@@ -173,7 +170,7 @@ def recover(
 
     Args:
         model: the damaged model; its shape is kept, and its zeros as ``keep_zeros`` has it.
-        teacher: the model to agree with; both have one tokenizer. With ``alpha`` 0 it may be None.
+        teacher: the model to agree with, whose tokenizer may be another one. With ``alpha`` 0 it may be None.
         signal: as in :func:`distill`.
 
     Raises:
@@ -187,12 +184,13 @@ def recover(
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
-    if original is not None:
-        _check_same_tokens(source, original)
+    task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, original or source, settings, task.name)
     load_tokenizer(source)  # refused before the weights are read
-    task = task_of(source, settings)
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
@@ -204,10 +202,19 @@ def recover(
         for note in _zero_notes(masks, len(names), settings):
             progress.log(note)
         note_texts(output, task.records("recover", source, settings, training_rows(settings)), progress)
-        origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(guide, original, cache, output.work / "train", tokens)
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="recover", masks=dense_masks
+            student,
+            origin,
+            source,
+            task,
+            settings,
+            progress=progress,
+            what="recover",
+            masks=dense_masks,
+            details=output.details,
         )
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
@@ -270,22 +277,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
-
-
-def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
-    """Refuse different tokenizers: logits can be compared only where a token number means the same text."""
-    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(teacher).get_vocab()
-    if ours != theirs:
-        differing = sum(theirs.get(token) != number for token, number in ours.items())
-        raise ModelError(
-            f"{teacher.path}: not the student's tokenizer ({differing} of {len(ours)} tokens differ)",
-            hint="teacher and student need the same vocabulary",
-        )
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:

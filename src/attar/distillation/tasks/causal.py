@@ -17,18 +17,21 @@ from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
+from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 
-def load_causal(checkpoint: Checkpoint, settings: LearnSettings) -> Any:
+def load_causal(
+    checkpoint: Checkpoint, settings: LearnSettings, *, teacher: bool = False, progress: Progress = SILENT
+) -> Any:
     """The model in float32 on its device; refused unless it is a causal language model."""
     model = load_model(checkpoint, dtype=torch.float32, device=pick_device(settings.device))
     if not discover(model).causal:
         raise ModelError(
             f"{checkpoint.path}: {checkpoint.config['architectures'][0]} is not a causal language model",
-            hint="encoders can be pruned and quantized, but not distilled yet",
+            hint="--task masked for a masked language model; --data FILE.tsv with labels for a classifier",
         )
     return model
 

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attar.checkpoint.card import Parent
-from attar.checkpoint.licences import UNKNOWN
+from attar.checkpoint.licences import identify_service
 from attar.distillation.collection.redact import Redactor
 from attar.distillation.collection.requests import TeacherRequest
 from attar.distillation.collection.retry import TeacherFailure, effect_of, retry_after
@@ -49,9 +49,9 @@ def base_url(teacher: str) -> str:
         host = None
     if not host:
         raise UsageError("--teacher is no address of a host", hint="such as https://api.openai.com/v1")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    if "@" in teacher or parts.query or parts.fragment:
         raise UsageError(
-            f"--teacher: the address of {host} has more than host and path in it",
+            "--teacher: the address has more than host and path in it",
             hint="put a key into an environment variable, and name it with --key-env",
         )
     return teacher.rstrip("/").removesuffix(_PATH).rstrip("/")
@@ -137,7 +137,7 @@ class EndpointTeacher:
             name=f"{self.name} at {self.host}",
             stage="original",
             settings={"url": self.url, "model": self.name},
-            licence={"ids": [UNKNOWN], "evidence": [f"host: {self.host}"]},
+            licence=identify_service(self.url, self.name),
         )
 
     def _answer(self, completion: Any) -> TeacherAnswer | TeacherFailure:
