@@ -82,7 +82,7 @@ def distill(
     authors = _check_licences(base, signals, settings, progress)
     task = task_of(base.config, settings)
     tokens = tokenizer_pair(base, source, settings, task.name)
-    plan, student = None, None
+    plan, student = None, None  # type: StudentPlan | None, Any
     if given is None:
         plan = plan_student(source.config, stored_precision(source), settings.student)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)

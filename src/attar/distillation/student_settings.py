@@ -70,11 +70,11 @@ class StudentSettings:
         if self.size:
             self._check_alone("size", "init", "layer_map")
 
-    def _check_alone(self, name: str, *beside: str) -> None:
+    def _check_alone(self, name: str, *allowed: str) -> None:
         """Raise where an option is set that ``name`` decides."""
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name not in (name, *beside) and value != one.default:
+            if one.name not in (name, *allowed) and value != one.default:
                 raise SettingsError(one.name, value, f"left out with {name} {getattr(self, name)}")
 
     @property

@@ -81,7 +81,7 @@ def chosen_units(teacher: Any, plan: StudentPlan, text: ScoringText | None) -> C
     passes: dict[str, Any] = {"precision": text.precision, "progress": text.progress}
     if isinstance(layers, str):
         stay = plan.sizes.layers
-        what = {"stay": stay, "what": f"rank layers by {layers}"}
+        what: dict[str, Any] = {"stay": stay, "what": f"rank layers by {layers}"}
         scoring = UnitScoring(teacher, anatomy, (), batches, no_loss, text.work / layers, **what, **passes)
         scores = LAYER_CRITERIA[layers](scoring).flatten()
         order = torch.argsort(scores, descending=True, stable=True)

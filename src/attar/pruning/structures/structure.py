@@ -15,7 +15,7 @@ from torch import nn
 from attar.models.cut_plan import CutPlan
 from attar.models.parts import Anatomy
 from attar.models.unit_weights import UnitWeights
-from attar.pruning.criteria import UnitCriterion
+from attar.walks.importance import UnitCriterion
 
 
 @dataclass(frozen=True)
