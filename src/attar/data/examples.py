@@ -10,7 +10,8 @@ Letters: N rows, S tokens a row, n predictions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,14 +40,14 @@ class Examples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: Tensor | slice) -> Examples:
-        return Examples(self.tokens[index], self.targets[index])
+    def __getitem__(self, index: Tensor | slice) -> Self:
+        return type(self)(*(tensor[index] for tensor in self._tensors()))
 
-    def to(self, device: torch.device | str) -> Examples:
+    def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
-        return Examples(self.tokens.to(device), self.targets.to(device))
+        return type(self)(*(tensor.to(device) for tensor in self._tensors()))
 
-    def split(self, size: int) -> Iterator[Examples]:
+    def split(self, size: int) -> Iterator[Self]:
         """Parts of at most ``size`` rows."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
@@ -74,6 +75,10 @@ class Examples:
     def count(self) -> int:
         """n."""
         return int(self.predicted.sum())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """The fields; a subclass may have more."""
+        return (getattr(self, field.name) for field in fields(self))
 
 
 def predictions(batch: Tensor | Examples) -> int:
