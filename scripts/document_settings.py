@@ -12,7 +12,7 @@ from pathlib import Path
 from attar.cli.main import VERBS
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
-from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
+from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
 from attar.runtime.speculate.settings import ProfileSettings
@@ -32,6 +32,7 @@ def page() -> str:
         "has `--json` (the result as JSON on stdout, and nothing else), `--quiet` and `--debug` as well."
     )
     parts = [f"# Settings\n\n{table}\n"]
+    parts.append(_section("collect", load(COLLECT_SETTINGS)))
     for verb, stage in STAGES.items():
         parts.append(_section(verb, stage.settings_class()))
     parts.append(_section("extract", load(EXTRACT_SETTINGS)))

@@ -205,6 +205,8 @@ def test_packages_import_only_downwards():
         "attar.cli.main",
         "attar.recipe.schema",
         "attar.recipe.stages",
+        "attar.distillation.collection.collect",
+        "attar.distillation.collection.settings",
         "attar.distillation.settings",
         "attar.pruning.settings",
         "attar.quantization.settings",

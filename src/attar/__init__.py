@@ -1,8 +1,8 @@
 """attar: a language model made small and fast, with the evidence that it is still good.
 
-The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`merge`,
-:func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`,
-:func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
+The verbs are functions: :func:`collect`, :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`,
+:func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`,
+:func:`run`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
 loaded when first used, so ``import attar`` costs nothing.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         AttarError,
         CheckpointError,
         DataError,
+        EndpointError,
         MissingExtraError,
         ModelError,
         NumericsError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from attar.runtime.llm import LLM
     from attar.runtime.sampling.params import SamplingParams
     from attar.verbs import (
+        collect,
         demo,
         distill,
         evaluate,
@@ -54,6 +56,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "DataError",
+    "EndpointError",
     "MissingExtraError",
     "ModelError",
     "NumericsError",
@@ -64,6 +67,7 @@ __all__ = [
     "SettingsError",
     "Terminal",
     "UsageError",
+    "collect",
     "demo",
     "distill",
     "evaluate",

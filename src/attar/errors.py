@@ -9,6 +9,8 @@
     ├── ModelError             the architecture does not allow the request
     ├── DataError              the text is missing, empty or of the wrong shape
     ├── NumericsError          NaN, infinity or a singular matrix
+    ├── LicenceError           a licence forbids the work, and nobody accepted it
+    ├── EndpointError          a teacher's endpoint refuses, fails, or would cost too much
     ├── OutputError            the result cannot be written
     └── MissingExtraError      an optional package is not installed
 
@@ -85,6 +87,16 @@ class DataError(AttarError):
 
 class NumericsError(AttarError):
     """NaN, infinity or a singular matrix where numbers were expected."""
+
+
+class LicenceError(AttarError):
+    """A licence forbids the work; names its clause and date, and how to go on with a right of one's own."""
+
+    kind = "licence"
+
+
+class EndpointError(AttarError):
+    """A teacher's endpoint refuses, fails again and again, or would cost more than the budget."""
 
 
 class OutputError(AttarError):

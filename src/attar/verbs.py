@@ -14,17 +14,47 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.progress import SILENT, Progress
 from attar.recipe.settings import PythonOrigin, parse
-from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
+from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
+    from attar.distillation.collection.collect import CollectionResult
+    from attar.distillation.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
     from attar.recipe.run import RunResult
     from attar.runtime.results import Result
 
 ModelSource: TypeAlias = "str | Path | Checkpoint"
 """A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
+
+
+def collect(
+    prompts: str | Path,
+    out: str | Path,
+    *,
+    teacher: ModelSource,
+    offline: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> CollectionResult:
+    """Ask a teacher, and write its answers as JSON lines to learn from.
+
+    Answers are kept in ``OUT.journal`` as they come: called again, nothing is asked twice.
+
+    Args:
+        prompts: a text file (a prompt a line), JSON lines of ``prompt`` or ``messages``, or topics.
+        out: the data, a file that ends with ``.jsonl``; its card is ``OUT.card.json``.
+        teacher: the URL of an endpoint that speaks OpenAI's API, or a model.
+        offline: ask nothing: write what the journal has.
+        settings: see :class:`attar.distillation.collection.settings.CollectSettings`.
+
+    Raises:
+        AttarError: bad input, or an endpoint that fails; the journal stays.
+    """
+    checked = parse(load(COLLECT_SETTINGS), settings, PythonOrigin("collect"))
+    return run_collect(prompts, out, teacher, checked, offline=offline, force=force, progress=progress)
 
 
 def distill(
@@ -310,6 +340,51 @@ def run_scan(
     function = load("attar.pruning.mixed:scan")
     result: tuple[dict[str, Any], str] = function(model, Path(path), settings, progress=progress or SILENT)
     return result
+
+
+def run_collect(
+    prompts: str | Path,
+    out: str | Path,
+    teacher: ModelSource,
+    settings: Any,
+    *,
+    offline: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> CollectionResult:
+    """Call the collection with settings that are checked already."""
+    _check_teacher(teacher)
+    function = load("attar.distillation.collection.collect:collect")
+    result: CollectionResult = function(
+        Path(prompts), Path(out), teacher, settings, offline=offline, force=force, progress=progress or SILENT
+    )
+    return result
+
+
+def run_plan_collection(
+    prompts: str | Path, out: str | Path, teacher: ModelSource, settings: Any
+) -> CollectionEstimate:
+    """What a collection would ask and cost at most; asks nothing."""
+    _check_teacher(teacher)
+    function = load("attar.distillation.collection.collect:plan_collection")
+    plan: CollectionEstimate = function(Path(prompts), Path(out), teacher, settings)
+    return plan
+
+
+def run_filter_collection(
+    data: str | Path, out: str | Path, settings: Any, *, force: bool = False, progress: Progress | None = None
+) -> CollectionResult:
+    """Call the filters alone."""
+    function = load("attar.distillation.collection.collect:filter_collection")
+    result: CollectionResult = function(
+        Path(data), Path(out), settings, force=force, progress=progress or SILENT
+    )
+    return result
+
+
+def _check_teacher(teacher: ModelSource) -> None:
+    if not (isinstance(teacher, str) and teacher.lower().startswith(("http://", "https://"))):
+        check_models(teacher)
 
 
 def run_extract(

@@ -22,8 +22,8 @@ def child(*parents: Parent, role: str = "weights") -> Parent:
 
 def test_every_entry_is_complete():
     words = """
-        id title kind released revised clause says source confidence tags names phrases like weights signal
-        display name_prefix
+        id title kind released revised clause says source confidence tags names phrases hosts models like
+        weights signal display name_prefix
     """
     keys = set(words.split())
     assert data()["version"] == 1
@@ -39,8 +39,9 @@ def test_every_entry_is_complete():
             assert effect["status"] in STATUSES, name
             students = effect.get("students", {"family": []})
             assert set(students["family"]) | set(students.get("review", [])) <= set(entries()), name
-        for pattern in entry.get("names", []):
+        for pattern in (*entry.get("names", []), *entry.get("hosts", []), *entry.get("models", [])):
             re.compile(pattern)
+        assert ("hosts" in entry) == (entry.get("kind") == "provider"), name
 
 
 def test_every_row_of_the_survey_is_there():
@@ -50,7 +51,7 @@ def test_every_row_of_the_survey_is_there():
         cc-by-nc tencent-hunyuan openai-api anthropic-api gemini-api deepseek-api mistral-api bedrock
         alibaba-model-studio xai-api ai21-api
     """
-    assert set(entries()) == {*survey.split(), "apache-2.0", "mit"}
+    assert set(entries()) == {*survey.split(), "apache-2.0", "mit", "azure-openai", "vertex-ai"}
 
 
 def test_the_age_of_the_data_is_known():

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attar
+from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
+from attar.errors import LicenceError
 from attar.merging.config.schema import SEARCHED
 from attar.merging.methods import METHODS
 from attar.merging.planning.parameters import method_of
@@ -97,6 +99,29 @@ def test_licences_meet(family, tmp_path):
     actual = attar.merge(config, tmp_path / "out").card.licence
     assert any("cc-by-nc" in source["id"] for source in actual["sources"])
     assert "non-commercial" in json.dumps(actual).lower() or "noncommercial" in json.dumps(actual).lower()
+
+
+def test_a_parent_whose_teacher_forbids_it_stops_before_any_work(tmp_path):
+    folders = [tiny_models.save(tiny_models.build("smollm"), tmp_path / name) for name in ("one", "two")]
+    roots = [
+        Parent(role=role, name=f"org/{licence}", stage="original", licence={"ids": [licence]})
+        for role, licence in (("weights", "mit"), ("signal", "llama3"))
+    ]
+    Card(name="one", stage="distill", parents=tuple(roots)).write(folders[0])
+    config = {"merge_method": "linear", "models": [{"model": str(folder)} for folder in folders]}
+    config["parameters"] = {"weight": 1.0}
+    with pytest.raises(LicenceError, match=r"org/llama3: Meta Llama 3 .*1\.b\.v.*2024-04-18"):
+        attar.merge(config, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    accepted = {"accept_licence": ["llama3"], "reason": "permission by letter"}
+    merged = attar.merge(config, tmp_path / "out", **accepted)
+    assert merged.card.licence["accepted"] == [{"id": "llama3", "reason": "permission by letter"}]
+    assert "`llama3` was accepted: permission by letter" in (merged.path / "README.md").read_text()
+    command = shlex.split(merged.card.command)
+    assert command[command.index("--accept-licence") + 1] == "llama3"
+    again = {"merge_method": "linear", "models": [{"model": str(merged.path)}, {"model": str(folders[1])}]}
+    again["parameters"] = {"weight": 1.0}
+    assert attar.merge(again, tmp_path / "next").card.licence["accepted"] == merged.card.licence["accepted"]
 
 
 def test_documents_build_on_each_other(merged, family):

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from attar.data.packing import Batches
-from attar.errors import NumericsError
+from attar.data.packing import PADDING, Batches
+from attar.errors import NumericsError, SettingsError
 from attar.models import device
 from attar.walks import optimizers
+from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
+from tests import tiny_models
 
 SETTINGS = TrainSettings(
     steps=12,
@@ -116,6 +118,62 @@ def test_accumulation_equals_a_larger_batch():
     train(added, loss, ROWS, replace(SETTINGS, batch_size=2, accumulate=2, steps=3))
     for a, b in zip(plain.parameters(), added.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def padded_loss(model, tokens):
+    z = model(tokens.clamp(min=0))[:, :-1]
+    return nn.functional.cross_entropy(z.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("lengths", [(8, 2, 5, 3), (8, 8, 1, 1)])
+def test_accumulation_of_uneven_padding_equals_a_larger_batch(lengths):
+    """The mean is over all predictions of a step, not over the means of its parts; a part without any adds
+    nothing."""
+    rows = ROWS[:4].clone()
+    for row, length in zip(rows, lengths, strict=True):
+        row[length:] = PADDING
+    plain, added = Toy().eval(), Toy().eval()
+    plain.drop.p = added.drop.p = 0.0
+    settings = replace(SETTINGS, steps=1, evaluate_every=0, optimizer="adamw")
+    whole = train(plain, padded_loss, rows, replace(settings, batch_size=4))
+    parts = train(added, padded_loss, rows, replace(settings, batch_size=2, accumulate=2))
+    assert parts.curve[0]["loss"] == pytest.approx(whole.curve[0]["loss"], rel=1e-5)
+    for a, b in zip(plain.parameters(), added.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+class Repeated:
+    """Every batch is of one token, which the model has drawn itself: its bias at the time."""
+
+    def __init__(self):
+        self.seen = []
+
+    def batch(self, number, model):
+        self.seen.append((number, model.hidden.bias.detach().clone()))
+        return ROWS[number % 10][None]
+
+
+def test_a_source_makes_batches_with_the_current_weights():
+    source, model = Repeated(), Toy()
+    train(model, loss, source, replace(SETTINGS, steps=3, accumulate=2, evaluate_every=0))
+    assert [number for number, _ in source.seen] == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(source.seen[0][1], source.seen[1][1])
+    assert not torch.equal(source.seen[1][1], source.seen[2][1])
+
+
+def test_recomputed_activations_change_no_number():
+    """And a model that cannot recompute them says so."""
+    model, same = (tiny_models.build("llama3") for _ in range(2))
+    rows = tiny_models.tokens(model, batch=4, length=12)
+    settings = replace(SETTINGS, steps=2, evaluate_every=0)
+    histories = [
+        train(one.requires_grad_(True), next_token, rows, replace(settings, gradient_checkpointing=again))
+        for one, again in ((model, False), (same, True))
+    ]
+    assert histories[0].curve == histories[1].curve
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+    with pytest.raises(SettingsError, match="Toy cannot"):
+        train(Toy(), loss, ROWS, replace(SETTINGS, gradient_checkpointing=True))
 
 
 def test_stops_early_and_keeps_the_best_weights(tmp_path):

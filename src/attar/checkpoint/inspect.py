@@ -113,7 +113,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         stage=card.stage,
         command=card.command,
         lineage=itself,
-        licence=duties(itself.parents or (itself,)),
+        licence=duties(itself.parents or (itself,), itself.settings),
         measurements=card.measurements,
     )
 

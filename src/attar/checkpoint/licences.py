@@ -13,13 +13,14 @@ unknown licence known.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -59,6 +60,14 @@ class LicenceSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """A licence that forbids the work, or leaves it open, and the reason why its user went on."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Duties:
     """The duties of a checkpoint.
 
@@ -68,6 +77,7 @@ class Duties:
         display: words that must be shown.
         name_prefix: the prefix that a published name must have, or None.
         sources: the licences that they follow from.
+        accepted: the acceptances of the stage and of its ancestors. They change no status.
     """
 
     status: str
@@ -75,14 +85,23 @@ class Duties:
     display: tuple[str, ...] = ()
     name_prefix: str | None = None
     sources: tuple[LicenceSource, ...] = ()
+    accepted: tuple[Acceptance, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON content."""
         return asdict(self)
 
 
-def duties(lineage: Sequence[Parent]) -> Duties:
-    """The duties and the permission that follow from a checkpoint's parents and their ancestors."""
+def duties(
+    lineage: Sequence[Parent], settings: Mapping[str, Any] | None = None, *, student: bool = True
+) -> Duties:
+    """The duties and the permission that follow from a checkpoint's parents and their ancestors.
+
+    Args:
+        settings: of the stage, with ``accept_licence`` and ``reason`` if it takes them.
+        student: False where the student is not known yet, as for text that is collected: a licence that
+            allows only some students leaves it open.
+    """
     roots = list(_roots(lineage, "weights"))
     family = [name for role, root in roots if role == "weights" for name in licence_ids(root)]
     sources: list[LicenceSource] = []
@@ -92,7 +111,8 @@ def duties(lineage: Sequence[Parent]) -> Duties:
     for role, root in roots:
         for name in licence_ids(root):
             entry = entries().get(name)
-            status, asked = _effect(entry, role, family) if entry else (UNKNOWN, [_unknown_duty(root.name)])
+            known = family if student else None
+            status, asked = _effect(entry, role, known) if entry else (UNKNOWN, [_unknown_duty(root.name)])
             sources.append(_source(name, entry or {}, role, root.name, status))
             sentences += asked
             display += _texts(entry, "display", role)
@@ -106,7 +126,17 @@ def duties(lineage: Sequence[Parent]) -> Duties:
         display=tuple(dict.fromkeys(display)),
         name_prefix=prefix,
         sources=tuple(dict.fromkeys(sources)),
+        accepted=tuple(dict.fromkeys(_acceptances(lineage, settings or {}))),
     )
+
+
+def _acceptances(lineage: Sequence[Parent], settings: Mapping[str, Any]) -> Iterator[Acceptance]:
+    """Those of a stage's settings, and of its ancestors'."""
+    listed, reason = settings.get("accept_licence"), settings.get("reason")
+    if isinstance(listed, list | tuple) and isinstance(reason, str) and reason:
+        yield from (Acceptance(id=str(name), reason=reason) for name in listed)
+    for parent in lineage:
+        yield from _acceptances(parent.parents, parent.settings)
 
 
 @cache
@@ -151,14 +181,18 @@ def licence_ids(root: Parent) -> list[str]:
     return [str(name) for name in ids]
 
 
-def _effect(entry: dict[str, Any], role: str, family: list[str]) -> tuple[str, list[str]]:
-    """Status and duties of a licence in a role, for a student whose weights come from ``family``."""
+def _effect(entry: dict[str, Any], role: str, family: list[str] | None) -> tuple[str, list[str]]:
+    """Status and duties of a licence in a role, for a student whose weights come from ``family``; None: from
+    weights that are not known yet."""
     effect = entry.get(role)
     if effect is None:
         return UNKNOWN, [f"{entry['title']}: nothing is known for {role}; find out."]
     asked = list(effect.get("duties", []))
     students = effect.get("students")
-    if students is None or any(name in students["family"] for name in family):
+    if students is not None and family is None:
+        allowed = " or ".join(students["family"])
+        return UNKNOWN, [*asked, f"{entry['title']} allows only students made from {allowed} weights."]
+    if students is None or family is None or any(name in students["family"] for name in family):
         return effect["status"], asked
     if any(name in students.get("review", []) for name in family):
         return UNKNOWN, [
@@ -215,6 +249,35 @@ def identify(checkpoint: Checkpoint) -> dict[str, Any]:
         *_licence_texts(checkpoint.path, names),
         *_names(names),
     ]
+    ids = [finding.id for finding in findings]
+    if not any(finding.declared for finding in findings):
+        ids.insert(0, UNKNOWN)
+    return {"ids": list(dict.fromkeys(ids)), "evidence": [finding.evidence for finding in findings]}
+
+
+def identify_service(url: str, model: str) -> dict[str, Any]:
+    """The terms of a model behind a network interface, as :func:`identify` gives them.
+
+    The terms of a service are known by its host, and by the names under which it offers its models, also
+    where another host passes them on. At any other host the terms of the service are unknown, and the
+    licence of the model is added if its name says so.
+
+    Args:
+        url: where it answers; "": only the model's name is known.
+        model: its name at the service.
+    """
+    host = (urlsplit(url if "//" in url else f"//{url}").hostname or "").lower()
+    findings = [
+        _Finding(licence, f"host {host}", True)
+        for licence, entry in entries().items()
+        if any(re.search(pattern, host) for pattern in entry.get("hosts", []))
+    ]
+    findings += [
+        _Finding(licence, f"by name: {model}", False)
+        for licence, entry in entries().items()
+        if any(re.search(pattern, model.lower()) for pattern in entry.get("models", []))
+    ]
+    findings += _names([model])
     ids = [finding.id for finding in findings]
     if not any(finding.declared for finding in findings):
         ids.insert(0, UNKNOWN)

@@ -58,7 +58,7 @@ def as_parent(checkpoint: Checkpoint, role: str, fingerprint: str = "") -> Paren
 def duties_of(checkpoint: Checkpoint) -> Duties:
     """The duties that follow from a checkpoint's parents, or from itself without parents."""
     if checkpoint.card is not None and checkpoint.card.parents:
-        return duties(checkpoint.card.parents)
+        return duties(checkpoint.card.parents, checkpoint.card.settings)
     return duties((as_parent(checkpoint, "weights"),))
 
 
@@ -82,9 +82,15 @@ def _along_weights(lineage: Sequence[Parent]) -> Iterator[Parent]:
 
 def _without_repeats(parent: Parent, known: set[str]) -> Parent:
     if parent.role == "signal" and parent.parents and parent.fingerprint in known:
-        ids = dict.fromkeys(name for root in _leaves(parent) for name in licence_ids(root))
-        return replace(parent, parents=(), licence={"ids": list(ids), "evidence": ["listed above"]})
+        return replace(
+            parent, parents=(), licence={"ids": root_licences(parent), "evidence": ["listed above"]}
+        )
     return replace(parent, parents=tuple(_without_repeats(item, known) for item in parent.parents))
+
+
+def root_licences(parent: Parent) -> list[str]:
+    """The licence ids of a record's roots, each once: those of a signal, on whatever way it came."""
+    return list(dict.fromkeys(name for root in _leaves(parent) for name in licence_ids(root)))
 
 
 def _leaves(parent: Parent) -> Iterator[Parent]:

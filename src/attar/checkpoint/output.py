@@ -67,6 +67,7 @@ def produce(
     weights: Sequence[Checkpoint],
     *,
     signals: Sequence[Checkpoint] = (),
+    data: Sequence[Parent] = (),
     text: str = "",
     needed: int | None = None,
     force: bool = False,
@@ -82,6 +83,7 @@ def produce(
         settings: the stage's settings dataclass, or its fields in a dict; ``seed`` is the stage's seed.
         weights: the checkpoints that the result's weights are made of.
         signals: the checkpoints whose outputs it learns from.
+        data: records of collected text that it learns from (:mod:`attar.data.provenance`).
         text: fingerprint of the text that the stage reads: another text is other work.
         needed: bytes that the stage will write, if known: a disk with less free space is refused.
         key: identity of the work, from a recipe; None: :func:`stage_key` of the arguments.
@@ -105,7 +107,8 @@ def produce(
         settings = plain(settings if isinstance(settings, dict) else flatten(settings))
         fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         records = zip(parents, fingerprints, strict=True)
-        lineage = compact([as_parent(item, role, fingerprint) for (item, role), fingerprint in records])
+        checkpoints = [as_parent(item, role, fingerprint) for (item, role), fingerprint in records]
+        lineage = compact([*checkpoints, *data])
         key = key or stage_key(stage, version, settings, lineage, text)
         resumed = _claim(work, stage, key)
         command = command_line(stage, settings, parents, final)
@@ -198,7 +201,7 @@ def _card(
         versions=versions(),
         measurements=plain(output.measurements),
         details=plain(output.details),
-        licence=duties(lineage).to_dict(),
+        licence=duties(lineage, settings).to_dict(),
         command=output.command,
     )
 

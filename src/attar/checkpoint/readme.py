@@ -204,7 +204,9 @@ def _licence(card: Card) -> list[str]:
         f"{source['title']}, {via[source['role']]} `{_bare(source['model'])}`"
         for source in card.licence.get("sources", ())
     ]
-    return [*dict.fromkeys(licences), *card.licence.get("duties", ()), *card.licence.get("display", ())]
+    accepted = [f"`{item['id']}` was accepted: {item['reason']}" for item in card.licence.get("accepted", ())]
+    texts = [*card.licence.get("duties", ()), *card.licence.get("display", ())]
+    return [*dict.fromkeys(licences), *accepted, *texts]
 
 
 def _provenance(card: Card) -> str:

@@ -178,6 +178,8 @@ def _licence(licence: Duties) -> Iterator[str]:
     known = [source for source in licence.sources if source.id != UNKNOWN]
     for source in dict.fromkeys((source.title, source.role, source.model) for source in known):
         yield from _wrapped(f"{source[0]}, by the {source[1]} of {source[2]}", "  ", "    ")
+    for acceptance in licence.accepted:
+        yield from _wrapped(f"{acceptance.id} was accepted: {acceptance.reason}", "  ", "    ")
     for duty in licence.duties:
         yield from _wrapped(duty, "  - ", "    ")
     for words in licence.display:

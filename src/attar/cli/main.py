@@ -19,6 +19,7 @@ from attar.recipe.stages import STAGES, load
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
     "run": ("Run a recipe; goes on where it was stopped.", "attar.cli.run:build_run"),
+    "collect": ("Ask a teacher, and keep its answers to learn from.", "attar.cli.collect:build_collect"),
     **{
         verb: (
             stage.summary,

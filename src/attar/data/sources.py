@@ -96,6 +96,11 @@ def fingerprint(data: str) -> str:
     return digest.hexdigest()
 
 
+def path_of(data: str) -> Path:
+    """The file or folder that a source names, without its field; it need not exist."""
+    return Path(_field(data)[0])
+
+
 def _field(data: str) -> tuple[str, str | None]:
     """Split ``name:field``; an existing path keeps its colon.
 
@@ -140,21 +145,27 @@ def _read(data: str) -> Iterator[Document]:
 
 
 def _read_file(file: Path, field: str | None) -> Iterator[Document]:
-    raw = _explained(file, file.read_bytes)
-    try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from error
+    text = read_text(file)
     if file.suffix != ".jsonl":
         if text.strip():
             yield text
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield from _document(f"{file}:{number}", _row(f"{file}:{number}", line), field)
+            yield from _document(f"{file}:{number}", parse_row(f"{file}:{number}", line), field)
 
 
-def _row(where: str, line: str) -> Any:
+def read_text(file: Path) -> str:
+    """The UTF-8 text of a file, its lines ended by ``\\n``. Raises DataError."""
+    raw = _explained(file, file.read_bytes)
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from error
+
+
+def parse_row(where: str, line: str) -> Any:
+    """The JSON of a line. Raises DataError, which names ``where``."""
     try:
         return json.loads(line)
     except RecursionError as error:
@@ -176,16 +187,17 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
         raise DataError(
             f"{where}: no text in field {field!r}; fields: {fields}", hint="name the field: FILE.jsonl:FIELD"
         )
-    _check_unicode(f"{where}: {field}", value)
+    check_unicode(f"{where}: {field}", value)
     if isinstance(value, str):
         if value.strip():
             yield value
     elif value:
-        _check_messages(f"{where}: {field}", value)
+        check_messages(f"{where}: {field}", value)
         yield MessageList(value, where)
 
 
-def _check_unicode(where: str, value: Any) -> None:
+def check_unicode(where: str, value: Any) -> None:
+    """Refuse half of a surrogate pair, which no tokenizer takes. Raises DataError."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -197,7 +209,8 @@ def _check_unicode(where: str, value: Any) -> None:
         ) from error
 
 
-def _check_messages(where: str, messages: list[Any]) -> None:
+def check_messages(where: str, messages: list[Any]) -> None:
+    """Refuse what is not a list of messages with role and content. Raises DataError."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise DataError(

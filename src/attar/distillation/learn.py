@@ -20,6 +20,7 @@ from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.causal import training_text
 from attar.distillation.tasks.task import Task
+from attar.models.head import head_of
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
@@ -60,7 +61,7 @@ def learn(
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
-    loss = DistillationLoss(signal, settings.alpha, features)
+    loss = DistillationLoss(signal, settings.alpha, features, head_of(student))
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
 

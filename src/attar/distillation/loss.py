@@ -9,18 +9,20 @@ are in ``features/``. All are means over the predictions (features: over real to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attar.data.examples import Examples
 from attar.distillation.features import Feature
 from attar.distillation.learner import projections_of
+from attar.distillation.objectives import hard
+from attar.distillation.objectives.chunked import ChunkLoss, blockwise
 from attar.distillation.outputs import Insides, run_model
-from attar.distillation.signals.target import Signal
+from attar.distillation.signals.target import Signal, SoftTarget
+from attar.models.head import Head
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,38 @@ class DistillationLoss:
     Attributes:
         signal: None: cross-entropy alone.
         alpha: weight of the soft loss; without a signal it counts as 0.
+        head: of the student, where its logits need not be made at once.
     """
 
     signal: Signal | None
     alpha: float = 1.0
-    features: Sequence[Feature] = field(default=())
+    features: Sequence[Feature] = ()
+    head: Head | None = None
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         insides = Insides(
             states=any(feature.insides.states for feature in self.features),
             attentions=any(feature.insides.attentions for feature in self.features),
         )
-        alpha = 0.0 if self.signal is None else self.alpha
-        student = run_model(model, batch, insides)
+        student = run_model(model, batch, insides, self.head)
         target = None if self.signal is None else self.signal.target(batch, insides)
-        total = torch.zeros((), dtype=torch.float32, device=student.logits.device)
-        if target is not None and alpha > 0.0:
-            total = total + alpha * target.soft_loss(student.logits)
-        if alpha < 1.0:
-            total = total + (1.0 - alpha) * F.cross_entropy(student.logits.float(), batch.labels)
+        total = student.mean(self._chunk_loss(target, batch.labels))
         for feature in self.features:
             assert target is not None and target.outputs is not None, "features need a teacher that runs"
             total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
         return total
+
+    def _chunk_loss(self, target: SoftTarget | None, labels: Tensor) -> ChunkLoss:
+        """alpha * soft + (1 - alpha) * hard of some predictions, with labels (n,)."""
+        alpha = 0.0 if target is None else self.alpha
+
+        def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            if target is None or not alpha:
+                return blockwise(hard.slopes, z, labels[part], out=z)
+            if alpha == 1.0:
+                return target.slopes(z, part)
+            values, dz = blockwise(hard.slopes, z, labels[part])
+            soft_values, soft_dz = target.slopes(z, part)
+            return torch.lerp(values, soft_values, alpha), dz.lerp_(soft_dz, alpha)
+
+        return chunk_loss

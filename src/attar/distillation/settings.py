@@ -179,7 +179,7 @@ class LearnSettings(TrainSettings):
 
     @property
     def soft_loss(self) -> str:
-        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.OBJECTIVES."""
+        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.SLOPES."""
         return "kl" if self.objective == "auto" else self.objective
 
     @property

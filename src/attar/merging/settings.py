@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attar.checkpoint.licence_gate import LicenceSettings
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import RecipeError, SettingsError
@@ -61,6 +62,7 @@ class MergeSettings:
     seed: int = field(
         default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"}
     )
+    licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
 
     def __post_init__(self) -> None:
         check_text(self)

@@ -15,14 +15,16 @@ in the work folder, which is removed after the last document.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from attar.checkpoint import atomic
+from attar.checkpoint.card import plain
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
-from attar.checkpoint.lineage import texts_of
+from attar.checkpoint.licence_gate import check_licences
+from attar.checkpoint.lineage import as_parent, texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, command_line, finished, produce
 from attar.checkpoint.units import byte_count
@@ -35,6 +37,7 @@ from attar.merging.parents import ParentModels, open_parents
 from attar.merging.planning.prepare import PreparedMerge, prepare
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
+from attar.options import flatten
 from attar.progress import SILENT, Progress
 
 FILE = "merge.yml"
@@ -69,10 +72,13 @@ def merge(
         CheckpointError: a model is missing or damaged.
         ModelError: the models do not fit together.
         NumericsError: a parent, or the merge, has NaN or infinity.
+        LicenceError: the licence of a parent, or of its teachers, forbids it.
         OutputError: ``out`` exists or cannot be written.
     """
     documents, text = read_configs(settings.config)
     parents = open_parents(documents, models or {})
+    lineage = [as_parent(checkpoint, "weights") for checkpoint in parents.checkpoints()]
+    check_licences(lineage, settings.licence, progress)
     reads_text = settings.search > 0 or settings.tokens > 0
     reads_text |= any(d.method in SEARCHED or d.tokenizer is not None for d in documents)
     settings = fit(settings, parents.checkpoints()[0], progress if reads_text else SILENT)
@@ -159,7 +165,7 @@ class _MergeRun:
 
     def command(self, out: Path) -> str:
         """The command that repeats the merge, with the configuration in the result's folder."""
-        rest = {name: value for name, value in asdict(self.settings).items() if name != "config"}
+        rest = {name: value for name, value in plain(flatten(self.settings)).items() if name != "config"}
         return command_line("merge", rest, (), out).replace("attar merge", f"attar merge {FILE}", 1)
 
 

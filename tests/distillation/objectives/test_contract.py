@@ -67,7 +67,7 @@ def test_values_and_slopes_are_those_of_the_definition(name, options, T):
 @pytest.mark.parametrize("name", [name for name in SOFT if name != "lk"])  # lk's weight has no gradient
 def test_gradient_against_finite_differences(name):
     z, t = logits(rows=3, vocabulary=5)
-    assert torch.autograd.gradcheck(lambda x: on_logits(SLOPES[name], x, t, 1.5), z.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: on_logits(SLOPES[name], x, t, T=1.5), z.requires_grad_())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -130,7 +130,7 @@ def test_blocks_change_nothing_and_inputs_stay(name, monkeypatch):
     for size in (1 << 19, 50, 1):
         monkeypatch.setattr(chunked, "CACHED", size)
         x = z.clone().requires_grad_()
-        value = on_logits(SLOPES[name], x.view(1, 37, -1), t.view(1, 37, -1), 2.0)
+        value = on_logits(SLOPES[name], x.view(1, 37, -1), t.view(1, 37, -1), T=2.0)
         value.backward()
         results.append((value.item(), x.grad))
     for value, gradient in results[1:]:

@@ -1,7 +1,7 @@
 """Black-box teachers: prompts are sent, answers are kept, and a student learns from their text.
 
-    prompts + system prompts → requests (each with a hash) → journal: answered? → teacher → journal → filters
-        → data.jsonl
+    prompts + system prompts → requests (each with a hash) → teacher, unless the journal has the answer
+                             → journal → filters → data.jsonl
 
 A teacher is an endpoint that speaks OpenAI's API (``teachers/endpoint.py``) or a checkpoint
 (``teachers/local.py``). Only answers are kept, so any teacher that writes text will do: knowledge

@@ -5,7 +5,9 @@ of each token, and its gradient by the student's logits (``chunked.py``). ``hard
 teacher's logits. Options: ``beta`` of jsd; ``skew`` of skew-kl and skew-reverse-kl.
 """
 
-from functools import partial
+from collections.abc import Callable
+
+from torch import Tensor
 
 from attar.distillation.objectives import forward_kl, hard, jsd, overlap, reverse_kl, skew_kl
 from attar.distillation.objectives.chunked import Slopes, on_logits
@@ -21,5 +23,10 @@ SLOPES: dict[str, Slopes] = {
     "hard": hard.slopes,
 }
 
-OBJECTIVES = {name: partial(on_logits, slopes) for name, slopes in SLOPES.items()}
+
+def _mean(slopes: Slopes) -> Callable[[Tensor, Tensor, float], Tensor]:
+    return lambda student, teacher, temperature: on_logits(slopes, student, teacher, T=temperature)
+
+
+OBJECTIVES = {name: _mean(slopes) for name, slopes in SLOPES.items()}
 OBJECTIVES["kl"] = forward_kl.forward_kl

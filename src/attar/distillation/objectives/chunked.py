@@ -1,12 +1,11 @@
-"""From an objective's slopes to a loss of logits that autograd knows.
+"""From an objective's slopes to a loss, a block of tokens at a time.
 
-An objective is ``slopes(z, t, T, **options) -> (values, dz)`` of a chunk of c tokens: the loss of each, and
-its gradient by the student's logits. Both are written down in the forward pass, chunk by chunk, so that
-one more tensor of the logits' size is all that ever exists; from hidden states not even the logits do
-(``distillation/fused.py``).
+An objective is ``slopes(z, t, T, **options) -> (values, dz)``: the loss of each token, and its gradient by
+the student's logits. Both are written down in the forward pass, so that no tensor of the logits' size but
+the gradient ever exists; from hidden states not even that does (``distillation/fused.py``).
 
-Letters: z (c, V) student's logits; t (c, V) teacher's; T temperature. Both are at least float32 and scratch:
-an objective may overwrite them, and dz may lie in the memory of either.
+Letters: z (n, V) student's logits; t (n, V) teacher's; T temperature. An objective gets a block of them in at
+least float32, and does not change them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,14 @@ from torch import Tensor
 Slopes = Callable[..., tuple[Tensor, Tensor]]
 """``slopes(z, t, T, **options)`` to ``(values (c,), dz (c, V))``, dz of the sum of the values."""
 
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""``chunk_loss(z, part)``: logits (c, V) of the tokens ``part``, in the type of the product that made them
+(bf16 under autocast), to their losses (c,) in at least float32 and slopes (c, V). It may overwrite z, and
+leave the slopes there: :func:`blockwise` with ``out=z``."""
+
+BYTES = 1 << 26  # of a chunk's logits in float32
 CACHED, LARGE = 1 << 19, 1 << 25
-"""Logits that an objective sees at once: on a CPU a block that its caches hold, elsewhere one that keeps the
-device busy."""
+"""Logits of a block: on a CPU as many as its caches hold, elsewhere enough to keep the device busy."""
 
 
 def rows_at_once(z: Tensor) -> int:
@@ -30,58 +34,78 @@ def rows_at_once(z: Tensor) -> int:
     return max(1, (CACHED if z.device.type == "cpu" else LARGE) // max(z.shape[-1], 1))
 
 
-def on_logits(slopes: Slopes, z: Tensor, t: Tensor, T: float = 1.0, **options: Any) -> Tensor:
+def blockwise(
+    slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, out: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """An objective over logits (n, V) of any float type, block after block: values (n,) in at least float32,
+    and slopes (n, V) in the logits' type.
+
+    Args:
+        slopes: of the objective.
+        teacher: what it reads of the teacher, n rows each: logits; targets; tokens, weights, entropy.
+        out: where the slopes go; may be z, which is overwritten then.
+    """
+    gradient = torch.empty_like(z) if out is None else out
+    values = z.new_empty(len(z), dtype=torch.promote_types(z.dtype, torch.float32))
+    rows = rows_at_once(z)
+    with torch.autocast(z.device.type, enabled=False):
+        for start in range(0, len(z), rows):
+            part = slice(start, start + rows)
+            values[part], gradient[part] = slopes(
+                wide(z[part]), *(wide(x[part]) for x in teacher), T, **options
+            )
+    return values, gradient
+
+
+def wide(x: Tensor) -> Tensor:
+    """Numbers in at least float32; tokens as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
+
+
+def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **options: Any) -> Tensor:
     """The mean of an objective over tokens; a scalar, float32 (float64 for float64 logits), 0 for no tokens.
 
     Args:
         slopes: of the objective.
-        z: (..., V) student's logits, any float type; receives the gradient. Not changed.
-        t: (..., V) teacher's logits of the same shape, or targets int64 (...) for hard labels.
+        z: (..., V) student's logits, any float type; receives the gradient.
+        teacher: what the objective reads of it, with the same leading dimensions.
         T: temperature.
         options: of the objective.
     """
-    assert t.shape == z.shape or t.shape == z.shape[:-1], (z.shape, t.shape)
-    targets = t.detach().reshape(-1, t.shape[-1]) if t.dim() == z.dim() else t.reshape(-1)
+    batch = z.shape[:-1]
+    assert all(x.shape[: len(batch)] == batch for x in teacher), (z.shape, [x.shape for x in teacher])
+    rows = [x.detach().reshape(-1, *x.shape[len(batch) :]) for x in teacher]
 
     def chunk_loss(chunk: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        return slopes(chunk, scratch(targets[part]), T, **options)
+        return blockwise(slopes, chunk, *(x[part] for x in rows), T=T, out=chunk, **options)
 
     return mean_of_chunks(chunk_loss, z)
 
 
-def mean_of_chunks(chunk_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]], z: Tensor) -> Tensor:
-    """The mean of ``chunk_loss(z[part], part)`` over the tokens of logits (..., V), differentiable by them.
-
-    Args:
-        chunk_loss: of scratch logits (c, V) and the tokens that they belong to: values and slopes.
-        z: any float type; not changed.
-    """
-    loss: Tensor = _MeanOfChunks.apply(z, chunk_loss)
-    return loss
-
-
-def scratch(x: Tensor) -> Tensor:
-    """A copy in at least float32, which may be overwritten; tokens stay as they are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True) if x.is_floating_point() else x
+def mean_of_chunks(chunk_loss: ChunkLoss, z: Tensor) -> Tensor:
+    """The mean of ``chunk_loss`` over the tokens of logits (..., V), differentiable by them. Where a
+    head makes them of hidden states, :func:`attar.distillation.fused.head_loss` does without them."""
+    mean: Tensor = _MeanOfChunks.apply(z if torch.is_grad_enabled() else z.detach(), chunk_loss)
+    return mean
 
 
 class _MeanOfChunks(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, z: Tensor, chunk_loss: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        flat = z.reshape(-1, z.shape[-1])
-        gradient = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
+    def forward(ctx: Any, z: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+        gradient = z.reshape(-1, z.shape[-1]).clone()
         total = torch.zeros((), dtype=torch.float64, device=z.device)
-        count, rows = max(len(flat), 1), rows_at_once(flat)
-        with torch.autocast(z.device.type, enabled=False):
-            for start in range(0, len(flat), rows):
-                part = slice(start, start + rows)
-                values, dz = chunk_loss(scratch(flat[part]), part)
-                total += values.sum(dtype=torch.float64)
-                if gradient is not None:
-                    gradient[part] = dz.div_(count)
-        ctx.gradient = None if gradient is None else gradient.reshape(z.shape)
-        return (total / count).to(torch.promote_types(z.dtype, torch.float32))
+        rows = max(1, BYTES // (4 * z.shape[-1]))
+        for start in range(0, len(gradient), rows):
+            part = slice(start, min(start + rows, len(gradient)))
+            values, dz = chunk_loss(gradient[part], part)
+            total += values.sum(dtype=torch.float64)
+            if dz.data_ptr() != gradient[part].data_ptr():
+                gradient[part] = dz
+        ctx.count = max(len(gradient), 1)
+        ctx.save_for_backward(gradient.reshape(z.shape))
+        return (total / ctx.count).to(torch.promote_types(z.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient * upstream[0].to(ctx.gradient.dtype), None
+        (gradient,) = ctx.saved_tensors
+        return gradient * (upstream[0] / ctx.count).to(gradient.dtype), None

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attar.distillation.objectives.chunked import mean_of_chunks, on_logits
+from attar.distillation.objectives.chunked import on_logits
 from attar.distillation.objectives.softmax import centre, dot, exponentials, finite
 
 
 def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
-    """T^2 KL(teacher || student) of each token in nats, and its gradient; overwrites both logits."""
+    """T^2 KL(teacher || student) of each token in nats, and its gradient."""
     z, t = centre(z, T), centre(t, T)
     d = finite(t - z)
     log_Q, log_P = exponentials(z), exponentials(t)
@@ -35,7 +35,7 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
 def sparse_slopes(
     z: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, T: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`slopes` where the teacher is known by some tokens of each position; overwrites z. A value may be
+    """:func:`slopes` where the teacher is known by some tokens of each position. A value may be
     below 0 by chance where p' was drawn.
 
     Args:
@@ -54,15 +54,11 @@ def sparse_slopes(
 
 def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """The mean of :func:`slopes` over tokens, see :func:`attar.distillation.objectives.chunked.on_logits`."""
-    return on_logits(slopes, student, teacher, temperature)
+    return on_logits(slopes, student, teacher, T=temperature)
 
 
 def sparse_forward_kl(
     student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
 ) -> Tensor:
     """The mean of :func:`sparse_slopes` over tokens, differentiable by the student's logits (n, V)."""
-
-    def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        return sparse_slopes(z, tokens[part], weights[part], entropy[part], temperature)
-
-    return mean_of_chunks(chunk_loss, student)
+    return on_logits(sparse_slopes, student, tokens, weights, entropy, T=temperature)

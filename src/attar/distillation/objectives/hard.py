@@ -16,7 +16,7 @@ from attar.distillation.objectives.softmax import centre, exponentials
 
 
 def slopes(z: Tensor, targets: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each token in nats, and its gradient; overwrites z.
+    """Cross-entropy of each token in nats, and its gradient.
 
     Args:
         targets: int64 (c,), all tokens of the vocabulary.

@@ -16,11 +16,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from attar.distillation.objectives import forward_kl, reverse_kl
-from attar.distillation.objectives.softmax import centred, dot, log_mixture, log_ratio, log_softmax
+from attar.distillation.objectives.softmax import by_logits, dot, log_mixture, log_ratio, log_softmax
 
 
 def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    """T^2 JSD(beta) / (beta (1 - beta)) of each token in nats, and its gradient; may overwrite both logits.
+    """T^2 JSD(beta) / (beta (1 - beta)) of each token in nats, and its gradient.
 
     Args:
         beta: 0 (forward KL) to 1 (reverse KL).
@@ -37,4 +37,4 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.5) -> tuple[
         q_to_m = p_to_m - d
     p, q = log_p.exp_(), log_q.exp_()
     values = dot(p, p_to_m).div_(1.0 - beta).add_(dot(q, q_to_m), alpha=1.0 / beta)
-    return values.mul_(T * T), centred(q, q_to_m).mul_(T / beta)
+    return values.mul_(T * T), by_logits(q, q_to_m).mul_(T / beta)

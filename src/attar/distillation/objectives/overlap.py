@@ -31,16 +31,15 @@ SLOPE = 3.0  # how fast lk lets go of KL
 
 
 def total_variation_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
-    """1 - a = TV(teacher, student) of each token, the fraction of drafts that is refused, and its gradient;
-    overwrites both logits."""
+    """1 - a = TV(teacher, student) of each token, the share of drafts refused, and its gradient."""
     q, p = log_softmax(z, T).exp_(), log_softmax(t, T).exp_()
     a, slopes = _refusal(p, q)
     return 1.0 - a, slopes.div_(T)
 
 
 def lk_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
-    """l KL(teacher || student) + (1 - l) (1 - a) with l = exp(-3 a) of each token, and its gradient;
-    overwrites both logits. In nats as far as it is KL."""
+    """l KL(teacher || student) + (1 - l) (1 - a) with l = exp(-3 a) of each token, and its
+    gradient. In nats as far as it is KL."""
     q, p = centre(z, T), centre(t, T)
     d = finite(p - q)
     log_Q, log_P = exponentials(q), exponentials(p)

@@ -18,11 +18,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from attar.distillation.objectives import forward_kl, reverse_kl
-from attar.distillation.objectives.softmax import centred, dot, log_mixture, log_ratio, log_softmax
+from attar.distillation.objectives.softmax import by_logits, dot, log_mixture, log_ratio, log_softmax
 
 
 def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[Tensor, Tensor]:
-    """T^2 KL(p || a p + (1 - a) q) of each token in nats, and its gradient; may overwrite both logits.
+    """T^2 KL(p || a p + (1 - a) q) of each token in nats, and its gradient.
 
     Args:
         skew: a, 0 (forward KL) or more, below 1.
@@ -39,7 +39,7 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[
 
 
 def reverse_slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[Tensor, Tensor]:
-    """T^2 KL(q || a q + (1 - a) p) of each token in nats, and its gradient; may overwrite both logits.
+    """T^2 KL(q || a q + (1 - a) p) of each token in nats, and its gradient.
 
     Args:
         skew: a, 0 (reverse KL) or more, below 1.
@@ -52,4 +52,4 @@ def reverse_slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -
     q = log_q.exp_()
     values = dot(q, q_to_m)
     g = q_to_m.sub_(q_to_m.exp(), alpha=skew)
-    return values.mul_(T * T), centred(q, g).mul_(T)
+    return values.mul_(T * T), by_logits(q, g).mul_(T)

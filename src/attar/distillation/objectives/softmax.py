@@ -18,21 +18,21 @@ FAR = 1e3  # a log ratio beyond which one of both probabilities is 0 in any floa
 
 
 def centre(z: Tensor, T: float) -> Tensor:
-    """(z - max z) / T, in place."""
-    z.sub_(z.amax(-1, keepdim=True))
-    return z if T == 1.0 else z.div_(T)
+    """(z - max z) / T."""
+    centred = z - z.amax(-1, keepdim=True)
+    return centred if T == 1.0 else centred.div_(T)
 
 
 def exponentials(z: Tensor) -> Tensor:
-    """The logarithm of the sum of e^z of each row (c,); z becomes the probabilities. z is at most 0."""
+    """The logarithm of the sum of e^z of each row (c,); z, at most 0, becomes the probabilities."""
     Z = z.exp_().sum(-1, keepdim=True)
     z.div_(Z)
     return Z[:, 0].log_()
 
 
 def log_softmax(z: Tensor, T: float) -> Tensor:
-    """Logarithms of the probabilities (c, V) at temperature T; may overwrite z."""
-    return torch.log_softmax(z if T == 1.0 else z.div_(T), -1)
+    """Logarithms of the probabilities (c, V) at temperature T."""
+    return torch.log_softmax(z if T == 1.0 else z / T, -1)
 
 
 def finite(d: Tensor) -> Tensor:
@@ -56,6 +56,6 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.vecdot(x, y)
 
 
-def centred(q: Tensor, g: Tensor) -> Tensor:
+def by_logits(q: Tensor, g: Tensor) -> Tensor:
     """q (g - sum_v q g): from slopes g by the probabilities to those by the logits; overwrites g."""
     return g.sub_(dot(q, g)[:, None]).mul_(q)

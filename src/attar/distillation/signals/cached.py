@@ -32,7 +32,8 @@ from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
 from attar.data.examples import Examples
 from attar.data.packing import numbered_generator
-from attar.distillation.objectives.forward_kl import sparse_forward_kl
+from attar.distillation.objectives.chunked import blockwise
+from attar.distillation.objectives.forward_kl import sparse_slopes
 from attar.distillation.outputs import Insides, ModelOutputs
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.target import SignalSource
@@ -82,11 +83,13 @@ class CachedTarget:
     width: int
     outputs: ModelOutputs | None = None
 
-    def soft_loss(self, logits: Tensor) -> Tensor:
-        """T^2 KL(teacher || student), see :class:`attar.distillation.signals.target.SoftTarget`."""
-        stored = self.prediction
-        z = logits[:, : self.width]
-        return sparse_forward_kl(z, stored.tokens, stored.weights, stored.entropy, self.temperature)
+    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Of T^2 KL(teacher || student), see :class:`attar.distillation.signals.target.SoftTarget`."""
+        stored = [value[part] for value in vars(self.prediction).values()]
+        known = z[:, : self.width]
+        values, _ = blockwise(sparse_slopes, known, *stored, T=self.temperature, out=known)
+        z[:, self.width :] = 0.0
+        return values, z
 
 
 @dataclass(frozen=True)

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.objectives import OBJECTIVES
+from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives.chunked import Slopes, blockwise
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.target import SignalSource
-from attar.walks.objectives import Objective
+from attar.models.head import Head, head_of
 
 
 def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> OnlineTeacher:
     """The settings' objective on the logits of both models."""
-    return OnlineTeacher(source.teacher, OBJECTIVES[settings.soft_loss], settings.temperature)
+    slopes = partial(SLOPES[settings.soft_loss], **vars(settings.loss))
+    return OnlineTeacher(source.teacher, slopes, settings.temperature, head_of(source.teacher))
 
 
 @dataclass(frozen=True)
 class OnlineTeacher:
-    """A teacher that runs for each batch."""
+    """A teacher that runs for each batch.
+
+    Attributes:
+        objective: of the logits of both models.
+        head: of the teacher, where its logits need not be made at once.
+    """
 
     model: Any
-    objective: Objective
+    objective: Slopes
     temperature: float
+    head: Head | None = None
 
     def target(self, batch: Examples, insides: Insides) -> OnlineTarget:
         """See :class:`attar.distillation.signals.target.Signal`."""
         with torch.no_grad():
-            outputs = run_model(self.model, batch, insides)
+            outputs = run_model(self.model, batch, insides, self.head)
         return OnlineTarget(outputs, self.objective, self.temperature)
 
 
@@ -42,11 +51,15 @@ class OnlineTarget:
     part."""
 
     outputs: ModelOutputs
-    objective: Objective
+    objective: Slopes
     temperature: float
 
-    def soft_loss(self, logits: Tensor) -> Tensor:
+    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
-        teacher = self.outputs.logits
-        width = min(teacher.shape[-1], logits.shape[-1])
-        return self.objective(logits[:, :width], teacher[:, :width], self.temperature)
+        t = self.outputs.logits(part)
+        width = min(t.shape[-1], z.shape[-1])
+        values, _ = blockwise(
+            self.objective, z[:, :width], t[:, :width], T=self.temperature, out=z[:, :width]
+        )
+        z[:, width:] = 0.0
+        return values, z

@@ -37,8 +37,16 @@ class SoftTarget(Protocol):
     def outputs(self) -> ModelOutputs | None:
         """Of the teacher; None where it did not run."""
 
-    def soft_loss(self, logits: Tensor) -> Tensor:
-        """How far the student is from the teacher, mean over predictions; its logits (n, V)."""
+    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The soft loss of each of some predictions, and its gradient.
+
+        Args:
+            z: the student's logits (c, V), of any float type; may be overwritten.
+            part: which of the batch's n predictions they belong to.
+
+        Returns:
+            values (c,) and dz (c, V), see :mod:`attar.distillation.objectives.chunked`.
+        """
 
 
 class Signal(Protocol):

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from attar.distillation.collection.filters import FILTERS
 from attar.distillation.collection.filters.contamination import item_hashes, overlaps
 from attar.distillation.collection.filters.language import detect
 from attar.distillation.collection.filters.row import answer_of, prompt_of, question_key
-from attar.distillation.collection.filters.run import filter_rows
+from attar.distillation.collection.filters.run import FILTERS, filter_rows
 from attar.distillation.collection.filters.self_consistency import elected, final_answer
 from attar.distillation.collection.filters.settings import FilterSettings
 from attar.errors import DataError, SettingsError
