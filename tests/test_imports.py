@@ -17,6 +17,7 @@ SOLVERS = (
         f"distillation/objectives/{name}.py"
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
     ),
+    *(f"distillation/policy/{name}.py" for name in ("minillm", "policy_gradient", "returns")),
     "distillation/layer_map.py",
     *(
         f"pruning/criteria/{name}.py"
@@ -87,6 +88,8 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.objectives",
     "attar.distillation.objectives.chunked",
     "attar.distillation.objectives.softmax",
+    "attar.distillation.policy",
+    "attar.distillation.policy.returns",
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",

@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from attar.checkpoint.jsonfile import read_json
 from attar.data.examples import Examples
 from attar.distillation.features import FEATURES, Feature
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
+from attar.distillation.rollouts.buffer import RolloutBuffer
+from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.target import SignalSource
-from attar.distillation.tasks.causal import training_text
 from attar.distillation.tasks.task import Task
 from attar.models.head import head_of
+from attar.models.load import load_tokenizer
+from attar.models.plain_config import end_tokens
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.train import TrainHistory, train
+from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -52,11 +56,11 @@ def learn(
         masks: weights that are zero and stay zero.
     """
     count = training_rows(settings)
+    rows = task.training(text, settings, count)
     if rollouts is None:
-        rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
+        held_out = task.held_out(text, settings)
     else:
-        rows = Examples.of_text(rollouts.training_rows(count, training_text(text, settings, count)))
-        held_out = Examples.of_text(rollouts.held_out_rows())
+        rows, held_out = rollouts.training_rows(count, rows), rollouts.held_out_rows()
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings)
@@ -68,8 +72,29 @@ def learn(
     def held_out_loss(trained: nn.Module) -> float:
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
+    batches: Examples | BatchSource = rows
+    if settings.student_share:
+        batches = student_rollouts(rows, text, source, settings, progress)
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    return train(model, loss, batches, settings, work=source.work, masks=masks, **options)
+
+
+def student_rollouts(
+    rows: Examples, text: Checkpoint, source: SignalSource, settings: LearnSettings, progress: Progress
+) -> RolloutBuffer:
+    """Batches of which the student writes its share."""
+    tokenizer, config = load_tokenizer(text), text.path / "generation_config.json"
+    rollouts = settings.rollouts
+    writer = StudentWriter(
+        vocabulary=len(tokenizer),
+        ends=end_tokens(read_json(config) if config.is_file() else None, text.config, tokenizer),
+        temperature=settings.rollout_temperature,
+        tokens=rollouts.rollout_tokens,
+        prompt_tokens=rollouts.prompt_tokens,
+        mix=getattr(settings.loss, "teacher_mix", 0.0),
+        teacher=source.teacher,
+    )
+    return RolloutBuffer(rows, writer, settings, source.work / "rollouts", progress)
 
 
 def make_features(student: Any, teacher: Any, settings: LearnSettings) -> list[Feature]:

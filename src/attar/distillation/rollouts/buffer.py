@@ -45,7 +45,6 @@ class RolloutBuffer:
 
     Attributes:
         text: rows that are learned from, and whose prompts the student continues.
-        ranks: processes of the run.
     """
 
     text: Examples
@@ -53,8 +52,6 @@ class RolloutBuffer:
     settings: LearnSettings
     work: Path
     progress: Progress
-    ranks: int = 1
-    rank: int = 0
     _rounds: dict[int, Rollouts] = field(default_factory=dict, repr=False)
 
     def batch(self, number: int, model: Any) -> Examples:
@@ -72,6 +69,16 @@ class RolloutBuffer:
         if isinstance(loss, MiniLLMSettings) and loss.lm_weight:
             return joined([own, as_text(Batches(self.text, size, self.settings.seed)[number])])
         return own
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return distributed.get_world_size() if _several() else 1
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return distributed.get_rank() if _several() else 0
 
     @property
     def _per_round(self) -> int:
@@ -138,6 +145,10 @@ class RolloutBuffer:
         for file in self.work.glob("*.safetensors"):
             if int(file.name[:6]) < now - behind - self._kept and self.rank == 0:
                 file.unlink(missing_ok=True)
+
+
+def _several() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -54,10 +54,10 @@ class StudentWriter:
             model: as the training loop has it; its mode and its random numbers stay as they are.
         """
         student, length = student_of(model), text.tokens.shape[1]
-        runner: Runner = runner_of(student, sequences=min(ROWS, len(text)), length=length)
+        runner: Runner = runner_of(student, sequences=ROWS, length=length)
         sampled_at = self.temperature
         if self.mix:
-            parts, weights = [runner, self._teachers_runner(text)], [1.0 - self.mix, self.mix]
+            parts, weights = [runner, self._teachers_runner(length)], [1.0 - self.mix, self.mix]
             runner = MixtureRunner(
                 parts, weights, vocabulary=self.vocabulary, temperature=self.temperature
             )
@@ -79,11 +79,10 @@ class StudentWriter:
             policy = row_logprobs(student, completions(rows, lengths), self.temperature, self.vocabulary)
         return Rollouts.of(rows, lengths, logprobs, policy)
 
-    def _teachers_runner(self, text: Examples) -> Runner:
+    def _teachers_runner(self, length: int) -> Runner:
         """The teacher's runner, made once: its weights do not change."""
         if self._guide is None:
-            length = text.tokens.shape[1]
-            self._guide = runner_of(self.teacher, sequences=min(ROWS, len(text)), length=length)
+            self._guide = runner_of(self.teacher, sequences=ROWS, length=length)
         return self._guide
 
 
