@@ -80,7 +80,8 @@ def run_cell(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any] |
     if args.cached:
         return None
     began = time.perf_counter()
-    attar.distill(args.teacher, folder, force=True, **settings)
+    if not (folder / "attar.json").exists() or name in args.again:
+        attar.distill(args.teacher, folder, force=True, **settings)
     seconds = time.perf_counter() - began
     numbers = attar.evaluate(
         folder, reference=args.teacher, data=args.test or args.data, tokens=args.tokens, speed=False
@@ -93,7 +94,7 @@ def run_cell(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any] |
 
 def quality_of(numbers: dict[str, Any]) -> dict[str, float]:
     """What the table shows of an evaluation."""
-    return {key: float(numbers[key]) for key in ("kl", "perplexity", "quality_kept")}
+    return {key: float(numbers[key]) for key in ("kl_mean", "perplexity", "quality_kept")}
 
 
 def judged(folder: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -108,7 +109,7 @@ def judged(folder: Path, args: argparse.Namespace) -> dict[str, float]:
 
 def row(name: str, cells: list[dict[str, Any]]) -> str:
     """A line of the table."""
-    keys = ("kl", "perplexity", "quality_kept", "teacher_score", "repeated", "distinct", "seconds")
+    keys = ("kl_mean", "perplexity", "quality_kept", "teacher_score", "repeated", "distinct", "seconds")
     digits = (4, 3, 4, 3, 3, 3, 0)
     shown = [spread([cell[key] for cell in cells], many) for key, many in zip(keys, digits, strict=True)]
     return ROW.format(name, *shown)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY = 320
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
@@ -142,6 +142,27 @@ def tokenizer() -> Any:
         mask_token="<mask>",
         model_max_length=128,
     )
+
+
+def encoder_tokenizer() -> Any:
+    """The same tokenizer, with a token in front of a text and one behind each, as encoders have; type 1 in
+    the second text of a pair."""
+    result = tokenizer()
+    result.add_special_tokens({"cls_token": "<cls>", "sep_token": "<sep>"})
+    cls, sep = result.cls_token_id, result.sep_token_id
+    result.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <sep>",
+        pair="<cls> $A <sep> $B:1 <sep>:1",
+        special_tokens=[("<cls>", cls), ("<sep>", sep)],
+    )
+    return result
+
+
+def save_encoder(model: Any, folder: Path) -> Path:
+    """Write an encoder of two tokens more than :data:`VOCABULARY`, and its tokenizer, to a folder."""
+    model.save_pretrained(folder)
+    encoder_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def save(model: Any, folder: Path, *, dtype: torch.dtype | None = None) -> Path:

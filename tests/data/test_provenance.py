@@ -1,37 +1,50 @@
 """The teachers of a text are its signal lineage."""
 
+import hashlib
 import json
 
 import pytest
 
-from attar.data.provenance import CARD, provenance
+from attar.checkpoint.card import Card, Parent
+from attar.checkpoint.licences import duties
+from attar.data.provenance import card_path, provenance
 from attar.errors import CheckpointError
+
+TEACHER = Parent(role="signal", name="gpt", stage="original", licence={"ids": ["openai-api"]})
 
 
 @pytest.fixture
 def rows(tmp_path):
-    def write(*rows, card=None, name="data.jsonl"):
+    def write(*rows, card=False, name="data.jsonl"):
         file = tmp_path / name
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if card is not None:
-            file.with_name(name + CARD).write_text(json.dumps(card))
+        if card:
+            settings = {"accept_licence": ["openai-api"], "reason": "a contract"}
+            files = {name: hashlib.sha256(file.read_bytes()).hexdigest()}
+            content = Card(name=name, stage="collect", settings=settings, parents=(TEACHER,), files=files)
+            card_path(file).write_text(json.dumps(content.to_dict()))
         return file
 
     return write
 
 
 def test_the_card_of_a_collection_carries_the_teacher_on(rows):
-    settings = {"accept_licence": ["openai-api"], "reason": "a contract"}
-    file = rows(
-        {"text": "x"}, card={"teacher": "gpt", "settings": settings, "licence": {"ids": ["openai-api"]}}
-    )
+    file = rows({"text": "x"}, card=True)
     for source in (str(file), f"{file}:text", f"whole:{file}", str(file.parent)):
         (record,) = provenance(source, signal=False)
         assert (record.role, record.name, record.stage) == ("signal", "data.jsonl", "collect")
-        assert record.licence["ids"] == ["openai-api"]
-        assert record.settings == settings
-    again = rows({"text": "y"})
-    assert provenance(str(again), signal=False)[0].fingerprint != record.fingerprint
+        assert record.parents == (TEACHER,)
+        assert record.settings["reason"] == "a contract"
+    assert duties([record]).sources[0].id == "openai-api"
+
+
+def test_rows_that_were_added_have_an_unknown_author(rows):
+    rows({"text": "x"}, card=True)
+    before = provenance(str(rows({"text": "x"})), signal=False)
+    after = provenance(str(rows({"text": "x"}, {"text": "y"})), signal=False)
+    assert len(before) == 1
+    assert [record.licence.get("ids") for record in after] == [None, ["unknown"]]
+    assert after[0].fingerprint != before[0].fingerprint
 
 
 def test_teachers_named_in_rows(rows):
@@ -51,10 +64,9 @@ def test_an_unknown_author_counts_only_for_a_signal(rows):
     assert provenance("python-docs-chat", signal=True) == ()
 
 
-def test_cards_that_say_nothing_and_damaged_ones(rows):
-    for card in ({}, {"licence": {}}, {"licence": "x", "settings": []}, {"licence": {"ids": []}}):
-        assert provenance(str(rows({}, card=card)), signal=False)[0].licence["ids"] == ["unknown"]
+def test_a_damaged_card_is_refused(rows):
     file = rows({"text": "x"})
-    file.with_name(file.name + CARD).write_text("{")
-    with pytest.raises(CheckpointError, match=r"card\.json"):
-        provenance(str(file), signal=False)
+    for content in ("{", "{}", json.dumps({"attar": 1, "name": "x"})):
+        card_path(file).write_text(content)
+        with pytest.raises(CheckpointError, match=r"card\.json"):
+            provenance(str(file), signal=False)

@@ -5,12 +5,12 @@ import torch
 
 from attar.distillation import fused
 from attar.distillation.fused import chunk_rows, head_loss
-from attar.distillation.objectives import SLOPES, chunked, on_logits
-from attar.distillation.objectives.chunked import blockwise
+from attar.distillation.objectives import OBJECTIVES, chunked
+from attar.distillation.objectives.chunked import blockwise, on_logits
 from attar.models.head import Head, head_of, hidden_states
 from tests import tiny_models
 
-SOFT = [name for name in SLOPES if name != "hard"]
+SOFT = [name for name in OBJECTIVES if name != "hard"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def teacher_loss(name, states, head, T=2.0):
     """The chunk loss of an online teacher, whose logits are made of its states chunk by chunk."""
 
     def chunk_loss(z, part):
-        return blockwise(SLOPES[name], z, head.logits(states[part]), T=T, out=z)
+        return blockwise(OBJECTIVES[name], z, head.logits(states[part]), T=T, out=z)
 
     return chunk_loss
 
@@ -71,7 +71,7 @@ def test_every_objective_in_float32(name):
         head, teacher = Head(W, None, 0.5, 6.0), Head(U)
         if whole:
             z, t = head.logits(h), teacher.logits(s)
-            losses = torch.stack([on_logits(SLOPES[name], z[i], t[i], T=2.0) for i in range(23)])
+            losses = torch.stack([on_logits(OBJECTIVES[name], z[i], t[i], T=2.0) for i in range(23)])
             loss = (losses * weights).mean()
         else:
             loss = head_loss(h, head, teacher_loss(name, s, teacher), weights)
@@ -105,10 +105,13 @@ def test_no_tokens_and_sizes_of_chunks(monkeypatch):
     loss.backward()
     assert loss.item() == 0.0 and W.grad.abs().max() == 0.0 and h.grad.shape == (0, 6)
     monkeypatch.undo()
-    assert chunk_rows(10_000, Head(torch.empty(128_000, 64, device="meta"))) == 131
-    assert chunk_rows(10_000, Head(torch.empty(128_000, 4096, device="meta"))) == 1024
-    assert chunk_rows(10_000, Head(torch.empty(10**7, 8, device="meta"))) == 16
-    assert chunk_rows(7, Head(torch.empty(100, 8, device="meta"))) == 7
+
+    def rows(n, *shape, dtype=torch.float32):
+        return chunk_rows(n, torch.empty(shape, device="meta", dtype=dtype))
+
+    assert rows(10_000, 128_000, 64) == 131 and rows(10_000, 128_000, 64, dtype=torch.bfloat16) == 262
+    assert rows(10_000, 128_000, 4096) == 2048  # half of dW
+    assert rows(10_000, 10**7, 8) == 16 and rows(7, 100, 8) == 7
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

@@ -5,14 +5,14 @@ import torch
 
 from attar.data.examples import Examples
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.signals.online import OnlineTeacher
 from attar.walks.objectives import next_token_loss
 from tests import tiny_models
 
 
 def online_loss(teacher, temperature, alpha):
-    loss = DistillationLoss(OnlineTeacher(teacher, SLOPES["kl"], temperature), alpha)
+    loss = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES["kl"], temperature), alpha)
     return lambda model, tokens: loss(model, Examples.of_text(tokens))
 
 

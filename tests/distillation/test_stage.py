@@ -58,11 +58,11 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_too_many_layers_and_encoders_are_refused(tmp_path):
+def test_too_many_layers_and_a_task_that_does_not_suit_are_refused(tmp_path):
     with pytest.raises(SettingsError, match="between 1 and the teacher's 3"):
         distill(save("llama3", tmp_path), tmp_path / "out", distill_settings(layers=9, **SMALL))
     with pytest.raises(ModelError, match="not a causal"):
-        distill(save("bert", tmp_path), tmp_path / "out", distill_settings(layers=2, **SMALL))
+        distill(save("bert", tmp_path), tmp_path / "out", distill_settings(task="causal", **SMALL))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]
 
 

@@ -9,7 +9,7 @@ Letters: N rows, S tokens a row, n predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -26,10 +26,12 @@ class Examples:
     Attributes:
         tokens: int64 (N, S), :data:`PADDING` on the right where there is no token.
         targets: int64, :data:`PADDING` where nothing is predicted: (N, S), or (N,) for classification.
+        segments: int64 (N, S) of pairs of texts, 1 in the second (BERT's token types); None: no pairs.
     """
 
     tokens: Tensor
     targets: Tensor
+    segments: Tensor | None = None
 
     @classmethod
     def of_text(cls, rows: Tensor) -> Examples:
@@ -41,11 +43,18 @@ class Examples:
         return len(self.tokens)
 
     def __getitem__(self, index: Tensor | slice) -> Self:
-        return type(self)(*(tensor[index] for tensor in self._tensors()))
+        return self._changed(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
-        return type(self)(*(tensor.to(device) for tensor in self._tensors()))
+        return self._changed(lambda tensor: tensor.to(device))
+
+    def trimmed(self) -> Self:
+        """The same without the columns at the end that hold no token."""
+        width = int(self.mask.any(0).sum())
+        if width == self.tokens.shape[1]:
+            return self
+        return self._changed(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :width])
 
     def split(self, size: int) -> Iterator[Self]:
         """Parts of at most ``size`` rows."""
@@ -76,9 +85,10 @@ class Examples:
         """n."""
         return int(self.predicted.sum())
 
-    def _tensors(self) -> Iterator[Tensor]:
-        """The fields; a subclass may have more."""
-        return (getattr(self, field.name) for field in fields(self))
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every field changed, those of a subclass too."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return type(self)(**{name: None if value is None else change(value) for name, value in values})
 
 
 def predictions(batch: Tensor | Examples) -> int:

@@ -30,6 +30,7 @@ from attar.data.splits import Document
 from attar.errors import DataError
 
 PADDING = -100  # marks a position without a token
+SORTED = 32  # batches that are sorted by length together
 CHUNK = 256  # most documents of one tokenizer call: enough for every core
 
 
@@ -248,6 +249,34 @@ class Batches:
         return torch.randperm(len(self.rows), generator=numbered_generator(self.seed, epoch))
 
 
+@dataclass(frozen=True)
+class SimilarLengths:
+    """Training batches of ``size`` examples of similar length by number, so that little of them is padding.
+
+    An epoch's permutation is cut into parts of :data:`SORTED` batches, each part sorted by length and cut
+    into batches, and the batches shuffled; the last of an epoch may be smaller. A batch is a function of
+    (rows, seed, number), as with :class:`Batches`.
+
+    Attributes:
+        rows: :class:`attar.data.examples.Examples`.
+    """
+
+    rows: Any
+    size: int
+    seed: int
+
+    def batch(self, number: int, model: Any) -> Any:
+        """See :class:`attar.walks.train.BatchSource`; the model does not matter."""
+        epoch, index = divmod(number, -(-len(self.rows) // self.size))
+        generator = numbered_generator(self.seed, epoch)
+        lengths = self.rows.mask.sum(1)
+        parts = torch.randperm(len(self.rows), generator=generator).split(self.size * SORTED)
+        batches = [
+            chosen for part in parts for chosen in part[lengths[part].argsort(stable=True)].split(self.size)
+        ]
+        return self.rows[batches[int(torch.randperm(len(batches), generator=generator)[index])]]
+
+
 def numbered_generator(seed: int, number: int) -> torch.Generator:
     """A generator for draw ``number`` of a seed."""
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64)
@@ -261,6 +290,8 @@ def render(document: Document, tokenizer: Any) -> str:
     """
     if isinstance(document, str):
         return document
+    if getattr(document, "plain", False):
+        return "".join(str(message["content"]) for message in document)
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "the data holds conversations, but the tokenizer has no chat template",

@@ -1,19 +1,20 @@
 """Who wrote a text: the terms of the teachers whose answers a JSONL file holds, as a signal of the lineage.
 
-``attar collect`` writes ``NAME.jsonl.card.json`` next to its file, with the licences of the teacher. Where
-there is no such card, the rows say the teacher's name in ``teacher``; a name alone can add a licence with
-limits, but the provenance stays unknown. Text that a model is taught as a teacher's answers without either
-has an unknown author.
+``attar collect`` writes ``NAME.jsonl.card.json`` next to its file, a card whose parent is the teacher. Rows
+that were added afterwards have an unknown author. Where there is no such card, the rows say the teacher's
+name in ``teacher``; a name alone can add a licence with limits, but the provenance stays unknown. Text that a
+model is taught as a teacher's answers without either has an unknown author.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.card import Parent
+from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.hashing import sha256_file, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import UNKNOWN, identify_service
@@ -47,15 +48,27 @@ def provenance(data: str, *, signal: bool) -> tuple[Parent, ...]:
     return records
 
 
+def card_path(data: Path) -> Path:
+    """The card of a file of collected text."""
+    return data.with_name(data.name + CARD)
+
+
+def read_card(data: Path) -> Card | None:
+    """The card of a file of collected text; None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = card_path(data)
+    return Card.from_dict(read_json(path), path) if path.is_file() else None
+
+
 def _of_file(file: Path) -> Iterator[Parent]:
-    card = file.with_name(file.name + CARD)
-    if card.is_file():
-        content = read_json(card)
-        settings, licence = content.get("settings"), content.get("licence")
-        ids = licence.get("ids") if isinstance(licence, dict) else None
-        ids = [str(name) for name in ids] if isinstance(ids, list) and ids else [UNKNOWN]
-        evidence = [f"{card.name}: teacher {content.get('teacher', 'not named')}"]
-        yield _record(file.name, sha256_file(file), ids, evidence, settings)
+    if card := read_card(file):
+        digest = sha256_file(file)
+        yield replace(card.as_parent("signal", digest), name=file.name)
+        if card.files.get(file.name, digest) != digest:
+            yield _record(file.name, digest, [UNKNOWN], ["changed since its card was written"])
     elif teachers := _teachers(file):
         services = [identify_service("", teacher) for teacher in teachers]
         ids = list(dict.fromkeys([UNKNOWN, *(name for service in services for name in service["ids"])]))
@@ -88,12 +101,6 @@ def _unknown(name: str, fingerprint: str) -> Parent:
     return _record(name, fingerprint, [UNKNOWN], ["nothing says who wrote it"])
 
 
-def _record(name: str, fingerprint: str, ids: list[str], evidence: list[str], settings: Any = None) -> Parent:
-    return Parent(
-        role="signal",
-        name=name,
-        stage="collect",
-        settings=settings if isinstance(settings, dict) else {},
-        fingerprint=fingerprint,
-        licence={"ids": ids, "evidence": evidence},
-    )
+def _record(name: str, fingerprint: str, ids: list[str], evidence: list[str]) -> Parent:
+    licence = {"ids": ids, "evidence": evidence}
+    return Parent(role="signal", name=name, stage="collect", fingerprint=fingerprint, licence=licence)

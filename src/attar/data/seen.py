@@ -82,6 +82,11 @@ def note_texts(output: Any, records: Sequence[dict[str, Any]], progress: Any) ->
         {name: value for name, value in item.items() if name != "sketch" and value != ""} for item in records
     ]
     for item in records:
+        if item.get("cut") or item.get("dropped"):
+            progress.log(
+                f"{item['data']}, {item['split']}: of {item['conversations']} conversations, {item['cut']} "
+                f"are longer than a row and cut, {item['dropped']} have no answer in it and are left out"
+            )
         if not item["held_out"]:
             progress.log(
                 f"warning: {item['data']}: nothing of it can be held out: {item['reason']}; "

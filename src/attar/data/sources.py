@@ -8,7 +8,8 @@ A source is one string:
     notes.txt                one document
     corpus/                  every .txt, .md, .py, .rst and .jsonl file below it: one document per file, or
                              per JSONL line
-    chats.jsonl              one document per line, field ``text`` or ``messages``
+    chats.jsonl              one document per line, field ``text`` or ``messages``, or ``prompt`` and
+                             ``completion``, both texts or both messages
     chats.jsonl:answer       the same with the field ``answer``
     org/name[:field]         a hub data set, through ``datasets`` (its split train)
     whole:SOURCE             all of a file, folder or data set for every split, such as a test set
@@ -37,14 +38,23 @@ T = TypeVar("T")
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
 WHOLE = "whole:"
+PAIR = {"prompt", "completion"}
 
 
 class MessageList(list[dict[str, Any]]):
-    """The messages of a conversation, with file and line for errors."""
+    """The messages of a conversation.
 
-    def __init__(self, messages: list[dict[str, Any]], where: str) -> None:
+    Args:
+        where: file and line, for errors.
+        first: number of the first message that is a completion; those before it are its prompt.
+        plain: a prompt and its completion, as text that no chat template changes.
+    """
+
+    def __init__(
+        self, messages: list[dict[str, Any]], where: str, *, first: int = 0, plain: bool = False
+    ) -> None:
         super().__init__(messages)
-        self.where = where
+        self.where, self.first, self.plain = where, first, plain
 
 
 def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
@@ -180,6 +190,9 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
             f"{where}: a row must be a JSON object, not {type(row).__name__}",
             hint='write rows as {"text": "..."} or {"messages": [...]}',
         )
+    if field is None and row.keys() >= PAIR and not row.keys() & {"text", "messages"}:
+        yield from _pair(where, row["prompt"], row["completion"])
+        return
     field = field or ("messages" if "messages" in row and "text" not in row else "text")
     value = row.get(field)
     if not isinstance(value, str | list):
@@ -194,6 +207,24 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
     elif value:
         check_messages(f"{where}: {field}", value)
         yield MessageList(value, where)
+
+
+def _pair(where: str, prompt: Any, completion: Any) -> Iterator[MessageList]:
+    """A prompt and its completion, where there is one."""
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str | list) or type(value) is not type(prompt):
+            raise DataError(
+                f"{where}: {name} is no {'list of messages' if isinstance(prompt, list) else 'text'}",
+                hint="write prompt and completion both as text, or both as messages",
+            )
+        check_unicode(f"{where}: {name}", value)
+        if isinstance(value, list):
+            check_messages(f"{where}: {name}", value)
+    if isinstance(prompt, list) and completion:
+        yield MessageList([*prompt, *completion], where, first=len(prompt))
+    elif isinstance(prompt, str) and completion.strip():
+        pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        yield MessageList(pair, where, plain=True)
 
 
 def check_unicode(where: str, value: Any) -> None:

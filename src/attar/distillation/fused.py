@@ -4,9 +4,9 @@ loss).
 
     for each chunk:  z = head(h);  (values, dz) = chunk_loss(z);  dh = dz W;  dW += dz^T h
 
-Only a chunk of the logits [n, V] exists at any time, of about 64 MB in float32, and no less than a quarter of
-W: the sum dW, which is as large as W, is read and written once a chunk. With a weight (or hidden states)
-that is not trained, its product is not computed; without gradients only the loss is.
+Only a chunk of the logits [n, V] exists at any time: 64 MB, or half of what dW takes, where that is more,
+because dW is read and written once a chunk. With a weight (or hidden states) that is not trained, its product
+is not computed; without gradients only the loss is.
 
 Letters: n predictions, H hidden size, V vocabulary; h (n, H) hidden states; W (V, H), b (V,) of the head.
 """
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from attar.distillation.objectives.chunked import BYTES, ChunkLoss
-from attar.models.head import Head
+from attar.models.head import Head, product_type
 
 ROWS = 16  # of a chunk, at least
+CACHED = 1 << 21  # elements of a product that is added to dW
 
 
 def head_loss(hidden: Tensor, head: Head, chunk_loss: ChunkLoss, weights: Tensor | None = None) -> Tensor:
@@ -40,10 +41,11 @@ def head_loss(hidden: Tensor, head: Head, chunk_loss: ChunkLoss, weights: Tensor
     return loss
 
 
-def chunk_rows(n: int, head: Head) -> int:
-    """Tokens of a chunk."""
-    V, H = head.weight.shape
-    return max(1, min(n, max(ROWS, BYTES // (4 * V), H // 4)))
+def chunk_rows(n: int, weight: Tensor) -> int:
+    """Tokens of a chunk, whose logits are of the weight's type."""
+    V, H = weight.shape
+    size = max(BYTES, 2 * V * H)  # dW is in float32
+    return max(1, min(n, max(ROWS, size // (weight.element_size() * V))))
 
 
 class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]
@@ -88,14 +90,11 @@ def _run(
 ) -> Tensor:
     """The sum of the losses, float64; adds its gradients by hidden states, weight and bias, where they are
     wanted. Products in the type of autocast, or of the hidden states."""
-    device = hidden.device.type
-    product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    product = product_type(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    with torch.autocast(device, enabled=False):
-        h = hidden.detach().to(product)
-        W, b = (None if x is None else x.detach().to(product) for x in (head.weight, head.bias))
-        cast = Head(W, b, head.scale, head.softcap)
-        rows = chunk_rows(len(hidden), head)
+    with torch.autocast(hidden.device.type, enabled=False):
+        h, cast = hidden.detach().to(product), head.to(product)
+        rows = chunk_rows(len(hidden), cast.weight)
         for start in range(0, len(hidden), rows):
             part = slice(start, min(start + rows, len(hidden)))
             z = cast.logits(h[part])
@@ -104,7 +103,7 @@ def _run(
             if weights is not None:
                 values, dz = values * weights[part], dz.mul_(weights[part, None])
             total += values.sum(dtype=torch.float64)
-            _add_gradients(gradients, part, cast.backward(logits, dz.to(product)), h[part], W)
+            _add_gradients(gradients, part, cast.backward(logits, dz.to(product)), h[part], cast.weight)
     return total
 
 
@@ -113,9 +112,18 @@ def _add_gradients(gradients: list[Tensor | None], part: slice, dz: Tensor, h: T
     dhidden, dweight, dbias = gradients
     if dhidden is not None:
         dhidden[part] = dz @ W
-    if dweight is not None and dweight.dtype == W.dtype:
-        dweight.addmm_(dz.T, h)
-    elif dweight is not None:
-        dweight += dz.T @ h
+    if dweight is not None:
+        _add_product(dweight, dz, h)
     if dbias is not None:
         dbias += dz.sum(0, dtype=dbias.dtype)
+
+
+def _add_product(dweight: Tensor, dz: Tensor, h: Tensor) -> None:
+    """dW += dz^T h. Where the product is narrower than the sum, on a CPU some rows at a time, so that it is
+    added while a cache holds it."""
+    if dweight.dtype == h.dtype:
+        dweight.addmm_(dz.T, h)
+        return
+    rows = max(1, CACHED // h.shape[1]) if h.device.type == "cpu" else len(dweight)
+    for start in range(0, len(dweight), rows):
+        dweight[start : start + rows] += dz[:, start : start + rows].T @ h

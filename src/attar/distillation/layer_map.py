@@ -1,4 +1,5 @@
-"""Layer maps: which teacher layers a shallower student starts from.
+"""Layer maps: which teacher layers a shallower student starts from, and which layers of both are compared
+while it learns.
 
     uniform   evenly spread, the first and the last among them: round(i (L - 1) / (l - 1))      (DistilBERT,
         arXiv 1910.01108, takes every other one)
@@ -9,6 +10,14 @@
 
 For few layers the choice decides much: what a layer reads may be written by one that was left out.
 
+Pairs for features, student layer i with teacher layer g(i), from 0:
+
+    uniform   g(i) = ceil((i + 1) L / l) - 1: the same part of the depth lies below both outputs; the last
+        layers are a pair          (TinyBERT, arXiv 1909.10351, section 3.1; PKD-skip, arXiv 1908.09355)
+    last      g(i) = L - l + i     (PKD-last)
+    top       the last layers are the only pair      (DistilBERT, MiniLM)
+    0:2,1:5   these
+
 Letters: L teacher layers, l student layers.
 """
 
@@ -17,6 +26,7 @@ from __future__ import annotations
 from attar.errors import SettingsError
 
 NAMED = ("uniform", "ends", "last")
+FEATURE_MAPS = ("uniform", "last", "top")
 
 
 def is_map(kind: str) -> bool:
@@ -59,3 +69,40 @@ def _numbers(kind: str, teacher: int, student: int) -> list[int]:
     if student not in (0, len(layers)):
         raise SettingsError("layers", student, f"0 or the {len(layers)} of layer_map {kind}")
     return layers
+
+
+def is_feature_map(kind: str) -> bool:
+    """Whether it is a name of ``FEATURE_MAPS``, or pairs with commas between them."""
+    return kind in FEATURE_MAPS or all(
+        left.isdecimal() and right.isdecimal()
+        for left, _, right in (pair.partition(":") for pair in kind.split(","))
+    )
+
+
+def layer_pairs(kind: str, teacher: int, student: int) -> list[tuple[int, int]]:
+    """Pairs (student layer, teacher layer), ascending in the student's.
+
+    Args:
+        kind: see :func:`is_feature_map`.
+        teacher: L.
+        student: l.
+
+    Raises:
+        SettingsError: a layer is named that a model does not have, or the student has more than the teacher.
+    """
+    assert is_feature_map(kind), kind
+    if kind == "top":
+        return [(student - 1, teacher - 1)]
+    if kind == "uniform":
+        return [(i, -(-(i + 1) * teacher // student) - 1) for i in range(student)]
+    if kind == "last":
+        if student > teacher:
+            raise SettingsError(
+                "feature_map", kind, f"uniform: the teacher has {teacher} layers, not {student}"
+            )
+        return [(i, teacher - student + i) for i in range(student)]
+    pairs = sorted((int(i), int(j)) for i, _, j in (pair.partition(":") for pair in kind.split(",")))
+    if len(set(pairs)) < len(pairs) or any(i >= student or j >= teacher for i, j in pairs):
+        allowed = f"distinct pairs of the student's {student} layers and the teacher's {teacher}"
+        raise SettingsError("feature_map", kind, f"{allowed}, counted from 0")
+    return pairs

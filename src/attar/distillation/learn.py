@@ -12,7 +12,7 @@ from torch import nn
 
 from attar.checkpoint.jsonfile import read_json
 from attar.data.examples import Examples
-from attar.distillation.features import FEATURES, Feature
+from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.buffer import RolloutBuffer
@@ -56,27 +56,31 @@ def learn(
         masks: weights that are zero and stay zero.
     """
     count = training_rows(settings)
-    rows = task.training(text, settings, count)
-    if rollouts is None:
-        held_out = task.held_out(text, settings)
-    else:
-        rows, held_out = rollouts.training_rows(count, rows), rollouts.held_out_rows()
+    rows: Examples | BatchSource = task.training(text, settings, count)
+    held_out = task.held_out(text, settings) if rollouts is None else rollouts.held_out_rows()
+    if rollouts is not None:
+        assert isinstance(rows, Examples), "the causal task has rows"
+        rows = rollouts.training_rows(count, rows)
+    if settings.student_share:
+        assert isinstance(rows, Examples), "the causal task has rows"
+        rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
-    features = make_features(student, source.teacher, settings)
+    features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
-    loss = DistillationLoss(signal, settings.alpha, features, head_of(student))
+    alpha = settings.alpha if settings.learns_softly else 0.0
+    weight = settings.features.prediction_weight
+    loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
+    if masks is not None and projections:
+        masks = masks.inside("student")
 
     def held_out_loss(trained: nn.Module) -> float:
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
-    batches: Examples | BatchSource = rows
-    if settings.student_share:
-        batches = student_rollouts(rows, text, source, settings, progress)
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    return train(model, loss, batches, settings, work=source.work, masks=masks, **options)
+    return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
 
 
 def student_rollouts(
@@ -95,12 +99,6 @@ def student_rollouts(
         teacher=source.teacher,
     )
     return RolloutBuffer(rows, writer, settings, source.work / "rollouts", progress)
-
-
-def make_features(student: Any, teacher: Any, settings: LearnSettings) -> list[Feature]:
-    """The features that the settings name."""
-    named = (text.partition(":") for text in settings.features.features)
-    return [FEATURES[name](student, teacher, settings, float(weight or 1.0)) for name, _, weight in named]
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

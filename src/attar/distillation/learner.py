@@ -29,6 +29,11 @@ class Learner(nn.Module):  # type: ignore[misc]
         """The student's head, which the optimizers treat as an embedding."""
         return self.student.get_output_embeddings()
 
+    @property
+    def supports_gradient_checkpointing(self) -> bool:
+        """See transformers."""
+        return bool(getattr(self.student, "supports_gradient_checkpointing", True))
+
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """See transformers."""
         self.student.gradient_checkpointing_enable(**options)

@@ -1,6 +1,6 @@
 """The loss of distillation: what the predictions and the insides of student and teacher differ by.
 
-    alpha * soft(teacher, student) + (1 - alpha) * cross-entropy + sum of w_f * feature_f(teacher, student)
+    w (alpha soft(teacher, student) + (1 - alpha) cross-entropy) + sum of w_f feature_f(teacher, student)
 
 The soft loss is an objective (``objectives/``) on what a signal (``signals/``) knows of the teacher; features
 are in ``features/``. All are means over the predictions (features: over real tokens, or as they say).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.features import Feature
+from attar.distillation.features.feature import Feature
 from attar.distillation.learner import projections_of
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
@@ -33,21 +33,22 @@ class DistillationLoss:
         signal: None: cross-entropy alone.
         alpha: weight of the soft loss; without a signal it counts as 0.
         head: of the student, where its logits need not be made at once.
+        weight: of the predictions besides the features.
     """
 
     signal: Signal | None
     alpha: float = 1.0
     features: Sequence[Feature] = ()
     head: Head | None = None
+    weight: float = 1.0
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
-        insides = Insides(
-            states=any(feature.insides.states for feature in self.features),
-            attentions=any(feature.insides.attentions for feature in self.features),
-        )
+        insides = Insides.all_of(feature.insides for feature in self.features)
         student = run_model(model, batch, insides, self.head)
         target = None if self.signal is None else self.signal.target(batch, insides)
-        total = student.mean(self._chunk_loss(target, batch.labels))
+        total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
+        if self.weight:
+            total = self.weight * student.mean(self._chunk_loss(target, batch.labels))
         for feature in self.features:
             assert target is not None and target.outputs is not None, "features need a teacher that runs"
             total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))

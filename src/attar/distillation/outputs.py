@@ -5,15 +5,19 @@ Letters: B rows a batch, S tokens a row, n predictions, H hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.fused import head_loss
+from attar.distillation.learner import student_of
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
-from attar.models.head import Head, without_logits
+from attar.models.head import Head, product_type, without_logits
+from attar.models.inputs import model_inputs
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,30 @@ class Insides:
     Attributes:
         states: hidden states of every layer.
         attentions: attention weights of every layer; the model computes them by its eager attention.
+        tokens: which positions are compared: all (that are real), predicted, first.
     """
 
     states: bool = False
     attentions: bool = False
+    tokens: str = "all"
+
+    @classmethod
+    def all_of(cls, parts: Iterable[Insides]) -> Insides:
+        """What all of them ask for together; all compare the same positions."""
+        asked = list(parts)
+        return cls(
+            states=any(one.states for one in asked),
+            attentions=any(one.attentions for one in asked),
+            tokens=asked[0].tokens if asked else "all",
+        )
+
+    def compared(self, batch: Examples) -> Tensor:
+        """bool (B, S)."""
+        if self.tokens == "predicted":
+            return batch.predicted
+        if self.tokens == "first":
+            return batch.mask & (batch.mask.cumsum(1) == 1)
+        return batch.mask
 
 
 NOTHING = Insides()
@@ -40,6 +64,7 @@ class ModelOutputs:
         predictions: (n, H) the states that the head reads, or without a head (n, V) logits.
         head: makes the logits; None: the predictions are logits.
         mask: bool (B, S), True where there is a token.
+        compared: bool (B, S), where insides are compared.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
     """
@@ -47,17 +72,19 @@ class ModelOutputs:
     predictions: Tensor
     head: Head | None
     mask: Tensor
+    compared: Tensor
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """L, where the states are there."""
+        return len(self.states) - 1
 
     def logits(self, part: slice = slice(None)) -> Tensor:
         """(c, V) of some predictions, in their own float type."""
         chosen = self.predictions[part]
-        if self.head is None:
-            return chosen
-        W, b = self.head.weight.to(chosen.dtype), self.head.bias
-        bias = None if b is None else b.to(chosen.dtype)
-        return Head(W, bias, self.head.scale, self.head.softcap).logits(chosen)
+        return chosen if self.head is None else self.head.logits(chosen)
 
     def mean(self, chunk_loss: ChunkLoss) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
@@ -76,14 +103,12 @@ def run_model(
         model: of transformers, or what wraps it (peft, DDP, :class:`attar.distillation.learner.Learner`).
         head: of the model (:func:`attar.models.head.head_of`): then the pass makes no logits.
     """
-    asked: dict[str, Any] = {"input_ids": batch.inputs}
+    batch = batch.trimmed()
+    asked = model_inputs(student_of(model), batch)
     if insides.states:
         asked["output_hidden_states"] = True
     if insides.attentions:
         asked["output_attentions"] = True
-    mask = batch.mask
-    if not bool(mask.all()):
-        asked["attention_mask"] = mask.long()
     if head is None:
         outputs = model(**asked)
         predictions = outputs.logits[batch.predicted]
@@ -91,10 +116,14 @@ def run_model(
         with without_logits(model) as states:
             outputs = model(**asked)
         predictions = states[-1][batch.predicted]
+        if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
+            dtype = product_type(predictions)
+            predictions, head = predictions.to(dtype), head.to(dtype)
     return ModelOutputs(
         predictions,
         head,
-        mask,
-        tuple(outputs.hidden_states) if insides.states else (),
-        tuple(outputs.attentions) if insides.attentions else (),
+        batch.mask,
+        insides.compared(batch),
+        tuple(outputs.hidden_states or ()) if insides.states else (),
+        tuple(outputs.attentions or ()) if insides.attentions else (),
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.licence_gate import LicenceSettings
+from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -117,19 +119,6 @@ POLICIES = ("policy-gradient", "minillm")  # they learn from the student's own t
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureSettings:
-    """What of the teacher's inside the student is trained to agree with, besides its predictions."""
-
-    features: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "insides that are compared, each with its weight after a colon: hidden:0.5"},
-    )
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     """Rows that a model writes, and the student learns from."""
 
@@ -232,6 +221,13 @@ class LearnSettings(TrainSettings):
         default_factory=FeatureSettings, metadata={"title": "Inside the network"}
     )
     rollouts: RolloutSettings = field(default_factory=RolloutSettings, metadata={"title": "Generated text"})
+    predict: str = _option(
+        "auto",
+        "tokens of a conversation that are learned: answers (the assistant's), all; auto: answers with "
+        "signal text, else all",
+        ("auto", "all", "answers"),
+    )
+    licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,7 +243,14 @@ class LearnSettings(TrainSettings):
         if self.teacher_top and self.soft_loss not in ("kl", "hard"):
             allowed = f"0 with objective {self.soft_loss}, which reads all logits"
             raise SettingsError("teacher_top", self.teacher_top, allowed)
-
+        if self.features.features and self.teacher_top:
+            raise SettingsError(
+                "teacher_top", self.teacher_top, "0 with features: insides are not kept on disk"
+            )
+        if self.features.features and self.signal == "text":
+            raise SettingsError(
+                "signal", self.signal, "online with features: the teacher runs for its insides"
+            )
         self._check_rollouts()
 
     def _check_rollouts(self) -> None:
@@ -279,19 +282,29 @@ class LearnSettings(TrainSettings):
 
     @property
     def soft_loss(self) -> str:
-        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.SLOPES."""
+        """The objective, ``auto`` resolved: a name of attar.distillation.objectives.OBJECTIVES."""
         return "kl" if self.objective == "auto" else self.objective
+
+    @property
+    def learns_softly(self) -> bool:
+        """Whether the teacher's predictions are in the loss."""
+        return self.alpha > 0.0 and self.soft_loss != "hard" and self.signal != "text"
 
     @property
     def teacher_signal(self) -> str:
         """The signal, ``auto`` resolved: a name of attar.distillation.signals.SIGNALS."""
-        if self.alpha == 0.0 or self.soft_loss == "hard":
-            return "text"
+        if not self.learns_softly:
+            return "online" if self.features.features else "text"
         if self.soft_loss in POLICIES:
             return "policy"
         if self.signal == "auto":
             return "cached" if self.teacher_top else "online"
         return self.signal
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether only the assistant's tokens of a conversation are learned."""
+        return self.signal == "text" if self.predict == "auto" else self.predict == "answers"
 
     @property
     def runs_teacher(self) -> bool:

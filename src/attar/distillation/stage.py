@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attar.checkpoint.card import Parent
 from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.licence_gate import check_licences
+from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
+from attar.data.provenance import provenance
 from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
@@ -25,8 +29,7 @@ from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
-from attar.distillation.tasks import TASKS
-from attar.distillation.tasks.task import Task
+from attar.distillation.tasks import task_of
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
@@ -67,15 +70,18 @@ def distill(
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
     settings = fit(settings, source, progress)
-    task = task_of(source, settings)
-    model = task.load(source, settings)
+    writes = settings.for_drafting or settings.teacher_share > 0.0
+    signals = [source] if writes or settings.runs_teacher else []
+    authors = _check_licences(source, signals, settings, progress)
+    task = task_of(source.config, settings)
+    model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
+    parents: dict[str, Any] = {"signals": signals, "data": authors}
     with produce(
-        out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
+        out, "distill", settings, VERSION, [source], **parents, text=text, force=force, key=key
     ) as output:
         note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
-        writes = settings.for_drafting or settings.teacher_share > 0.0
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
         origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
         history = learn(
@@ -126,19 +132,23 @@ def recover(
     original = open_checkpoint(teacher) if teacher is not None and settings.reads_teacher else None
     settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
     settings = fit(settings, source, progress)
+    signals = [] if original is None else [original]
+    authors = _check_licences(source, signals, settings, progress)
     if original is not None:
         _check_same_tokens(source, original)
     load_tokenizer(source)  # refused before the weights are read
-    task = task_of(source, settings)
-    student = task.load(source, settings)
-    guide = None if original is None else task.load(original, settings)
+    task = task_of(source.config, settings)
+    student = task.load(source, settings, progress=progress)
+    guide = None if original is None else task.load(original, settings, teacher=True)
+    if guide is not None:
+        task.check_pair(student, guide)
     names = linears_of(student)
     masks = Masks.of(student, names, partial(zero_mask, keep=settings.keep_zeros))
     student = _trainable(student, names, guide, masks, settings)
-    signals = [] if original is None else [original]
     text = fingerprint(settings.data)
+    parents: dict[str, Any] = {"signals": signals, "data": authors}
     with produce(
-        out, "recover", settings, VERSION, [source], signals=signals, text=text, force=force, key=key
+        out, "recover", settings, VERSION, [source], **parents, text=text, force=force, key=key
     ) as output:
         for note in _zero_notes(masks, len(names), settings):
             progress.log(note)
@@ -159,6 +169,17 @@ def recover(
             output.details["kept_zeros"] = {"linears": len(masks.kept), "sparsity": masks.sparsity}
             output.details.update(stated_zeros(source))
     return open_checkpoint(out)
+
+
+def _check_licences(
+    source: Checkpoint, signals: Sequence[Checkpoint], settings: LearnSettings, progress: Progress
+) -> tuple[Parent, ...]:
+    """Refuse what a licence of the weights, of a teacher or of the text forbids. Returns the authors of the
+    text, as far as anything says who they are."""
+    authors = provenance(settings.data, signal=settings.signal == "text")
+    lineage = [as_parent(source, "weights"), *(as_parent(item, "signal") for item in signals), *authors]
+    check_licences(lineage, settings.licence, progress)
+    return authors
 
 
 def linears_of(model: Any) -> list[str]:
@@ -198,11 +219,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def task_of(checkpoint: Checkpoint, settings: LearnSettings) -> Task:
-    """What the model predicts: as the settings say, or its architecture."""
-    return TASKS["causal" if settings.task == "auto" else settings.task]
 
 
 def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:

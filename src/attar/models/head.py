@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class Head:
     scale: float = 1.0
     softcap: float = 0.0
 
+    def to(self, dtype: torch.dtype) -> Head:
+        """The same, detached, with its numbers in a type."""
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        return replace(self, weight=self.weight.detach().to(dtype), bias=bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """z (n, V) of hidden states (n, H), in the type of the product."""
         return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
@@ -62,6 +67,12 @@ class Head:
         if self.softcap:
             dz = dz.addcmul_(dz, (z / self.softcap).square_(), value=-1.0)
         return dz.mul_(self.scale) if self.scale != 1.0 else dz
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of a product with x: autocast's, where that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def head_of(model: Any) -> Head | None:

@@ -81,17 +81,25 @@ class PlainTokenizer:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool = False, **settings: Any
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = False,
+        chat_template: str | None = None,
+        **settings: Any,
     ) -> str:
         """The text of a conversation; settings are those of
         :func:`attar.models.chat_template.render_chat`.
+
+        Args:
+            chat_template: in place of the tokenizer's own.
 
         Raises:
             ValueError: there is no template, or no message.
             Exception: what the template raises.
         """
         assert not tokenize, "text alone"
-        template = self.chat_template
+        template = chat_template or self.chat_template
         if isinstance(template, dict):
             tools = settings.get("tools") is not None and "tool_use" in template
             template = template.get("tool_use" if tools else "default")

@@ -42,6 +42,10 @@ class Masks:
         masks = {name: mask_of(model.get_parameter(name).detach()) for name in names}
         return cls({name: mask for name, mask in masks.items() if mask is not None})
 
+    def inside(self, wrapper: str) -> Masks:
+        """The same for a module that holds the model under the name ``wrapper``."""
+        return Masks({f"{wrapper}.{name}": mask for name, mask in self.kept.items()})
+
     def __bool__(self) -> bool:
         return bool(self.kept)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attar.distillation.objectives import SLOPES, chunked, on_logits
+from attar.distillation.objectives import OBJECTIVES, chunked
+from attar.distillation.objectives.chunked import on_logits
 from attar.distillation.objectives.forward_kl import sparse_slopes
 
 
@@ -39,7 +40,7 @@ REFERENCES = {  # (objective, options): the loss of each token, by its definitio
     ("lk", ()): lk,
 }
 CASES = [pytest.param(name, dict(options), id=f"{name}{dict(options) or ''}") for name, options in REFERENCES]
-SOFT = [name for name in SLOPES if name != "hard"]
+SOFT = [name for name in OBJECTIVES if name != "hard"]
 
 
 def logits(rows=7, vocabulary=11, seed=0, dtype=torch.float64, size=2.0):
@@ -56,7 +57,7 @@ def reference(name, options, z, t, T):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_values_and_slopes_are_those_of_the_definition(name, options, T):
     z, t = logits()
-    values, dz = SLOPES[name](z.clone(), t.clone(), T, **options)
+    values, dz = OBJECTIVES[name](z.clone(), t.clone(), T, **options)
     z.requires_grad_()
     wanted = reference(name, options, z, t, T)
     assert torch.allclose(values, wanted, rtol=1e-10, atol=1e-13)
@@ -67,7 +68,7 @@ def test_values_and_slopes_are_those_of_the_definition(name, options, T):
 @pytest.mark.parametrize("name", [name for name in SOFT if name != "lk"])  # lk's weight has no gradient
 def test_gradient_against_finite_differences(name):
     z, t = logits(rows=3, vocabulary=5)
-    assert torch.autograd.gradcheck(lambda x: on_logits(SLOPES[name], x, t, T=1.5), z.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: on_logits(OBJECTIVES[name], x, t, T=1.5), z.requires_grad_())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -75,18 +76,18 @@ def test_gradient_against_finite_differences(name):
 def test_no_loss_and_no_slopes_where_student_and_teacher_agree(name, dtype):
     z, _ = logits(dtype=dtype, size=5.0)
     for T in (1.0, 3.0):
-        values, dz = SLOPES[name](z.clone(), z + 7.0, T)
+        values, dz = OBJECTIVES[name](z.clone(), z + 7.0, T)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-12
         assert values.abs().max() <= tolerance
         assert name in ("tv", "lk") or dz.abs().max() <= tolerance  # |p - q| has two slopes at 0
-    assert SLOPES["kl"](z.clone(), z.clone(), 1.0)[0].abs().max() == 0.0
+    assert OBJECTIVES["kl"](z.clone(), z.clone(), 1.0)[0].abs().max() == 0.0
 
 
 @pytest.mark.parametrize("name", [name for name in SOFT if name not in ("tv", "lk")])
 def test_gradients_keep_their_size_over_temperatures(name):
     """T^2: while softmax is nearly linear, the slopes do not depend on the temperature."""
     z, t = logits(size=0.05)
-    sizes = [SLOPES[name](z.clone(), t.clone(), T)[1].norm().item() for T in (1.0, 2.0, 8.0)]
+    sizes = [OBJECTIVES[name](z.clone(), t.clone(), T)[1].norm().item() for T in (1.0, 2.0, 8.0)]
     assert sizes == pytest.approx([sizes[0]] * 3, rel=0.1)
 
 
@@ -104,7 +105,7 @@ def test_extreme_logits(name, options):
         ([0.0, -60.0, -90.0], [-90.0, 0.0, -60.0]),
     ]
     z, t = (torch.tensor(side) for side in zip(*rows, strict=True))
-    values, dz = SLOPES[name](z.clone(), t.clone(), 1.0, **options)
+    values, dz = OBJECTIVES[name](z.clone(), t.clone(), 1.0, **options)
     assert torch.isfinite(values).all() and torch.isfinite(dz).all()
     assert (dz.sum(-1).abs() <= 1e-4 * (1 + dz.abs().amax(-1))).all()  # moving all logits changes nothing
     exact = reference(name, options, z.double(), t.double(), 1.0)
@@ -115,11 +116,11 @@ def test_extreme_logits(name, options):
 
 @pytest.mark.parametrize("name", SOFT)
 def test_one_token_in_the_vocabulary_and_no_tokens(name):
-    values, dz = SLOPES[name](torch.randn(4, 1), torch.randn(4, 1), 1.0)
+    values, dz = OBJECTIVES[name](torch.randn(4, 1), torch.randn(4, 1), 1.0)
     assert values.abs().max() == 0.0 and dz.abs().max() == 0.0
-    values, dz = SLOPES[name](torch.randn(0, 5), torch.randn(0, 5), 1.0)
+    values, dz = OBJECTIVES[name](torch.randn(0, 5), torch.randn(0, 5), 1.0)
     assert values.shape == (0,) and dz.shape == (0, 5)
-    assert on_logits(SLOPES[name], torch.randn(0, 5), torch.randn(0, 5)).item() == 0.0
+    assert on_logits(OBJECTIVES[name], torch.randn(0, 5), torch.randn(0, 5)).item() == 0.0
 
 
 @pytest.mark.parametrize("name", SOFT)
@@ -130,7 +131,7 @@ def test_blocks_change_nothing_and_inputs_stay(name, monkeypatch):
     for size in (1 << 19, 50, 1):
         monkeypatch.setattr(chunked, "CACHED", size)
         x = z.clone().requires_grad_()
-        value = on_logits(SLOPES[name], x.view(1, 37, -1), t.view(1, 37, -1), T=2.0)
+        value = on_logits(OBJECTIVES[name], x.view(1, 37, -1), t.view(1, 37, -1), T=2.0)
         value.backward()
         results.append((value.item(), x.grad))
     for value, gradient in results[1:]:
@@ -144,11 +145,11 @@ def test_bf16_logits_are_computed_in_float32(name):
     z, t = (x.bfloat16() for x in logits(dtype=torch.float32))
     x = z.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):  # products of an objective are not rounded
-        value = on_logits(SLOPES[name], x, t)
+        value = on_logits(OBJECTIVES[name], x, t)
     value.backward()
     assert value.dtype == torch.float32 and x.grad.dtype == torch.bfloat16
     wide = z.float().requires_grad_()
-    wanted = on_logits(SLOPES[name], wide, t.float())
+    wanted = on_logits(OBJECTIVES[name], wide, t.float())
     wanted.backward()
     assert value.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert torch.allclose(x.grad.float(), wide.grad, rtol=1e-2, atol=1e-6)
@@ -157,24 +158,26 @@ def test_bf16_logits_are_computed_in_float32(name):
 def test_jsd_is_continuous_up_to_both_kl():
     """JSD(beta) itself shrinks like beta at 0 and like 1 - beta at 1; divided by both it does not."""
     z, t = logits(dtype=torch.float32)
-    ends = {0.0: SLOPES["kl"](z.clone(), t.clone()), 1.0: SLOPES["reverse-kl"](z.clone(), t.clone())}
+    ends = {0.0: OBJECTIVES["kl"](z.clone(), t.clone()), 1.0: OBJECTIVES["reverse-kl"](z.clone(), t.clone())}
     for end, (values, dz) in ends.items():
-        exact = SLOPES["jsd"](z.clone(), t.clone(), beta=end)
+        exact = OBJECTIVES["jsd"](z.clone(), t.clone(), beta=end)
         assert torch.equal(exact[0], values) and torch.equal(exact[1], dz)
         for distance in (1e-6, 1e-4):
-            near = SLOPES["jsd"](z.clone(), t.clone(), beta=abs(end - distance))
+            near = OBJECTIVES["jsd"](z.clone(), t.clone(), beta=abs(end - distance))
             assert torch.allclose(near[0], values, rtol=200 * distance, atol=1e-6)
             assert torch.allclose(near[1], dz, rtol=1000 * distance, atol=1000 * distance)
-    steps = [SLOPES["jsd"](z.clone(), t.clone(), beta=number / 200)[0].mean().item() for number in range(201)]
+    steps = [
+        OBJECTIVES["jsd"](z.clone(), t.clone(), beta=number / 200)[0].mean().item() for number in range(201)
+    ]
     assert max(abs(a - b) for a, b in itertools.pairwise(steps)) < 0.1 * max(steps)
 
 
 def test_skew_of_zero_is_plain_kl():
     z, t = logits(dtype=torch.float32)
     for skewed, plain in (("skew-kl", "kl"), ("skew-reverse-kl", "reverse-kl")):
-        wanted = SLOPES[plain](z.clone(), t.clone())
+        wanted = OBJECTIVES[plain](z.clone(), t.clone())
         for skew, tolerance in ((0.0, 0.0), (1e-6, 1e-3)):
-            got = SLOPES[skewed](z.clone(), t.clone(), skew=skew)
+            got = OBJECTIVES[skewed](z.clone(), t.clone(), skew=skew)
             for a, b in zip(got, wanted, strict=True):
                 assert torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
@@ -183,11 +186,11 @@ def test_hard_labels_are_cross_entropy():
     z, _ = logits(rows=9)
     targets = torch.arange(9) % 11
     z.requires_grad_()
-    value, wanted = on_logits(SLOPES["hard"], z, targets), F.cross_entropy(z, targets)
+    value, wanted = on_logits(OBJECTIVES["hard"], z, targets), F.cross_entropy(z, targets)
     assert value.item() == pytest.approx(wanted.item(), rel=1e-12)
     got, should = (torch.autograd.grad(item, z)[0] for item in (value, wanted))
     assert torch.allclose(got, should, atol=1e-15)
-    values, dz = SLOPES["hard"](torch.tensor([[1e4, 0.0, -torch.inf]]), torch.tensor([1]))
+    values, dz = OBJECTIVES["hard"](torch.tensor([[1e4, 0.0, -torch.inf]]), torch.tensor([1]))
     assert values.item() == 1e4 and dz.tolist() == [[1.0, -1.0, 0.0]]
 
 

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from attar.distillation.for_drafting import by_rows
-from attar.distillation.objectives import SLOPES, chunked, on_logits
+from attar.distillation.objectives import OBJECTIVES, chunked
+from attar.distillation.objectives.chunked import on_logits
 from attar.distillation.objectives.overlap import acceptance, expected_tokens
 
 
 def total_variation(student, teacher, temperature=1.0):
-    return on_logits(SLOPES["tv"], student, teacher, T=temperature)
+    return on_logits(OBJECTIVES["tv"], student, teacher, T=temperature)
 
 
 def lk(student, teacher, temperature=1.0):
-    return on_logits(SLOPES["lk"], student, teacher, T=temperature)
+    return on_logits(OBJECTIVES["lk"], student, teacher, T=temperature)
 
 
 def logits(rows=5, vocabulary=11, seed=0, dtype=torch.float64):

@@ -11,8 +11,8 @@ from attar.distillation.objectives.chunked import mean_of_chunks
 from attar.distillation.outputs import ModelOutputs
 from attar.distillation.policy import minillm, policy_gradient
 from attar.distillation.policy.returns import later, returns, rewards
-from attar.distillation.rollouts.buffer import as_text, joined
-from attar.distillation.rollouts.sampling import Rollouts, completions
+from attar.distillation.rollouts.buffer import as_text
+from attar.distillation.rollouts.sampling import Rollouts, completions, joined
 from attar.distillation.settings import MiniLLMSettings, PolicySettings
 from attar.distillation.signals.online import OnlineTarget
 from attar.distillation.signals.policy import policy_target
@@ -224,7 +224,11 @@ def chunk(seed=0, c=6, V=5):
 @pytest.mark.parametrize("T", [1.0, 3.0])
 def test_slopes_of_the_policy_gradient_are_those_of_ppos_loss(clip, T):
     z, _, y, anchor, advantage = chunk()
-    anchor = anchor + (z / T).log_softmax(-1).gather(1, y[:, None])[:, 0] - z.log_softmax(-1).gather(1, y[:, None])[:, 0]
+    anchor = (
+        anchor
+        + (z / T).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        - z.log_softmax(-1).gather(1, y[:, None])[:, 0]
+    )
     values, dz = policy_gradient.slopes(z, y, anchor, advantage, T, clip_ratio=clip)
     x = z.clone().requires_grad_()
     rho = ((x / T).log_softmax(-1).gather(1, y[:, None])[:, 0] - anchor).exp()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ class Recorder:
         tokens = torch.full_like(text.tokens, len(self.calls))
         examples = Examples.of_text(tokens)
         nothing = torch.zeros(tokens.shape)
-        return Rollouts(examples.tokens, examples.targets, nothing, nothing.clone())
+        columns = {"behaviour": nothing, "policy": nothing.clone()}
+        return Rollouts(tokens=tokens, targets=examples.targets, **columns)
 
 
 def buffer(tmp_path, **changes):
@@ -71,7 +73,7 @@ def test_rows_are_written_every_few_steps_and_used_once(tmp_path):
     assert origins(source, 12) == [[1]] * 3 + [[2]] * 3 + [[3]] * 3 + [[4]] * 3
     assert [count for _, count, _ in source.writer.calls] == [6] * 4
     seeds = [seed for _, _, seed in source.writer.calls]
-    assert [later - seed for seed, later in zip(seeds, seeds[1:], strict=False)] == [6] * 3
+    assert [later - seed for seed, later in pairwise(seeds)] == [6] * 3
 
 
 def test_older_rows_are_used_up_to_their_staleness(tmp_path):

@@ -39,7 +39,9 @@ def test_rows_follow_their_prompts_and_know_their_probabilities(family, T):
     for row, prompt in zip(rows, PROMPTS, strict=True):
         assert row[: len(prompt)].tolist() == prompt and (row != PADDING).all()
     drawn = torch.tensor([[s >= len(prompt) for s in range(1, 12)] for prompt in PROMPTS])
-    torch.testing.assert_close(logprobs[:, 1:][drawn], own_logprobs(model, rows, T)[drawn], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs[:, 1:][drawn], own_logprobs(model, rows, T)[drawn], rtol=1e-4, atol=1e-4
+    )
     assert not logprobs[:, 1:][~drawn].any()
 
 

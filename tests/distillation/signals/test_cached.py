@@ -10,7 +10,7 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.signals.cached import CachedTeacher, summary
 from attar.distillation.signals.online import OnlineTeacher
@@ -45,7 +45,7 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
         plain, kept = (
             DistillationLoss(signal, alpha)(student, Examples.of_text(tokens))
             for signal in (
-                OnlineTeacher(teacher, SLOPES["kl"], 2.0),
+                OnlineTeacher(teacher, OBJECTIVES["kl"], 2.0),
                 keeping(teacher, tmp_path, top=10**6, temperature=2.0),
             )
         )

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import atomic
 from attar.checkpoint.card import Card, Parent, versions
 from attar.checkpoint.hashing import identity, sha256_file
-from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.licences import UNKNOWN, duties, licence_ids
+from attar.checkpoint.licence_gate import check_licences
+from attar.checkpoint.licences import UNKNOWN, duties
+from attar.checkpoint.lineage import root_licences
+from attar.data.provenance import card_path, read_card
 from attar.data.sources import check_messages, parse_row, read_text
 from attar.distillation.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.distillation.collection.crew import Crew, RunTally
@@ -40,7 +42,6 @@ from attar.progress import SILENT, Progress
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-CARD = ".card.json"
 EXAMPLES = 3  # of refused requests, in messages
 
 
@@ -96,6 +97,7 @@ def collect(
     """
     _check_out(out, prompts, force)
     asked = _teacher(teacher, settings)
+    check_licences([asked.lineage()], settings.licence, progress, student=False)
     requests = _requests(prompts, asked, settings)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(_journal_path(out)) as journal:
@@ -121,7 +123,9 @@ def plan_collection(
     Raises:
         AttarError: as :func:`collect`, before its first request.
     """
-    requests = _requests(prompts, _teacher(teacher, settings), settings)
+    asked = _teacher(teacher, settings)
+    check_licences([asked.lineage()], settings.licence, SILENT, student=False)
+    requests = _requests(prompts, asked, settings)
     return _estimate(requests, Journal(_journal_path(out)), settings)
 
 
@@ -315,17 +319,6 @@ def _write(
     return summary
 
 
-def card_path(data: Path) -> Path:
-    """The card of a file of data."""
-    return data.with_name(data.name + CARD)
-
-
-def read_card(data: Path) -> Card | None:
-    """The card of a file of data; None where there is none. Raises CheckpointError: it is damaged."""
-    path = card_path(data)
-    return Card.from_dict(read_json(path), path) if path.is_file() else None
-
-
 def _card(
     out: Path, written: Path, teacher: Parent, settings: CollectSettings, details: dict[str, Any]
 ) -> Card:
@@ -341,15 +334,8 @@ def _card(
         versions=versions(),
         files={out.name: digest},
         details=details,
-        licence=duties([teacher]).to_dict() | {"ids": _all_ids(teacher)},
+        licence=duties([teacher], values, student=False).to_dict() | {"ids": root_licences(teacher)},
     )
-
-
-def _all_ids(parent: Parent) -> list[str]:
-    """Licences of a teacher and of its ancestors."""
-    if not parent.parents:
-        return licence_ids(parent)
-    return list(dict.fromkeys(name for item in parent.parents for name in _all_ids(item)))
 
 
 def _lineage_of_data(data: Path) -> Parent:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.collection.filters.settings import FilterSettings
 from attar.errors import SettingsError
 
@@ -143,5 +144,6 @@ class CollectSettings:
     endpoint: EndpointSettings = field(default_factory=EndpointSettings, metadata={"title": "Endpoint"})
     cost: CostSettings = field(default_factory=CostSettings, metadata={"title": "Cost"})
     filters: FilterSettings = field(default_factory=FilterSettings, metadata={"title": "Filters"})
+    licence: LicenceSettings = field(default_factory=LicenceSettings, metadata={"title": "Licences"})
     seed: int = _option(0, "of the system prompts, the topics and a checkpoint's sampling")
     device: str = _option("cpu", "of a checkpoint: cpu, cuda or cuda:0")

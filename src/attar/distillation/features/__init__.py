@@ -1,39 +1,21 @@
 """Features: ways to compare the insides of student and teacher. One file each, and the table of their names.
 
-A feature is a function of the settings and both models that returns a :data:`FeatureLoss` and the projections
-that it trains.
+A feature is made by its function from :class:`ComparedModels`, what a short run of both shows of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from attar.distillation.features.attention import attention
+from attar.distillation.features.embeddings import embeddings
+from attar.distillation.features.feature import ComparedModels, Feature
+from attar.distillation.features.hidden import hidden
+from attar.distillation.features.patient import patient
 
-from attar.distillation.outputs import Insides, ModelOutputs
-
-FeatureLoss = Callable[[ModelOutputs, ModelOutputs, Mapping[str, nn.Module]], Tensor]
-"""``loss(student, teacher, projections)``: a scalar, the mean over real tokens (or rows, or pairs)."""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One comparison of the insides of both models.
-
-    Attributes:
-        insides: what it needs of both.
-        projections: trained with the student, by name.
-        weight: in the sum of losses.
-    """
-
-    name: str
-    loss: FeatureLoss
-    insides: Insides
-    weight: float = 1.0
-    projections: Mapping[str, nn.Module] = field(default_factory=dict)
-
-
-FEATURES: dict[str, Callable[..., Any]] = {}
-"""name -> function(student, teacher, settings, weight) -> Feature"""
+FEATURES: dict[str, Callable[[ComparedModels], Feature]] = {
+    "hidden": hidden,
+    "patient": patient,
+    "embeddings": embeddings,
+    "attention": attention,
+}

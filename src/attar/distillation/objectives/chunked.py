@@ -25,13 +25,15 @@ ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 leave the slopes there: :func:`blockwise` with ``out=z``."""
 
 BYTES = 1 << 26  # of a chunk's logits in float32
-CACHED, LARGE = 1 << 19, 1 << 25
-"""Logits of a block: on a CPU as many as its caches hold, elsewhere enough to keep the device busy."""
+CACHED, LARGE = 1 << 16, 1 << 25
+"""Logits of a block: on a CPU for each thread as many as its cache holds some copies of, elsewhere enough to
+keep the device busy."""
 
 
 def rows_at_once(z: Tensor) -> int:
     """Tokens of a block of logits (n, V): at least 1."""
-    return max(1, (CACHED if z.device.type == "cpu" else LARGE) // max(z.shape[-1], 1))
+    size = CACHED * torch.get_num_threads() if z.device.type == "cpu" else LARGE
+    return max(1, size // max(z.shape[-1], 1))
 
 
 def blockwise(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attar.distillation.objectives.chunked import on_logits
 from attar.distillation.objectives.softmax import centre, dot, exponentials, finite
 
 
@@ -50,15 +49,3 @@ def sparse_slopes(
     log_Q = exponentials(z)
     values = log_Q.sub_(dot(weights, kept)).sub_(entropy.to(z.dtype))
     return values.mul_(T * T), z.scatter_add_(1, tokens, -weights).mul_(T)
-
-
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """The mean of :func:`slopes` over tokens, see :func:`attar.distillation.objectives.chunked.on_logits`."""
-    return on_logits(slopes, student, teacher, T=temperature)
-
-
-def sparse_forward_kl(
-    student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """The mean of :func:`sparse_slopes` over tokens, differentiable by the student's logits (n, V)."""
-    return on_logits(sparse_slopes, student, tokens, weights, entropy, T=temperature)

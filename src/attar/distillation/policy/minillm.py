@@ -1,13 +1,13 @@
 """MiniLLM: Gu, Dong, Wei, Huang 2023, "MiniLLM: Knowledge Distillation of Large Language Models", arXiv
 2306.08543: the reverse KL of whole answers by policy gradient, with its four remedies.
 
-    answers are drawn from   b = a p + (1 - a) q                                      teacher-mixed sampling
-    dL = sum over t of  u_t d KL(q_t || p_t)                                          single-step decomposition
-       - sum over t of  rho_t d log q(y_t) 1 / (S - t) sum over i > t of D^(i - t) r_i      length normalisation
+    answers are drawn from   b = a p + (1 - a) q                                  teacher-mixed sampling
+    dL = sum over t of  u_t d KL(q_t || p_t)                                      single-step decomposition
+       - sum over t of  rho_t d log q(y_t) 1 / (S - t) sum over i > t of D^(i - t) r_i  length normalisation
     rho_t = q(y_t) / b(y_t), clipped as in PPO,   r_i = log p(y_i) - log q(y_i)
-    + w times the cross-entropy of text                                               language modelling
+    + w times the cross-entropy of text                                           language modelling
 
-KL(q_t || p_t) is over the whole vocabulary at position t: the part of the policy gradient that needs no draws.
+KL(q_t || p_t) is over the whole vocabulary at position t: that part of the policy gradient needs no draws.
 Without the decomposition the sum begins at i = t. ``importance`` says what makes up for drawing from b:
 
     token    rho_t, the paper's approximation of the product; u = 1, as in the authors' code
@@ -65,9 +65,7 @@ def terms(
     reward_clip: float,
     whiten: bool,
 ) -> MiniLLMTerms:
-    """From log-probabilities of drawn tokens (B, S), 0 where none was drawn; see :func:`policy_gradient.terms`.
-    The weight of text is 0.
-    """
+    """From log-probabilities of drawn tokens (B, S), see :func:`policy_gradient.terms`; of no text."""
     r = rewards(log_p, policy, reward_clip)
     weight = torch.ones_like(r)
     if importance == "prefix":

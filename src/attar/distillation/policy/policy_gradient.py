@@ -41,7 +41,7 @@ class PolicyTerms(NamedTuple):
 
 
 def terms(
-    log_p: Tensor, behaviour: Tensor, policy: Tensor, drawn: Tensor, *, discount: float, reward_clip: float
+    log_p: Tensor, behaviour: Tensor, policy: Tensor, *, discount: float, reward_clip: float
 ) -> PolicyTerms:
     """From log-probabilities of drawn tokens (B, S), 0 where none was drawn.
 
@@ -49,7 +49,6 @@ def terms(
         log_p: the teacher's.
         behaviour: of the law that drew them, log b.
         policy: of the student at that time.
-        drawn: bool (B, S).
     """
     return PolicyTerms(behaviour, returns(rewards(log_p, policy, reward_clip), discount))
 

@@ -19,7 +19,6 @@ Letters: lambda fraction; B rows a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,12 @@ from torch import distributed
 from attar.checkpoint import atomic
 from attar.data.examples import Examples
 from attar.data.packing import Batches
-from attar.distillation.rollouts.sampling import ROWS, Rollouts
+from attar.distillation.rollouts.sampling import ROWS, Rollouts, joined
 from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.settings import LearnSettings, MiniLLMSettings
 from attar.progress import Progress
 
+STORED = ("tokens", "targets", "behaviour", "policy")
 EXACT = 1e-9  # for the rounding of lambda times a count
 
 
@@ -121,7 +121,7 @@ class RolloutBuffer:
                 file = self._file(number, part)
                 if part % self.ranks == self.rank and not file.exists():
                     rows = self._write(model, offset + start, min(ROWS, count - start))
-                    atomic.save_tensors(file, vars(rows))
+                    atomic.save_tensors(file, {name: getattr(rows, name) for name in STORED})
                 task.advance()
         if self.ranks > 1:
             distributed.barrier()
@@ -148,16 +148,10 @@ class RolloutBuffer:
 
 
 def _several() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """Examples of one kind as one."""
-    names = vars(parts[0])
-    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def as_text(examples: Examples) -> Rollouts:
     """Text as rows that nobody drew: log-probabilities are NaN."""
     unknown = torch.full(examples.tokens.shape, math.nan)
-    return Rollouts(examples.tokens, examples.targets, unknown, unknown)
+    return Rollouts(tokens=examples.tokens, targets=examples.targets, behaviour=unknown, policy=unknown)

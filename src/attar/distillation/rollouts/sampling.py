@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.step import Runner
 
+T = TypeVar("T", bound=Examples)
 ROWS = 64  # sampled together
 STEP = 2048  # most tokens of a step: prompts of several rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollouts(Examples):
     """Rows written by a model.
 
@@ -50,7 +52,7 @@ class Rollouts(Examples):
         (N, S)."""
         examples = completions(tokens, prompts)
         behaviour, own = (_shifted(x, examples) for x in (logprobs, logprobs if policy is None else policy))
-        return cls(examples.tokens, examples.targets, behaviour, own)
+        return cls(tokens=tokens, targets=examples.targets, behaviour=behaviour, policy=own)
 
 
 def completions(tokens: Tensor, prompts: Tensor) -> Examples:
@@ -63,6 +65,13 @@ def completions(tokens: Tensor, prompts: Tensor) -> Examples:
 def _shifted(values: Tensor, examples: Examples) -> Tensor:
     """Values of tokens (N, S) at the positions that predict them."""
     return values.roll(-1, 1).masked_fill(~examples.predicted, 0.0)
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Examples of one kind as one."""
+    columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+    joint = {name: None if rows[0] is None else torch.cat(rows) for name, rows in columns.items()}
+    return type(parts[0])(**joint)
 
 
 def prompt_lengths(examples: Examples, tokens: int) -> Tensor:

@@ -58,9 +58,7 @@ class StudentWriter:
         sampled_at = self.temperature
         if self.mix:
             parts, weights = [runner, self._teachers_runner(length)], [1.0 - self.mix, self.mix]
-            runner = MixtureRunner(
-                parts, weights, vocabulary=self.vocabulary, temperature=self.temperature
-            )
+            runner = MixtureRunner(parts, weights, vocabulary=self.vocabulary, temperature=self.temperature)
             sampled_at = 1.0
         lengths = prompt_lengths(text, self.prompt_tokens)
         prompts = [row[:n].tolist() for row, n in zip(text.tokens, lengths.tolist(), strict=True)]

@@ -25,7 +25,7 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.data.examples import Examples
 from attar.data.packing import pack
-from attar.distillation.rollouts.sampling import ROWS, completions, prompt_lengths, sample_rows
+from attar.distillation.rollouts.sampling import ROWS, completions, joined, prompt_lengths, sample_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS
 from attar.models.plain_config import end_tokens
@@ -68,8 +68,7 @@ class RolloutWriter:
         settings = self.settings
         prompts = _repeat(text, min(settings.rollouts.samples, own))
         rollouts = self._rollouts(prompts, settings.rollout_temperature, settings.seed, "train")
-        parts = [_repeat(rollouts, own), _repeat(text, count - own)]
-        return Examples(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(text)))
+        return joined([_repeat(rollouts, own), _repeat(text, count - own)])
 
     def held_out_rows(self) -> Examples:
         """About ``HELD_OUT_TOKENS`` tokens generated after held-out text at temperature 1; the same rows

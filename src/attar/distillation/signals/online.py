@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import Slopes, blockwise
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
@@ -20,7 +20,7 @@ from attar.models.head import Head, head_of
 
 def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> OnlineTeacher:
     """The settings' objective on the logits of both models."""
-    slopes = partial(SLOPES[settings.soft_loss], **vars(settings.loss))
+    slopes = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
     return OnlineTeacher(source.teacher, slopes, settings.temperature, head_of(source.teacher))
 
 

@@ -65,25 +65,43 @@ def policy_target(
     """
     read = batch.behaviour.isnan() & batch.predicted
     drawn = batch.predicted & ~read
-    known = [x.masked_fill(~drawn, 0.0) for x in (log_p, batch.behaviour, batch.policy)]
-    common = {"discount": options.discount, "reward_clip": options.reward_clip}
-    y, clip = batch.labels, options.clip_ratio
-    if not isinstance(options, MiniLLMSettings):
-        assert not bool(read.any()), "text in a batch of the policy gradient"
-        plain = policy_gradient.terms(*known, drawn, **common)
-        chosen = [y, *(x[batch.predicted] for x in plain)]
-        return PolicyTarget(target, partial(policy_gradient.slopes, clip_ratio=clip), chosen, False)
-    for name in ("single_step", "importance", "length_norm", "whiten"):
-        common[name] = getattr(options, name)
-    full = minillm.terms(*known, drawn, **common)
-    n, sampled, texts = (max(int(x.sum()), 1) for x in (batch.predicted, drawn, read))
-    full = full._replace(
-        advantage=full.advantage * (n / sampled),
-        step=full.step * (n / sampled),
-        text=read.float() * (options.lm_weight * n / texts),
+    log_p, behaviour, policy = (x.masked_fill(~drawn, 0.0) for x in (log_p, batch.behaviour, batch.policy))
+    if isinstance(options, MiniLLMSettings):
+        terms = _minillm_terms(log_p, behaviour, policy, drawn, read, options)
+        objective = partial(minillm.slopes, clip_ratio=options.clip_ratio)
+        return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in terms], True)
+    assert not bool(read.any()), "text in a batch of the policy gradient"
+    plain = policy_gradient.terms(
+        log_p, behaviour, policy, discount=options.discount, reward_clip=options.reward_clip
     )
-    chosen = [y, *(x[batch.predicted] for x in full)]
-    return PolicyTarget(target, partial(minillm.slopes, clip_ratio=clip), chosen, True)
+    objective = partial(policy_gradient.slopes, clip_ratio=options.clip_ratio)
+    return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in plain], False)
+
+
+def _minillm_terms(
+    log_p: Tensor, behaviour: Tensor, policy: Tensor, drawn: Tensor, read: Tensor, options: MiniLLMSettings
+) -> minillm.MiniLLMTerms:
+    """Weighted so that the mean over all predictions is the mean over drawn tokens, and ``lm_weight`` times
+    that over read ones."""
+    terms = minillm.terms(
+        log_p,
+        behaviour,
+        policy,
+        drawn,
+        single_step=options.single_step,
+        importance=options.importance,
+        length_norm=options.length_norm,
+        discount=options.discount,
+        reward_clip=options.reward_clip,
+        whiten=options.whiten,
+    )
+    drawn_count, read_count = max(int(drawn.sum()), 1), max(int(read.sum()), 1)
+    n = int(drawn.sum()) + int(read.sum())
+    return terms._replace(
+        advantage=terms.advantage * (n / drawn_count),
+        step=terms.step * (n / drawn_count),
+        text=read.to(terms.step.dtype) * (options.lm_weight * n / read_count),
+    )
 
 
 @dataclass(frozen=True)
@@ -92,12 +110,14 @@ class PolicyTarget:
 
     Attributes:
         target: its predictions.
-        objective: of the student's logits, the teacher's if it reads them, and ``terms``.
+        objective: of the student's logits, the teacher's if ``reads_logits``, tokens and ``terms``.
+        labels: int64 (n,).
         terms: (n,) each.
     """
 
     target: OnlineTarget
     objective: Slopes
+    labels: Tensor
     terms: list[Tensor]
     reads_logits: bool
 
@@ -108,7 +128,7 @@ class PolicyTarget:
 
     def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
-        terms = [x[part] for x in self.terms]
+        terms = [self.labels[part], *(x[part] for x in self.terms)]
         width = z.shape[-1]
         if self.reads_logits:
             t = self.outputs.logits(part)

@@ -1,6 +1,56 @@
 """Tasks: what a model predicts. One file each, and the table of their names."""
 
-from attar.distillation.tasks.causal import causal
-from attar.distillation.tasks.task import Task
+from __future__ import annotations
 
-TASKS: dict[str, Task] = {"causal": causal}
+from collections.abc import Mapping
+from typing import Any
+
+from attar.data.labelled import has_labels
+from attar.distillation.settings import LearnSettings
+from attar.distillation.tasks.causal import causal
+from attar.distillation.tasks.classification import classification
+from attar.distillation.tasks.masked import masked
+from attar.distillation.tasks.task import Task
+from attar.errors import SettingsError
+from attar.models.classifiers import is_classifier
+
+TASKS: dict[str, Task] = {"causal": causal, "masked": masked, "classification": classification}
+
+
+def task_of(config: Mapping[str, Any], settings: LearnSettings) -> Task:
+    """What a model predicts: as the settings say; ``auto``: as its architecture does, and for a model without
+    a head its data.
+
+    Args:
+        config: the model's config.json.
+
+    Raises:
+        SettingsError: a setting is of causal language models alone.
+    """
+    task = TASKS[_natural_task(config, settings.data) if settings.task == "auto" else settings.task]
+    if task is not causal:
+        _refuse_causal_settings(task, settings)
+    return task
+
+
+def _natural_task(config: Mapping[str, Any], data: str) -> str:
+    architecture = str((config.get("architectures") or [""])[0])
+    if is_classifier(config):
+        return "classification"
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"
+    if has_labels(data):
+        return "classification"
+    return "masked" if architecture.endswith("ForMaskedLM") else "causal"
+
+
+def _refuse_causal_settings(task: Task, settings: LearnSettings) -> None:
+    causal_only = {
+        "for_drafting": (getattr(settings, "for_drafting", False), "false"),
+        "share": (settings.rollouts.share, "0"),
+        "teacher_top": (settings.teacher_top, "0"),
+        "on_policy": (settings.student_share, "0"),
+    }
+    for name, (value, off) in causal_only.items():
+        if value:
+            raise SettingsError(name, value, f"{off} with task {task.name}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.data.examples import Examples
 from attar.distillation.settings import LearnSettings
+from attar.walks.train import BatchSource
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -20,16 +21,19 @@ class Task:
     """One kind of prediction.
 
     Attributes:
-        load: ``load(checkpoint, settings)``: the model in float32 on its device; refused where the task does
-            not suit it.
-        training: ``training(checkpoint, settings, count)``: at most ``count`` rows of the train split.
+        load: ``load(checkpoint, settings, teacher=False, progress=SILENT)``: the model in float32 on its
+            device; refused where the task does not suit it, or a teacher has no head for it.
+        training: ``training(checkpoint, settings, count)``: at most ``count`` rows of the train split, or a
+            source of batches of them.
         held_out: ``held_out(checkpoint, settings)``: rows that choose the best state.
         records: ``records(stage, checkpoint, settings, count)``: of all this text, for
             :func:`attar.data.seen.note_texts`.
+        check_pair: ``check_pair(student, teacher)``: refuses models whose predictions do not compare.
     """
 
     name: str
-    load: Callable[[Checkpoint, LearnSettings], Any]
-    training: Callable[[Checkpoint, LearnSettings, int], Examples]
+    load: Callable[..., Any]
+    training: Callable[[Checkpoint, LearnSettings, int], Examples | BatchSource]
     held_out: Callable[[Checkpoint, LearnSettings], Examples]
     records: Callable[[str, Checkpoint, LearnSettings, int], list[dict[str, Any]]]
+    check_pair: Callable[[Any, Any], None] = lambda student, teacher: None

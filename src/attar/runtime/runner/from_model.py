@@ -44,15 +44,13 @@ def runner_of(model: Any, *, sequences: int, length: int, exact: bool = False) -
     return Modules(shared_copy(model).eval(), blocks=blocks, block_size=BLOCK)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
 def _compiled(model: Any, blocks: int, length: int) -> Compiled:
     context = min(length, getattr(model.config, "max_position_embeddings", None) or length)
     bits = default_activation_bits()
     kv_dtype = {8: "bfloat16", 16: "float16"}[bits]
-    return compiled(
-        model.config, model.state_dict(), context=context, blocks=blocks, block_size=BLOCK, bits=bits,
-        kv_dtype=kv_dtype,
-    )  # fmt: skip
+    options: dict[str, Any] = {"context": context, "blocks": blocks, "block_size": BLOCK, "bits": bits}
+    with torch.no_grad():
+        return compiled(model.config, model.state_dict(), kv_dtype=kv_dtype, **options)
 
 
 def _rounds(model: Any) -> bool:

@@ -29,7 +29,12 @@ class MixtureRunner:
     """
 
     def __init__(
-        self, runners: Sequence[Runner], weights: Sequence[float], *, vocabulary: int, temperature: float = 1.0
+        self,
+        runners: Sequence[Runner],
+        weights: Sequence[float],
+        *,
+        vocabulary: int,
+        temperature: float = 1.0,
     ) -> None:
         first = runners[0]
         shapes = [(runner.capacity, runner.block_size) for runner in runners]

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attar.checkpoint.card import Parent
-from attar.checkpoint.licences import UNKNOWN
+from attar.checkpoint.licences import identify_service
 from attar.distillation.collection.redact import Redactor
 from attar.distillation.collection.requests import TeacherRequest
 from attar.distillation.collection.retry import TeacherFailure, effect_of, retry_after
@@ -137,7 +137,7 @@ class EndpointTeacher:
             name=f"{self.name} at {self.host}",
             stage="original",
             settings={"url": self.url, "model": self.name},
-            licence={"ids": [UNKNOWN], "evidence": [f"host: {self.host}"]},
+            licence=identify_service(self.url, self.name),
         )
 
     def _answer(self, completion: Any) -> TeacherAnswer | TeacherFailure:

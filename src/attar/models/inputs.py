@@ -1,0 +1,33 @@
+"""A batch of examples as the inputs of a model of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attar.data.examples import Examples
+
+
+def model_inputs(model: Any, batch: Examples) -> dict[str, Any]:
+    """Arguments of a forward pass.
+
+    Padding is the token that the config names, because classifiers with a causal backbone look for the last
+    token before it; token 0 where it names none, which the attention mask hides.
+
+    Args:
+        model: of transformers, or what wraps it.
+        batch: on the model's device.
+    """
+    mask, config = batch.mask, _text_config(model)
+    inputs: dict[str, Any] = {"input_ids": batch.inputs}
+    if not bool(mask.all()):
+        padding = getattr(config, "pad_token_id", None)
+        fill = padding if isinstance(padding, int) and padding >= 0 else 0
+        inputs = {"input_ids": batch.tokens.masked_fill(~mask, fill), "attention_mask": mask.long()}
+    if batch.segments is not None and getattr(config, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = batch.segments
+    return inputs
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
