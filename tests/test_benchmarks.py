@@ -13,6 +13,7 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
 
+import encoder  # noqa: E402
 import export as gguf_files  # noqa: E402
 import quality  # noqa: E402
 import quantize as timing  # noqa: E402
@@ -23,7 +24,17 @@ import real_table  # noqa: E402
 import serve_pair  # noqa: E402
 from peers import activations, environments, job, launch  # noqa: E402
 
+from attar.distillation.settings import distill_settings, recover_settings  # noqa: E402
+
 JOB = job.Job(model="m", tokens="t", out="o", method="gptq", bits=3, symmetric=False)
+
+
+def test_the_losses_of_an_encoder_s_students_are_settings():
+    for phases in encoder.STUDENTS.values():
+        first, *later = phases
+        distill_settings(**first)
+        assert all(recover_settings(**losses).runs_teacher for losses in later)
+    assert encoder.Cell("labels alone", "depth", 1).name == "depth-labels-alone-1"
 
 
 def test_a_job_survives_its_json():

@@ -13,11 +13,15 @@ from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
+    "models/head.py",
+    "distillation/fused.py",
     *(
         f"distillation/objectives/{name}.py"
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
     ),
     *(f"distillation/policy/{name}.py" for name in ("minillm", "policy_gradient", "returns")),
+    *(f"distillation/signals/alignment/{name}.py" for name in ("gold", "spans", "uld")),
+    "distillation/signals/sampling.py",
     "distillation/layer_map.py",
     *(
         f"pruning/criteria/{name}.py"
@@ -90,6 +94,8 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.objectives.softmax",
     "attar.distillation.policy",
     "attar.distillation.policy.returns",
+    "attar.models.head",
+    "attar.distillation.signals.alignment.uld",
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",

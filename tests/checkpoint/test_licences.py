@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -254,3 +256,9 @@ def test_evidence_is_kept(make):
         "README.md: license mit",
         "LICENSE: text of Apache License 2.0",
     ]
+
+
+def test_the_page_has_the_table_of_the_data():
+    script = Path(__file__).parents[2] / "scripts" / "document_licences.py"
+    names = runpy.run_path(str(script))
+    assert names["PAGE"].read_text(encoding="utf-8") == names["page"]()

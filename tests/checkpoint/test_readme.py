@@ -35,6 +35,18 @@ def front(text):
     return yaml.safe_load(head), body
 
 
+def test_an_encoder_is_loaded_by_its_own_class(tmp_path):
+    for architecture, loader, task in [
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification", "text-classification"),
+        ("BertForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
+        ("LlamaForCausalLM", "AutoModelForCausalLM", "text-generation"),
+    ]:
+        write_json(tmp_path / "config.json", {"architectures": [architecture]})
+        head, body = front(render_readme(CARD, tmp_path))
+        assert head["pipeline_tag"] == task and f"{loader}.from_pretrained" in body
+        assert ("attar generate" in body) == (task == "text-generation")
+
+
 def test_the_front_is_what_the_hub_reads(tmp_path):
     write_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "compressed-tensors"}})
     head, body = front(render_readme(CARD, tmp_path))

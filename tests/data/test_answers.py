@@ -253,6 +253,12 @@ def text_of(document, tokenizer):
     return tokenizer.decode([token for token, mine in zip(part.tokens, part.predicted, strict=True) if mine])
 
 
+def test_without_a_template_an_answer_continues_its_prompt(plain):
+    plain.chat_template = None
+    messages = conversation([("user", "2 + 2 ="), ("assistant", " 4")])
+    assert text_of(messages, plain) == " 4<|endoftext|>"
+
+
 def test_a_plain_text_is_predicted_whole_with_its_end(tokenizer_with):
     tokenizer = tokenizer_with(CHATML)
     assert text_of("A text.", tokenizer) == "A text.<|endoftext|>"

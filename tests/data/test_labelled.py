@@ -17,6 +17,7 @@ from attar.data.labelled import (
     read_labelled,
 )
 from attar.data.packing import PADDING, SimilarLengths
+from attar.data.sources import documents
 from attar.errors import DataError, ModelError
 from tests import tiny_models
 
@@ -171,3 +172,10 @@ def test_batches_of_similar_lengths_cover_an_epoch_with_little_padding():
     assert torch.equal(again.targets, batches[3].targets) and not torch.equal(again.targets, epoch.targets)
     widths = [int(batch.trimmed().tokens.shape[1]) for batch in batches]
     assert widths != sorted(widths)
+
+
+def test_other_verbs_read_the_texts_without_their_labels(tmp_path):
+    data = write(tmp_path / "x.tsv", *(f"the text of number {i}\t{i % 2}" for i in range(200)))
+    for split in ("train", "calibration", "evaluation"):
+        texts = {row.text for row in labelled_split(data, split).rows}
+        assert set(documents(data, split)) == texts

@@ -81,8 +81,12 @@ def test_too_little_text_is_an_error_with_the_mend(tmp_path):
 def test_conversations_go_through_the_models_template():
     tokenizer = tiny_models.tokenizer()
     messages = [{"role": "user", "content": "hello"}]
+    answered = [*messages, {"role": "assistant", "content": " you"}]
     with pytest.raises(DataError, match="no chat template"):
         render(messages, tokenizer)
+    with pytest.raises(DataError, match="no chat template"):
+        render([*answered, *messages], tokenizer)
+    assert render(answered, tokenizer) == "hello you"  # as the checkpoint continues the prompt
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert render(messages, tokenizer) == "<user>hello"
     assert render("plain", tokenizer) == "plain"

@@ -1,5 +1,8 @@
 """The loss through the head without the logits, against plain autograd over all of them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -134,3 +137,43 @@ def test_bf16_products_and_float32_sums(stored):
     assert wanted[0][0] == pytest.approx(wanted[1][0], rel=0.02)
     for exact, near in zip(wanted[0][1:], wanted[1][1:], strict=True):
         assert (exact - near).norm() < 0.02 * exact.norm()
+
+
+MEMORY = """
+import resource, torch
+from attar.distillation.fused import BYTES, head_loss
+from attar.distillation.objectives import OBJECTIVES
+from attar.distillation.objectives.chunked import blockwise, on_logits
+from attar.models.head import Head
+
+torch.set_num_threads(1)
+n, V, H = 2048, 131_072, 32
+h, W = torch.randn(n, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+s, U = torch.randn(n, H), torch.randn(V, H)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def chunk_loss(z, part):
+    return blockwise(OBJECTIVES["kl"], z, s[part] @ U.T, out=z)
+
+before = peak()
+if {whole}:
+    on_logits(OBJECTIVES["kl"], h @ W.T, s @ U.T).backward()
+else:
+    head_loss(h, Head(W), chunk_loss).backward()
+outputs = 4 * (n * H + V * H)
+print((peak() - before - outputs) / (2 * BYTES))  # two chunks: of the student's logits and of the teacher's
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_is_two_chunks():
+    """At V = 131,072 and n = 2,048, where one tensor of all logits takes 16 chunks."""
+
+    def chunks(whole):
+        code = [sys.executable, "-c", MEMORY.format(whole=whole)]
+        return float(subprocess.run(code, capture_output=True, text=True, check=True).stdout)
+
+    assert chunks(False) < 2.0
+    assert chunks(True) > 16.0  # the measure sees what it should

@@ -138,3 +138,21 @@ def test_unknown_authors_are_a_warning_and_stay_unknown(model, data, tmp_path):
     card = distill(model, tmp_path / "out", settings, progress=Lines()).card
     assert card.licence["status"] == "unknown"
     assert any(line.startswith(f"warning: {data}: licence unknown") for line in lines)
+
+
+@pytest.mark.slow
+def test_from_a_teacher_s_answers_to_a_student(tmp_path):
+    prompts, data = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
+    prompts.write_text("".join(f"def function_{number}(" + "\n" for number in range(60)))
+    sampling = {"samples": 4, "max_tokens": 24, "temperature": 1.0, "keep_cut": True}
+    result = attar.collect(prompts, data, teacher="attar:tiny", **sampling)
+    assert result.filters.kept > 150
+    settings = {"steps": 40, "batch_size": 8, "sequence_length": 64, "evaluate_every": 4, "precision": "fp32"}
+    options = {**settings, "signal": "text", "data": str(data), "packing": "separate"}
+    card = attar.distill("attar:tiny", tmp_path / "out", **options).card
+    losses = [row["held_out"] for row in card.details["curve"] if "held_out" in row]
+    assert losses[-1] < 0.9 * losses[0]
+    collected = card.parents[1]
+    assert (collected.role, collected.name, collected.stage) == ("signal", "data.jsonl", "collect")
+    assert [parent.name for parent in collected.parents] == ["attar:tiny"]
+    assert {source["role"] for source in card.licence["sources"]} == {"weights", "signal"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from attar.data.packing import PADDING
 from attar.errors import ModelError, NumericsError, SettingsError, UsageError
@@ -174,8 +175,9 @@ def test_folders_from_end_to_end(tmp_path: Path) -> None:
     assert (same.kl_mean, same.top1_agreement) == (0.0, 1.0)
 
 
-def test_encoder_is_refused(tmp_path: Path) -> None:
-    folder = tiny_models.save(tiny_models.build("bert"), tmp_path / "bert")
+def test_encoder_without_a_head_is_refused(tmp_path: Path) -> None:
+    bare = transformers.AutoModel.from_config(tiny_models.config("bert"))
+    folder = tiny_models.save(bare, tmp_path / "bert")
     with pytest.raises(ModelError, match="does not predict next tokens"):
         evaluate(folder, SETTINGS)
 

@@ -5,6 +5,7 @@ import torch
 
 from attar.errors import ModelError
 from attar.models.anatomy import discover
+from attar.models.classifiers import with_classifier
 from attar.models.cut_plan import CutPlan, heads_of_groups
 from attar.models.masking import masked_units, stream_norms
 from attar.models.surgery import cut_model, keep_hidden
@@ -67,6 +68,21 @@ def test_the_masked_model_computes_what_the_cut_model_does(family):
         torch.testing.assert_close(masked, cut, rtol=0, atol=1e-5, msg=name)
         assert (masked - whole).abs().max() > 0.01, name
     assert torch.equal(tiny_models.logits(model, rows), whole)  # nothing of a mask is left
+
+
+@pytest.mark.parametrize("family", [*tiny_models.ENCODERS, "llama3", "gpt2"])
+def test_a_masked_classifier_computes_what_the_cut_one_does(family):
+    """Poolers and heads, too, lose the channels."""
+    model = tiny_models.randomize(with_classifier(tiny_models.build(family), ["a", "b", "c"]))
+    rows = tiny_models.tokens(model, batch=1)
+    whole = tiny_models.logits(model, rows)
+    for name, plan in plans(family, discover(model)):
+        cut = cut_model(model, plan)
+        with masked_units(model, plan):
+            masked = tiny_models.logits(model, rows)
+        torch.testing.assert_close(masked, tiny_models.logits(cut, rows), rtol=0, atol=1e-5, msg=name)
+        assert (masked - whole).abs().max() > 0.01, name
+        assert type(cut) is type(model) or family == "llama3", name
 
 
 def test_a_norm_of_the_masked_model_sees_the_kept_channels_alone():

@@ -14,6 +14,7 @@ from attar.recipe.schema import load_recipe, parse_recipe
 from attar.verbs import quickstart
 from tests import tiny_models
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 TEXT = """\
 model: attar:tiny
 data: corpus
@@ -46,6 +47,13 @@ def test_a_recipe() -> None:
     ]  # fmt: skip
     assert recipe.stages[0].settings.student.layers == 4
     assert recipe.stages[4].where == "recipe:10"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_that_are_given_are_read(path: Path) -> None:
+    recipe = load_recipe(path, ["data=whole:texts.tsv"])
+    assert recipe.stages and recipe.evaluate is not None
+    assert {entry.settings.data for entry in recipe.stages} == {"whole:texts.tsv"}
 
 
 def test_data_and_seed_reach_the_stages_and_the_evaluation() -> None:

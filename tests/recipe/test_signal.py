@@ -24,9 +24,9 @@ def test_the_second_stage_asks_the_teacher_nothing(tmp_path, monkeypatch):
     asked = []
     predict = CachedTeacher._predict
 
-    def spy(self, row, seed):
-        asked.append((self.folder, len(list(self.folder.glob("*/*.safetensors")))))
-        return predict(self, row, seed)
+    def spy(self, rows, seeds):
+        asked.append((self.store.folder.parent, len(list(self.store.folder.glob("*.safetensors")))))
+        return predict(self, rows, seeds)
 
     monkeypatch.setattr(CachedTeacher, "_predict", spy)
     text = TEXT.format(model=model, data=Path(json.__file__).parent, settings=SETTINGS)

@@ -47,6 +47,12 @@ _ENGINES = {
     "bitsandbytes": "vllm serve {name}",
     "modelopt": "vllm serve {name} --quantization modelopt",
 }
+_HEADS = {
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+}
+"""Ends of an encoder's class name, transformers' class that loads it and the hub's name of its task."""
+
 _PACKAGES = {
     "compressed-tensors": "compressed-tensors",
     "gptq": "gptqmodel",
@@ -111,7 +117,7 @@ def _front(card: Card, folder: Path) -> dict[str, Any]:
     if ids and front["license"] == "other":
         front["license_name"] = "-".join(ids)
     front["library_name"] = _library(folder)
-    front["pipeline_tag"] = "text-generation"
+    front["pipeline_tag"] = _head(folder)[1]
     front["tags"] = ["attar", card.stage, *([_format(folder)] if _format(folder) else [])]
     return front
 
@@ -157,7 +163,10 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
         yield f"A LoRA adapter: peft loads it, and `BASE+{name}` is a model in the YAML of `attar merge`."
         return
     model = name if not ggufs else ggufs[0] if single_file else f"{name}/{ggufs[0]}"
-    yield _block("attar", f'attar generate {model} "Once upon a time"\nattar serve {model}')
+    loader, task = _head(folder)
+    encoder = task != "text-generation"
+    generate = f'attar generate {model} "Once upon a time"\nattar serve {model}'
+    yield _block("attar", f"attar evaluate {model} --data whole:FILE" if encoder else generate)
     if ggufs:
         yield _block("llama.cpp", f"llama-cli -m {model}")
         if (folder / MODELFILE).is_file():
@@ -168,14 +177,16 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
         yield "ExLlamaV2 loads the folder as it is."
         return
     loads = card.details.get("loads_in", {})
-    yield _with_transformers(name, kind, str(loads.get("transformers", "yes")))
+    yield _with_transformers(name, kind, str(loads.get("transformers", "yes")), loader)
+    if encoder:
+        return
     command = _ENGINES.get(kind, "vllm serve {name}").format(name=name)
     vllm = str(loads.get("vllm", ""))
     runs = not vllm or vllm.startswith(("yes", "nothing known", "with"))
     yield _block("vLLM", command) if runs else f"vLLM: {vllm}."
 
 
-def _with_transformers(name: str, kind: str, loads: str) -> str:
+def _with_transformers(name: str, kind: str, loads: str, loader: str) -> str:
     if kind == "modelopt":
         return "transformers does not load this format."
     if not loads.startswith("yes"):
@@ -183,8 +194,8 @@ def _with_transformers(name: str, kind: str, loads: str) -> str:
     package = _PACKAGES.get(kind)
     needs = f", with `pip install {package}`" if package else ""
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f"from transformers import {loader}, AutoTokenizer\n"
+        f'model = {loader}.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
     )
     return f"transformers{needs}:\n\n```python\n{code}\n```"
@@ -247,6 +258,13 @@ def _library(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return "peft"
     return "gguf" if any(folder.glob("*.gguf")) else "transformers"
+
+
+def _head(folder: Path) -> tuple[str, str]:
+    """The class that loads the model, and its task."""
+    architecture = str((_config(folder).get("architectures") or [""])[0])
+    known = (names for ending, names in _HEADS.items() if architecture.endswith(ending))
+    return next(known, ("AutoModelForCausalLM", "text-generation"))
 
 
 def _format(folder: Path) -> str:

@@ -23,6 +23,7 @@ _ROWS = (
     ("perplexity", "perplexity", ".4f"),
     ("quality kept", "quality_kept", ".2%"),
     ("accuracy of the next token", "accuracy", ".2%"),
+    ("F1 of class 1", "f1", ".2%"),
     ("KL to the reference, mean (nats)", "kl_mean", ".5f"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),
     ("top-1 agreement", "top1_agreement", ".2%"),
@@ -33,7 +34,11 @@ _ROWS = (
     ("transformers: decode, tokens/s", "transformers_decode_tokens_per_s", ".1f"),
 )
 _SCORES = ("acc", "acc_norm")
-_OPTIONAL = ("quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
+_LABELS = {  # of encoders
+    "classification": {"accuracy": "accuracy", "prefill_tokens_per_s": "tokens/s"},
+    "masked": {"accuracy": "accuracy of hidden tokens", "prefill_tokens_per_s": "tokens/s"},
+}
+_OPTIONAL = ("f1", "quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
 
 
 def build_evaluate(verb: str) -> Any:
@@ -63,7 +68,10 @@ def build_evaluate(verb: str) -> Any:
 
 def _text(record: dict[str, Any]) -> str:
     shown = [row for row in _ROWS if record.get(row[1]) is not None or row[1] not in _OPTIONAL]
-    rows = [(label, number(record.get(key), form)) for label, key, form in shown]
+    labels = _LABELS.get(record.get("task", ""), {})
+    if labels:
+        shown = [row for row in shown if row[1] != "decode_tokens_per_s"]
+    rows = [(labels.get(key, label), number(record.get(key), form)) for label, key, form in shown]
     tasks = record.get("tasks") or ()
     rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
     rows.append(("bytes", bytes_text(record["bytes"])))
@@ -74,7 +82,8 @@ def _text(record: dict[str, Any]) -> str:
     engine = "transformers" if runner == "transformers" else f"attar, {runner} runner"
     note = f" ({record['runner_note']})" if record.get("runner_note") else ""
     rows += [("engine", f"{engine}{note}"), ("activations", record.get("activations", "-"))]
-    rows.append(("KV cache", record.get("kv_dtype", "-")))
+    if not labels:
+        rows.append(("KV cache", record.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
     sample = record.get("sample")
     return f"{text}\n\n{record.get('prompt') or ''}{sample}" if sample else text

@@ -2,7 +2,8 @@
 
 A conversation is rendered by the tokenizer's chat template. The tokens of the assistant's messages are the
 targets, with what ends a message, because a model must learn to stop; what asks it to begin is not. Of a row
-with prompt and completion, the completion is the answer; of a plain text, everything.
+with prompt and completion, the completion is the answer; of a plain text, everything. Without a chat template
+a single prompt and its answer are one text, as a model without one continues it.
 
 The parts of a rendered text that are answers are taken from
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from attar.data.examples import Examples
-from attar.data.packing import CHUNK, PADDING, end_token, front_tokens, render
+from attar.data.packing import CHUNK, PADDING, end_token, front_tokens, is_plain, render
 from attar.data.sources import read_split
 from attar.data.splits import Document
 from attar.errors import DataError
@@ -130,7 +131,7 @@ def answer_spans(document: Document, text: str, tokenizer: Any) -> list[Span]:
     """
     if isinstance(document, str):
         return [(0, len(text))]
-    if getattr(document, "plain", False):
+    if is_plain(document, tokenizer):
         return [(len(str(document[0]["content"])), len(text))]
     marked, first = _generation_spans(document, text, tokenizer), getattr(document, "first", 0)
     if marked is not None and first == 0:

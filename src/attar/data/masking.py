@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.data.packing import PADDING, Batches, numbered_generator, pack
+from attar.data.packing import PADDING, Batches, PackedRows, numbered_generator, pack
 from attar.errors import DataError
 
 PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1
@@ -89,18 +89,20 @@ def masked_rows(
     rows: int | None,
     seed: int,
     packing: str = "stream",
-) -> Tensor:
+) -> PackedRows:
     """Rows int64 (N, S) of a split, each between the tokens that the tokenizer puts around a text ([CLS] and
     [SEP]). Raises as :func:`attar.data.packing.pack`."""
     front, end = tokenizer.cls_token_id, tokenizer.sep_token_id
     body = length - (front is not None) - (end is not None)
     if body < 1:
         raise DataError(f"rows of {length} tokens hold nothing but the tokenizer's own")
-    text = pack(tokenizer, data, split, length=body, rows=rows, seed=seed, packing=packing, bos="never").rows
-    count = len(text)
+    packed = pack(tokenizer, data, split, length=body, rows=rows, seed=seed, packing=packing, bos="never")
+    text, count = packed.rows, len(packed.rows)
     if end is not None:
         text = torch.cat([text, torch.full((count, 1), PADDING)], 1)
         last = (text != PADDING).sum(1) - 1
         after = last + (text.gather(1, last[:, None])[:, 0] != end)
         text[torch.arange(count), after] = end
-    return text if front is None else torch.cat([torch.full((count, 1), int(front)), text], 1)
+    if front is not None:
+        text = torch.cat([torch.full((count, 1), int(front)), text], 1)
+    return PackedRows(text, packed.shared)

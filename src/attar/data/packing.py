@@ -290,7 +290,7 @@ def render(document: Document, tokenizer: Any) -> str:
     """
     if isinstance(document, str):
         return document
-    if getattr(document, "plain", False):
+    if is_plain(document, tokenizer):
         return "".join(str(message["content"]) for message in document)
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
@@ -306,3 +306,13 @@ def render(document: Document, tokenizer: Any) -> str:
             f"{where}: the model's chat template refuses the messages: {reason}",
             hint="give roles in the order it wants, mostly user and assistant in turns, contents as text",
         ) from error
+
+
+def is_plain(messages: Sequence[dict[str, Any]], tokenizer: Any) -> bool:
+    """Whether a prompt and its answer are one text: a row says so, or the tokenizer has no chat template, as
+    for the checkpoint that continued the prompt."""
+    if getattr(messages, "plain", False):
+        return True
+    roles = [message.get("role") for message in messages]
+    texts = all(isinstance(message.get("content"), str) for message in messages)
+    return not getattr(tokenizer, "chat_template", None) and roles == ["user", "assistant"] and texts

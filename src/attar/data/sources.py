@@ -11,6 +11,7 @@ A source is one string:
     chats.jsonl              one document per line, field ``text`` or ``messages``, or ``prompt`` and
                              ``completion``, both texts or both messages
     chats.jsonl:answer       the same with the field ``answer``
+    train.tsv                labelled texts: one document per line, without the label in its last column
     org/name[:field]         a hub data set, through ``datasets`` (its split train)
     whole:SOURCE             all of a file, folder or data set for every split, such as a test set
 
@@ -156,6 +157,10 @@ def _read(data: str) -> Iterator[Document]:
 
 def _read_file(file: Path, field: str | None) -> Iterator[Document]:
     text = read_text(file)
+    if file.suffix == ".tsv":
+        cells = (line.split("\t") for line in text.split("\n"))
+        yield from (part for row in cells if (part := "\t".join(row[:-1] or row)).strip())
+        return
     if file.suffix != ".jsonl":
         if text.strip():
             yield text

@@ -10,7 +10,7 @@ from attar.errors import SettingsError
 from attar.options import check_choices, listed
 from attar.walks.settings import check_range
 
-FEATURE_NAMES = ("hidden", "patient", "embeddings", "attention")
+FEATURE_NAMES = ("hidden", "patient", "embeddings", "attention", "qkv", "relation", "distance", "angle")
 """Rows of attar.distillation.features.FEATURES."""
 
 
@@ -30,8 +30,8 @@ class FeatureSettings:
     feature_map: str = _option(
         "uniform",
         "layers that are compared: uniform (each student layer with the teacher's at the same relative "
-        "depth), last (with the teacher's last ones), top (the last layers alone), or pairs "
-        "student:teacher, counted from 0: 0:2,1:5",
+        "depth), last (with the teacher's last ones), top (the last layers alone), learned (weights over all "
+        "teacher layers, trained), or pairs student:teacher, counted from 0: 0:2,1:5",
     )
     feature_loss: str = _option(
         "mse",
@@ -50,6 +50,13 @@ class FeatureSettings:
         "auto: predicted where next tokens are, else all",
         ("auto", "all", "predicted", "first"),
     )
+    relation_heads: int = _option(
+        0, "parts that queries, keys and values are cut into for qkv; 0: as many as leave 16 columns"
+    )
+    relation_tokens: int = _option(
+        64, "tokens of a batch, drawn, among which relation, distance and angle are compared"
+    )
+    map_entropy: float = _option(0.1, "weight of a learned map's entropy: larger, and it comes down to one")
     projection: str = _option(
         "auto",
         "the student's states pass through a matrix that is learned and thrown away: auto (where the widths "
@@ -65,10 +72,15 @@ class FeatureSettings:
         object.__setattr__(self, "features", tuple(self.features))
         self.weights()
         check_range("prediction_weight", self.prediction_weight, 0.0, 1e6, "0 or more")
+        check_range("relation_heads", self.relation_heads, 0, 2**16, "0 (as many as fit) or more")
+        check_range("relation_tokens", self.relation_tokens, 3, 512, "between 3 and 512")
+        check_range("map_entropy", self.map_entropy, 0.0, 1e6, "0 or more")
         if not self.features and self.prediction_weight != 1.0:
             raise SettingsError("prediction_weight", self.prediction_weight, "1 without features")
         if not is_feature_map(self.feature_map):
-            raise SettingsError("feature_map", self.feature_map, "uniform, last, top, or pairs as 0:2,1:5")
+            raise SettingsError(
+                "feature_map", self.feature_map, "uniform, last, top, learned, or pairs as 0:2,1:5"
+            )
 
     def weights(self) -> dict[str, float]:
         """The features by name, with their weights.

@@ -43,9 +43,9 @@ def head_loss(hidden: Tensor, head: Head, chunk_loss: ChunkLoss, weights: Tensor
 
 def chunk_rows(n: int, weight: Tensor) -> int:
     """Tokens of a chunk, whose logits are of the weight's type."""
-    V, H = weight.shape
+    V, H = (int(size) for size in weight.shape)
     size = max(BYTES, 2 * V * H)  # dW is in float32
-    return max(1, min(n, max(ROWS, size // (weight.element_size() * V))))
+    return max(1, min(n, max(ROWS, size // (int(weight.element_size()) * V))))
 
 
 class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]

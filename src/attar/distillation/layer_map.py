@@ -16,6 +16,7 @@ Pairs for features, student layer i with teacher layer g(i), from 0:
         layers are a pair          (TinyBERT, arXiv 1909.10351, section 3.1; PKD-skip, arXiv 1908.09355)
     last      g(i) = L - l + i     (PKD-last)
     top       the last layers are the only pair      (DistilBERT, MiniLM)
+    learned   all, with weights that are trained (features/learned_map.py)
     0:2,1:5   these
 
 Letters: L teacher layers, l student layers.
@@ -26,7 +27,7 @@ from __future__ import annotations
 from attar.errors import SettingsError
 
 NAMED = ("uniform", "ends", "last")
-FEATURE_MAPS = ("uniform", "last", "top")
+FEATURE_MAPS = ("uniform", "last", "top", "learned")
 
 
 def is_map(kind: str) -> bool:
@@ -91,6 +92,8 @@ def layer_pairs(kind: str, teacher: int, student: int) -> list[tuple[int, int]]:
         SettingsError: a layer is named that a model does not have, or the student has more than the teacher.
     """
     assert is_feature_map(kind), kind
+    if kind == "learned":
+        return [(i, j) for i in range(student) for j in range(teacher)]
     if kind == "top":
         return [(student - 1, teacher - 1)]
     if kind == "uniform":

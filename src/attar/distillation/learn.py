@@ -6,12 +6,15 @@ model also trains on rows that its teacher generated (``rollouts/``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from attar.checkpoint.jsonfile import read_json
 from attar.data.examples import Examples
+from attar.distillation.features.feature import LAYER_WEIGHTS
+from attar.distillation.features.learned_map import hard_map
 from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
@@ -20,8 +23,11 @@ from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
+from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.task import Task
+from attar.models.device import resolve
+from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.models.load import load_tokenizer
 from attar.models.plain_config import end_tokens
@@ -45,6 +51,7 @@ def learn(
     what: str,
     rollouts: RolloutWriter | None = None,
     masks: Masks | None = None,
+    details: dict[str, Any] | None = None,
 ) -> TrainHistory:
     """Train the student, in place.
 
@@ -54,6 +61,7 @@ def learn(
         text: a checkpoint with the tokenizer and the context of both models.
         rollouts: the teacher writes some of the rows, and the held-out ones.
         masks: weights that are zero and stay zero.
+        details: of the card; a learned layer map is added.
     """
     count = training_rows(settings)
     rows: Examples | BatchSource = task.training(text, settings, count)
@@ -61,13 +69,19 @@ def learn(
     if rollouts is not None:
         assert isinstance(rows, Examples), "the causal task has rows"
         rows = rollouts.training_rows(count, rows)
-    if settings.student_share:
-        assert isinstance(rows, Examples), "the causal task has rows"
-        rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
+    known = tuple(part for part in (rows, held_out) if isinstance(part, Examples))
+    for part in known:
+        check_known(part.tokens, source.tokens.missing)
+    source = replace(source, rows=known, progress=progress)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
+    if settings.student_share:
+        assert isinstance(rows, Examples), "the causal task has rows"
+        rows = student_rollouts(rows, text, source, settings, progress)
+    if source.teacher is not None and rollouts is None:
+        _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
     weight = settings.features.prediction_weight
     loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
@@ -80,7 +94,20 @@ def learn(
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    return train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    history = train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    if LAYER_WEIGHTS in projections:
+        matrix = projections[LAYER_WEIGHTS].matrix()
+        progress.log(f"{what}: the learned layer map comes down to --feature-map {hard_map(matrix)}")
+        if details is not None:
+            details["feature_map"] = {"weights": matrix, "hard": hard_map(matrix)}
+    return history
+
+
+def _save_memory(source: SignalSource, settings: LearnSettings) -> None:
+    """Round the teacher's weights now, where autocast would do it in each pass."""
+    device = next(source.teacher.parameters()).device
+    if resolve(settings.precision, device, source.work) == "bf16":
+        round_frozen(source.teacher)
 
 
 def student_rollouts(

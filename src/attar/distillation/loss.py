@@ -44,14 +44,16 @@ class DistillationLoss:
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         insides = Insides.all_of(feature.insides for feature in self.features)
-        student = run_model(model, batch, insides, self.head)
         target = None if self.signal is None else self.signal.target(batch, insides)
+        whole = getattr(target, "whole", False)
+        student = run_model(model, batch, insides, None if whole else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
-            total = self.weight * student.mean(self._chunk_loss(target, batch.labels))
-        for feature in self.features:
-            assert target is not None and target.outputs is not None, "features need a teacher that runs"
-            total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
+            total = self.weight * student.mean(self._chunk_loss(target, batch.labels), whole=whole)
+        with torch.autocast(student.mask.device.type, enabled=False):  # small, and differences of large sums
+            for feature in self.features:
+                assert target is not None and target.outputs is not None, "features need a teacher that runs"
+                total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
         return total
 
     def _chunk_loss(self, target: SoftTarget | None, labels: Tensor) -> ChunkLoss:

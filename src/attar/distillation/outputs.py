@@ -6,6 +6,7 @@ Letters: B rows a batch, S tokens a row, n predictions, H hidden size, V vocabul
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from attar.distillation.learner import student_of
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
 from attar.models.head import Head, product_type, without_logits
 from attar.models.inputs import model_inputs
+from attar.models.qkv import QKV, recording_qkv
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Insides:
     Attributes:
         states: hidden states of every layer.
         attentions: attention weights of every layer; the model computes them by its eager attention.
+        qkv: queries, keys and values of every layer.
         tokens: which positions are compared: all (that are real), predicted, first.
     """
 
     states: bool = False
     attentions: bool = False
+    qkv: bool = False
     tokens: str = "all"
 
     @classmethod
@@ -41,6 +45,7 @@ class Insides:
         return cls(
             states=any(one.states for one in asked),
             attentions=any(one.attentions for one in asked),
+            qkv=any(one.qkv for one in asked),
             tokens=asked[0].tokens if asked else "all",
         )
 
@@ -67,6 +72,8 @@ class ModelOutputs:
         compared: bool (B, S), where insides are compared.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
+        qkv: of L layers; empty unless asked for.
+        seed: of draws among its tokens; depends on the batch alone.
     """
 
     predictions: Tensor
@@ -75,6 +82,8 @@ class ModelOutputs:
     compared: Tensor
     states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
+    qkv: tuple[QKV, ...] = ()
+    seed: int = 0
 
     @property
     def depth(self) -> int:
@@ -86,12 +95,16 @@ class ModelOutputs:
         chosen = self.predictions[part]
         return chosen if self.head is None else self.head.logits(chosen)
 
-    def mean(self, chunk_loss: ChunkLoss) -> Tensor:
+    def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
-        once."""
+        once.
+
+        Args:
+            whole: the loss takes all predictions in one chunk; they are logits then.
+        """
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_of_chunks(chunk_loss, self.predictions)
+        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if whole else None)
 
 
 def run_model(
@@ -109,13 +122,14 @@ def run_model(
         asked["output_hidden_states"] = True
     if insides.attentions:
         asked["output_attentions"] = True
-    if head is None:
+    with ExitStack() as recorders:
+        qkv = recorders.enter_context(recording_qkv(student_of(model))) if insides.qkv else []
+        head_inputs = [] if head is None else recorders.enter_context(without_logits(model))
         outputs = model(**asked)
+    if head is None:
         predictions = outputs.logits[batch.predicted]
     else:
-        with without_logits(model) as states:
-            outputs = model(**asked)
-        predictions = states[-1][batch.predicted]
+        predictions = head_inputs[-1][batch.predicted]
         if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
             dtype = product_type(predictions)
             predictions, head = predictions.to(dtype), head.to(dtype)
@@ -126,4 +140,6 @@ def run_model(
         insides.compared(batch),
         tuple(outputs.hidden_states or ()) if insides.states else (),
         tuple(outputs.attentions or ()) if insides.attentions else (),
+        tuple(qkv),
+        0 if insides == NOTHING else int(batch.inputs.sum()),
     )

@@ -119,6 +119,33 @@ POLICIES = ("policy-gradient", "minillm")  # they learn from the student's own t
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictionSettings:
+    """What of the teacher's predictions the student gets."""
+
+    teacher_top: int = _option(
+        0,
+        "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
+        "disk, with some drawn from the rest; 0: none of them",
+    )
+    teacher_samples: int = _option(
+        0,
+        "N: tokens drawn at each position, from those beyond the teacher_top, or from all without one; 0: a "
+        "quarter of teacher_top",
+    )
+    alignment: str = _option(
+        "auto",
+        "how predictions are compared where the teacher has another tokenizer: gold (tokens with the same "
+        "bytes by the objective, the rest sorted), uld (all sorted); auto: gold",
+        ("auto", "gold", "uld"),
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (none) or more")
+        check_range("teacher_samples", self.teacher_samples, 0, 2**20, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     """Rows that a model writes, and the student learns from."""
 
@@ -202,14 +229,11 @@ class LearnSettings(TrainSettings):
     signal: str = _option(
         "auto",
         "where the teacher's predictions come from: online (it is run in every step), cached (once for each "
-        "row, see teacher_top), text (none: the text is what it wrote); auto: cached with a teacher_top",
+        "row, see teacher_top), text (none: the text is what it wrote); auto: cached with a teacher_top or "
+        "teacher_samples",
         ("auto", "online", "cached", "text"),
     )
-    teacher_top: int = _option(
-        0,
-        "K: the teacher is run once for each row, and its K likeliest tokens at each position are kept on "
-        "disk, with K / 4 drawn from the rest; 0: nothing is kept",
-    )
+    predictions: PredictionSettings = field(default_factory=PredictionSettings)
     rows: int = _option(0, "rows of text to learn from, repeated as the steps need; 0: none is seen twice")
     task: str = _option(
         "auto",
@@ -233,25 +257,34 @@ class LearnSettings(TrainSettings):
         super().__post_init__()
         check_choices(self)
         check_range("rows", self.rows, 0, 2**40, "0 (as many as the steps take) or more")
-        check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (nothing is kept) or more")
         check_range("temperature", self.temperature, 0.01, 100.0, "between 0.01 and 100")
         check_range("alpha", self.alpha, 0.0, 1.0, "between 0 and 1")
-        if self.signal in ("online", "text") and self.teacher_top:
-            raise SettingsError("teacher_top", self.teacher_top, f"0 with signal {self.signal}")
-        if self.signal == "cached" and not self.teacher_top:
-            raise SettingsError("teacher_top", self.teacher_top, "at least 1 with signal cached, 64 say")
-        if self.teacher_top and self.soft_loss not in ("kl", "hard"):
-            allowed = f"0 with objective {self.soft_loss}, which reads all logits"
-            raise SettingsError("teacher_top", self.teacher_top, allowed)
-        if self.features.features and self.teacher_top:
-            raise SettingsError(
-                "teacher_top", self.teacher_top, "0 with features: insides are not kept on disk"
-            )
+        if self.signal == "cached" and not self.keeps_predictions:
+            allowed = "at least 1 with signal cached, 64 say (or teacher_samples)"
+            raise SettingsError("teacher_top", self.predictions.teacher_top, allowed)
         if self.features.features and self.signal == "text":
             raise SettingsError(
                 "signal", self.signal, "online with features: the teacher runs for its insides"
             )
+        self._check_kept()
         self._check_rollouts()
+
+    def _check_kept(self) -> None:
+        """Raise where predictions are kept that the loss cannot use."""
+        for name in ("teacher_top", "teacher_samples"):
+            value = getattr(self.predictions, name)
+            if value and self.signal in ("online", "text"):
+                raise SettingsError(name, value, f"0 with signal {self.signal}")
+            if value and self.soft_loss not in ("kl", "hard"):
+                allowed = f"0 with objective {self.soft_loss}, which reads all logits"
+                raise SettingsError(name, value, allowed)
+            if value and self.features.features:
+                raise SettingsError(name, value, "0 with features: insides are not kept on disk")
+
+    @property
+    def keeps_predictions(self) -> bool:
+        """Whether the teacher's predictions are kept on disk."""
+        return self.predictions.teacher_top > 0 or self.predictions.teacher_samples > 0
 
     def _check_rollouts(self) -> None:
         """Refuse what makes no sense with text that the student writes."""
@@ -262,7 +295,7 @@ class LearnSettings(TrainSettings):
             return
         if name == "hard" or self.alpha < 1.0:
             raise SettingsError("alpha", self.alpha, "1 with on_policy: the student's own text is no label")
-        if self.signal in ("cached", "text") or self.teacher_top:
+        if self.signal in ("cached", "text") or self.keeps_predictions:
             raise SettingsError("signal", self.signal, "online with on_policy: its rows are new each time")
         if name in POLICIES and self.rollouts.rollout_temperature not in (None, self.temperature):
             allowed = f"that of the loss, {self.temperature:g}, with objective {name}"
@@ -298,7 +331,7 @@ class LearnSettings(TrainSettings):
         if self.soft_loss in POLICIES:
             return "policy"
         if self.signal == "auto":
-            return "cached" if self.teacher_top else "online"
+            return "cached" if self.keeps_predictions else "online"
         return self.signal
 
     @property

@@ -27,10 +27,10 @@ from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
 from attar.distillation.tasks import task_of
-from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
@@ -74,6 +74,7 @@ def distill(
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(source, signals, settings, progress)
     task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, source, settings, task.name)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     layers, student = make_student(model, settings.student, settings.seed)
     text = fingerprint(settings.data)
@@ -83,9 +84,18 @@ def distill(
     ) as output:
         note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
-        origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="distill", rollouts=rollouts
+            student,
+            origin,
+            source,
+            task,
+            settings,
+            progress=progress,
+            what="distill",
+            rollouts=rollouts,
+            details=output.details,
         )
         _save(student, source, output, history, progress)
         if settings.student.width:
@@ -120,7 +130,7 @@ def recover(
 
     Args:
         model: the damaged model; its shape is kept, and its zeros as ``keep_zeros`` has it.
-        teacher: the model to agree with; both have one tokenizer. With ``alpha`` 0 it may be None.
+        teacher: the model to agree with, whose tokenizer may be another one. With ``alpha`` 0 it may be None.
         signal: as in :func:`distill`.
 
     Raises:
@@ -134,10 +144,9 @@ def recover(
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
-    if original is not None:
-        _check_same_tokens(source, original)
-    load_tokenizer(source)  # refused before the weights are read
     task = task_of(source.config, settings)
+    tokens = tokenizer_pair(source, original or source, settings, task.name)
+    load_tokenizer(source)  # refused before the weights are read
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)
     if guide is not None:
@@ -153,10 +162,19 @@ def recover(
         for note in _zero_notes(masks, len(names), settings):
             progress.log(note)
         note_texts(output, task.records("recover", source, settings, training_rows(settings)), progress)
-        origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
+        cache = signal or output.work / "signal"
+        origin = SignalSource(guide, original, cache, output.work / "train", tokens)
         dense_masks = None if settings.adapter_rank else masks
         history = learn(
-            student, origin, source, task, settings, progress=progress, what="recover", masks=dense_masks
+            student,
+            origin,
+            source,
+            task,
+            settings,
+            progress=progress,
+            what="recover",
+            masks=dense_masks,
+            details=output.details,
         )
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
@@ -219,17 +237,6 @@ def _rollouts(
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
-
-
-def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
-    """Refuse different tokenizers: logits can be compared only where a token number means the same text."""
-    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(teacher).get_vocab()
-    if ours != theirs:
-        differing = sum(theirs.get(token) != number for token, number in ours.items())
-        raise ModelError(
-            f"{teacher.path}: not the student's tokenizer ({differing} of {len(ours)} tokens differ)",
-            hint="teacher and student need the same vocabulary",
-        )
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:

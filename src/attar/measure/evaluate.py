@@ -19,7 +19,16 @@ from torch import Tensor
 
 from attar.checkpoint import Checkpoint
 from attar.data.auto import AUTO, fit
-from attar.errors import NumericsError
+from attar.errors import NumericsError, UsageError
+from attar.measure.encoders import (
+    EncoderReference,
+    check_same_kind,
+    encoder_task,
+    encoder_text,
+    load_encoder,
+    make_encoder_reference,
+    measure_encoder,
+)
 from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
 from attar.measure.logits import split, subject_logits
@@ -82,6 +91,8 @@ class Measurements(Quality):
         runner_note: why transformers runs the model although the runtime was asked for; else None.
         activations, kv_dtype: precision of the inputs of matrix products, and of the KV cache.
         tasks: accuracy on multiple-choice questions, one entry for each file.
+        task: what is predicted: causal (next tokens), masked (hidden tokens) or classification (classes).
+        f1: of class 1, for classifiers with two; else None.
     """
 
     model: str
@@ -110,6 +121,8 @@ class Measurements(Quality):
     threads: int
     tasks: tuple[TaskScore, ...]
     seconds: float
+    task: str = "causal"
+    f1: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values, flat but for ``tasks``."""
@@ -120,10 +133,10 @@ def evaluate(
     model: str | Path | Checkpoint | Subject,
     settings: EvaluateSettings | None = None,
     *,
-    reference: str | Path | Checkpoint | Subject | Reference | None = None,
+    reference: str | Path | Checkpoint | Subject | Reference | EncoderReference | None = None,
     progress: Progress = SILENT,
 ) -> Measurements:
-    """Measure a causal language model.
+    """Measure a language model, or an encoder (encoders.py).
 
     Args:
         reference: what the divergence is measured against: a model, or a :class:`Reference` shared by
@@ -137,10 +150,14 @@ def evaluate(
         AttarError: the model cannot be loaded.
     """
     settings = settings or EvaluateSettings()
+    check_device(settings.device)
+    if not isinstance(model, Subject) and encoder_task(model):
+        return _evaluate_encoder(model, settings, reference, progress)
+    if isinstance(reference, EncoderReference):
+        raise UsageError("the reference is an encoder, the model is none")
     if isinstance(reference, Reference):
         settings = replace(settings, data=reference.settings.data) if settings.data == AUTO else settings
         check_same_text(reference, settings)
-    check_device(settings.device)
     questions = {file: read_questions(file, settings.tasks_limit) for file in settings.tasks}
     start = time.monotonic()
     reset_peak(settings.device)
@@ -184,6 +201,55 @@ def evaluate(
         device=settings.device,
         threads=torch.get_num_threads(),
         tasks=tasks,
+        seconds=time.monotonic() - start,
+    )
+
+
+def prepare_reference(
+    model: str | Path | Checkpoint, settings: EvaluateSettings, *, progress: Progress = SILENT
+) -> Reference | EncoderReference:
+    """What several evaluations are compared with: predictions of a language model, or of an encoder."""
+    if encoder_task(model):
+        return make_encoder_reference(model, settings, progress)
+    return make_reference(model, settings, progress=progress)
+
+
+def _evaluate_encoder(
+    model: str | Path | Checkpoint, settings: EvaluateSettings, reference: Any, progress: Progress
+) -> Measurements:
+    start = time.monotonic()
+    reset_peak(settings.device)
+    subject = load_encoder(model, settings)
+    assert subject.checkpoint is not None
+    if isinstance(reference, str | Path | Checkpoint):
+        reference = prepare_reference(reference, settings, progress=progress)
+    if reference is not None:
+        check_same_kind(subject, reference)
+        check_same_tokens(subject, reference.subject)
+        settings = replace(settings, data=reference.settings.data)
+    settings = fit(settings, subject.checkpoint, progress)
+    text = encoder_text(subject, settings)
+    if text.note:
+        progress.log(f"warning: {subject.name} is not measured on held-out text: {text.note}")
+    quality, rate = measure_encoder(subject, text, settings, reference, progress)
+    return Measurements(
+        **asdict(quality),
+        **asdict(measure_size(subject)),
+        **asdict(serving_formats(subject)),
+        **_speeds(None, None) | {"prefill_tokens_per_s": rate if settings.speed else None},
+        model=subject.name,
+        reference=None if reference is None else reference.subject.name,
+        data=settings.data,
+        held_out=not text.note,
+        held_out_note=text.note,
+        peak_rss_bytes=peak_rss_bytes(),
+        peak_device_bytes=peak_device_bytes(settings.device),
+        prompt=None,
+        sample=None,
+        runner_note=None,
+        device=settings.device,
+        threads=torch.get_num_threads(),
+        tasks=(),
         seconds=time.monotonic() - start,
     )
 

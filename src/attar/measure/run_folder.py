@@ -14,6 +14,8 @@ from typing import Any
 
 from attar.errors import DataError
 
+ENCODER_TASKS = ("classification", "masked")  # of the measurements of encoders
+
 
 @dataclass(frozen=True)
 class StageRecord:

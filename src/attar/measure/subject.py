@@ -125,7 +125,7 @@ def _in_transformers(checkpoint: Checkpoint, dtype: str, device: str, reason: st
     if not loaded.can_generate():
         raise ModelError(
             f"{checkpoint.name} is a {type(loaded).__name__}, which does not predict next tokens",
-            hint="evaluate and generate take causal language models",
+            hint="evaluate takes language models and classifiers, generate causal language models",
         )
     return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name, fallback_reason=reason)
 

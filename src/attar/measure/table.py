@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from attar.measure.numbers import count, fixed, percent, significant, times
-from attar.measure.run_folder import RunRecord, StageRecord
+from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 Cell = Callable[[RunRecord, StageRecord], str]
 
@@ -61,9 +61,10 @@ TOP1 = Column(
 )
 KEPT = Column(
     "quality kept %",
-    "next tokens predicted right, as a share of those of the original",
+    "predicted right, as a share of what the original does",
     _number("quality_kept", _percent),
 )
+ACCURACY = Column("accuracy %", "classes or hidden tokens predicted right", _number("accuracy", _percent))
 PREFILL = Column("prefill tok/s", "prompt tokens per second", _number("prefill_tokens_per_s", fixed))
 DECODE = Column(
     "decode tok/s", "generated tokens per second, one sequence", _number("decode_tokens_per_s", fixed)
@@ -82,7 +83,11 @@ REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL, KL_P99, TOP1, PRE
 
 
 def columns(run: RunRecord, usual: tuple[Column, ...]) -> list[Column]:
-    """The usual columns; those of transformers follow where it was timed too (``reference_speed``)."""
+    """The usual columns; those of transformers follow where it was timed too (``reference_speed``). Encoders
+    have an accuracy, and nothing to decode."""
+    if any(stage.text("task") in ENCODER_TASKS for stage in run.stages):
+        usual = tuple({PERPLEXITY: ACCURACY, DECODE: PREFILL}.get(column, column) for column in usual)
+        return list(dict.fromkeys(usual))
     timed = any(stage.number("transformers_decode_tokens_per_s") is not None for stage in run.stages)
     pairs = {PREFILL: REFERENCE_PREFILL, DECODE: REFERENCE_DECODE}
     return [*usual, *(pairs[column] for column in usual if timed and column in pairs)]

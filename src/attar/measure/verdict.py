@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attar.measure.numbers import percent, significant, times
-from attar.measure.run_folder import RunRecord, StageRecord
+from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 
 def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
@@ -15,7 +15,8 @@ def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
     """
     stage = stage or run.last
     smaller, kl = run.times_smaller(stage), stage.number("kl_mean")
-    kept, measure = stage.number("quality_kept"), "its next-token accuracy"
+    kept = stage.number("quality_kept")
+    measure = "its accuracy" if stage.text("task") in ENCODER_TASKS else "its next-token accuracy"
     if kept is None:
         kept, measure = stage.number("top1_agreement"), "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]

@@ -90,7 +90,7 @@ def output_linear(model: Any) -> nn.Linear | None:
     """The module that makes the logits, where it is a plain Linear without hooks."""
     model = unwrapped(model)
     linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+    if linear is None or type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
         return None
     return None if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else linear
 
@@ -139,7 +139,7 @@ def hidden_states(model: Any, tokens: Tensor, attention_mask: Tensor | None = No
     return states[-1]
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _probed(model: Any, linear: nn.Linear) -> Head | None:
     """The head, if the model does to the Linear's output what a :class:`Head` does."""
     V, device = linear.weight.shape[0], linear.weight.device

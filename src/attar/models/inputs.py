@@ -29,5 +29,5 @@ def model_inputs(model: Any, batch: Examples) -> dict[str, Any]:
 
 
 def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

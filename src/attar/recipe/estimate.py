@@ -256,7 +256,7 @@ def _guided(settings: Any) -> bool:
 
 def _taught(settings: Any, tokens: float) -> float:
     """Tokens that the teacher reads: each once if its predictions are stored."""
-    if not getattr(settings, "teacher_top", 0) or not settings.rows:
+    if not getattr(settings, "keeps_predictions", False) or not settings.rows:
         return tokens
     return min(tokens, float(settings.rows * settings.sequence_length))
 

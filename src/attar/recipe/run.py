@@ -62,7 +62,7 @@ class Tools:
     """The functions of ``measure`` that a run calls, by import path, so that a plan imports none of them."""
 
     evaluate: str = "attar.measure.evaluate:evaluate"
-    make_reference: str = "attar.measure.reference:make_reference"
+    make_reference: str = "attar.measure.evaluate:prepare_reference"
     report: str = "attar.measure.report.page:write_report"
     reset_peak: str = "attar.measure.footprint:reset_peak"
     peak: str = "attar.measure.footprint:peak_rss_bytes"
@@ -213,7 +213,7 @@ class _RecipeRun:
         """Call a stage function with its models."""
         entry = step.entry
         common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}
-        if getattr(entry.settings, "teacher_top", 0):
+        if getattr(entry.settings, "keeps_predictions", False):
             common["signal"] = self.plan.out / SIGNAL
         if STAGES[entry.stage].merges:
             models = {name: self.model(name) for name in entry.merged}

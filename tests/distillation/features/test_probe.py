@@ -1,17 +1,22 @@
 """Features of whole models: what is compared, in which layers and at which positions; what is refused."""
 
+import math
+
 import pytest
 import torch
 
 from attar.data.examples import Examples
 from attar.distillation.feature_settings import FEATURE_NAMES, FeatureSettings
 from attar.distillation.features import FEATURES
+from attar.distillation.features.feature import drawn_tokens
 from attar.distillation.features.probe import make_features
+from attar.distillation.features.qkv import relation_heads
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
-from attar.distillation.outputs import run_model
+from attar.distillation.objectives import OBJECTIVES
+from attar.distillation.outputs import Insides, run_model
 from attar.distillation.signals.online import OnlineTeacher
 from attar.errors import ModelError, SettingsError
+from attar.models.anatomy import discover
 from tests import tiny_models
 
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -60,11 +65,10 @@ def test_padding_and_prompts_change_nothing(name):
     outputs = [run_model(model, batch, feature.insides) for model in (student, teacher)]
     for output in outputs:
         output.compared[:, :4] = False
-    if name != "relation":
-        assert feature.loss(*outputs, feature.projections).item() == pytest.approx(of_answer, rel=1e-5)
+    assert feature.loss(*outputs, feature.projections).item() == pytest.approx(of_answer, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", FEATURE_NAMES)
+@pytest.mark.parametrize("name", ["hidden", "patient", "embeddings", "attention", "qkv"])
 def test_parts_of_a_batch_weighed_by_their_predictions_are_the_batch(name):
     teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1, **SMALLER)
     tokens = tiny_models.tokens(teacher, batch=4)
@@ -154,7 +158,7 @@ def test_a_model_that_reports_nothing_is_refused(name, monkeypatch):
 def test_features_add_to_predictions():
     teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
     batch = Examples.of_text(tiny_models.tokens(teacher))
-    signal = OnlineTeacher(teacher, SLOPES["kl"], 1.0)
+    signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 1.0)
     features = features_of(student, teacher, "hidden:0.5", "embeddings:2")
     parts = [feature.weight * value(feature, student, teacher, batch).item() for feature in features]
     plain = DistillationLoss(signal, 0.3)(student, batch).item()
@@ -163,3 +167,75 @@ def test_features_add_to_predictions():
     assert together == pytest.approx(2 * plain + sum(parts), rel=1e-5)
     alone = DistillationLoss(signal, 0.3, features, weight=0.0)(student, batch).item()
     assert alone == pytest.approx(sum(parts), rel=1e-5)
+
+
+def test_qkv_against_a_loop():
+    """Of a fused Conv1D and of projections of their own, with other widths and heads."""
+    teacher, student = tiny_models.build("gpt2"), tiny_models.build("llama3", seed=1, **SMALLER)
+    tokens = tiny_models.tokens(teacher)
+    tokens[1, 9:] = -100
+    batch = Examples.of_text(tokens)
+    (feature,) = features_of(student, teacher, "qkv", feature_map="1:2", relation_heads=2)
+    inputs = {"input_ids": batch.inputs, "attention_mask": batch.mask.long(), "output_hidden_states": True}
+    with torch.no_grad():
+        theirs, ours = (model(**inputs).hidden_states for model in (teacher, student))
+        block, layer = teacher.transformer.h[2], student.model.layers[1]
+        fused = block.attn.c_attn(block.ln_1(theirs[2]))
+        ours = layer.input_layernorm(ours[1])
+        attention = layer.self_attn
+        mine = [part(ours) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    errors = []
+    for x, target in zip(mine, fused.split(64, -1), strict=True):
+        for row, s in batch.predicted.nonzero().tolist():
+            length = int(batch.mask[row].sum())
+            for head in range(2):
+                a, b = (
+                    y[row, :length].double().chunk(2, -1)[head] / (y.shape[-1] / 2) ** 0.25
+                    for y in (x, target)
+                )
+                log_a, log_b = (
+                    torch.stack([z[s] @ z[k] for k in range(length)]).log_softmax(0) for z in (a, b)
+                )
+                errors.append(
+                    sum(math.exp(q) * (q - p) for p, q in zip(log_a.tolist(), log_b.tolist(), strict=True))
+                )
+    wanted = sum(errors) / len(errors)
+    assert wanted > 0.01
+    assert value(feature, student, teacher, batch).item() == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_queries_keys_and_values_of_every_family(family):
+    """Each has a gradient by the weights of its own module, and as many columns as its heads."""
+    model = tiny_models.build(family)
+    batch = Examples.of_text(tiny_models.tokens(model))
+    outputs = run_model(model, batch, Insides(qkv=True))
+    widths = [
+        [part.out_features for part in (block.attention.q, block.attention.k, block.attention.v)]
+        for block in discover(model).blocks
+    ]
+    assert [[x.shape[-1] for x in layer] for layer in outputs.qkv] == widths
+    assert all(x.shape[:2] == batch.tokens.shape and x.requires_grad for layer in outputs.qkv for x in layer)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_relation_heads_must_divide():
+    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1, **SMALLER)
+    with pytest.raises(SettingsError, match="relation_heads is 3, but must be a divisor of 16"):
+        features_of(student, teacher, "qkv", relation_heads=3)
+    assert [relation_heads({576, 192}), relation_heads({768}), relation_heads({96, 64})] == [12, 48, 4]
+
+
+def test_drawn_tokens_are_those_of_the_batch():
+    """Compared ones, the same for both models and again; others for another batch."""
+    model = tiny_models.build("llama3")
+    draws = []
+    for seed in (0, 0, 1):
+        tokens = tiny_models.tokens(model, batch=4, seed=seed)
+        tokens[0, 6:] = -100
+        outputs = run_model(model, Examples.of_text(tokens), Insides(states=True, tokens="predicted"))
+        rows, positions = drawn_tokens(outputs, 10)
+        assert bool(outputs.compared[rows, positions].all())
+        draws.append(sorted(zip(rows.tolist(), positions.tolist(), strict=True)))
+    assert draws[0] == draws[1] != draws[2] and len(set(draws[0])) == 10
+    assert len(drawn_tokens(outputs, 500)[0]) == 5 + 3 * 11

@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from attar.data.examples import Examples
-from attar.data.packing import PADDING
+from attar.data.packing import PADDING, numbered_generator
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
+from attar.distillation.objectives.forward_kl import sparse_slopes
+from attar.distillation.outputs import NOTHING
 from attar.distillation.settings import distill_settings, recover_settings
-from attar.distillation.signals.cached import CachedTeacher, summary
+from attar.distillation.signals import cached
+from attar.distillation.signals.cached import CachedTeacher
 from attar.distillation.signals.online import OnlineTeacher
+from attar.distillation.signals.prediction_store import PredictionStore, row_digest
+from attar.distillation.signals.sampling import sparse_prediction, sparse_weights
 from attar.distillation.stage import recover
 from attar.errors import SettingsError
 from attar.walks import train as walk
@@ -30,10 +35,15 @@ SMALL = {
     "teacher_top": 8,
     "data": str(Path(json.__file__).parent),
 }
+V, DRAWS = 12, 100_000
 
 
-def keeping(model, folder, top=8, temperature=1.0, fingerprint="f", precision="fp32"):
-    return CachedTeacher(model, folder, fingerprint, precision, top, temperature, width=320)
+def keeping(model, folder, top=8, draws=2, temperature=1.0, precision="fp32"):
+    return CachedTeacher(model, PredictionStore(folder), precision, top, draws, temperature, width=320)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_path):
@@ -55,75 +65,134 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
             assert (one - other).norm() <= 2e-3 * one.norm() + 1e-7
 
 
-def test_what_is_drawn_is_right_on_average():
-    """The likeliest tokens keep their probabilities; the mean of many draws is the whole distribution."""
-    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1)).expand(4000, -1).contiguous()
-    kept = summary(logits, 4, seed=3)
-    tokens, likely = kept["tokens"].long(), kept["likely"].double()
-    p = logits[0].double().softmax(-1)
-    assert kept["tokens"].dtype == torch.uint16 and tokens.shape == (4000, 5)
-    assert torch.allclose(likely[0], p.topk(4).values, rtol=1e-3)
-    assert kept["entropy"][0].item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-5)
-    mean = torch.zeros(4000, 12, dtype=torch.float64).scatter_(1, tokens[:, :4], likely)
-    mean.scatter_add_(1, tokens[:, 4:], 1 - likely.sum(1, keepdim=True))
-    assert torch.allclose(mean.mean(0), p, atol=0.01)
+def drawn(top, draws):
+    """One position's distribution and its prediction, drawn 10^5 times: student's logits, p, p' (.., V)."""
+    generator = numbered_generator(1, 0)
+    t, z = 2 * torch.randn(2, V, generator=generator)
+    uniforms = torch.rand(DRAWS, draws, dtype=torch.float64, generator=generator)
+    tokens, likely, entropy = sparse_prediction(t.expand(DRAWS, V), top, uniforms)
+    weights = sparse_weights(likely, draws)
+    p = t.double().softmax(-1)
+    assert entropy[0].item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-5)
+    return z, p, tokens, weights, entropy
 
 
-def test_a_rows_numbers_are_its_own(tmp_path):
+@pytest.mark.parametrize(("top", "draws"), [(4, 1), (0, 3), (3, 2)])
+def test_the_mean_gradient_of_many_draws_is_that_of_all_tokens(top, draws):
+    """Within three standard errors at every token; that of the likeliest alone is far off."""
+    z, p, tokens, weights, entropy = drawn(top, draws)
+    dense, _ = OBJECTIVES["kl"](z[None].double(), p.log()[None], 1.0)
+    wanted = z.double().softmax(-1) - p
+    values, slopes = sparse_slopes(z.expand(DRAWS, V).contiguous(), tokens, weights, entropy)
+    slopes = slopes.double()
+    error = slopes.std(0) / DRAWS**0.5 + 1e-6
+    assert ((slopes.mean(0) - wanted).abs() <= 3 * error).all()
+    spread = values.double().std() / DRAWS**0.5
+    assert (values.double().mean() - dense[0]).abs() <= 3 * spread + 1e-5
+    likeliest = max(top, 4)
+    alone = torch.zeros(V, dtype=torch.float64)
+    alone[p.topk(likeliest).indices] = p.topk(likeliest).values / p.topk(likeliest).values.sum()
+    biased = z.double().softmax(-1) - alone
+    assert ((biased - wanted).abs() > 9 * error).sum() >= V // 2
+
+
+def test_sizes_of_what_is_kept():
+    """292 bytes a position at K = 64, at any vocabulary below 65,536."""
+    logits = torch.randn(3, 1000)
+    teacher = CachedTeacher(None, None, "fp32", 64, 16, 1.0, 1000)
+    tokens, likely, entropy = sparse_prediction(logits, 64, teacher._uniforms([5], 3))
+    sizes = [tokens.to(torch.uint16).nbytes, likely.half().nbytes, entropy.nbytes]
+    assert sum(sizes) == 3 * 292
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("length", [12, 37])
+def test_a_rows_numbers_are_its_own(tmp_path, family, length, monkeypatch):
     """Alone, in a batch, first or last, from the teacher or from the file: the same bits."""
+    monkeypatch.setattr(cached, "TOKENS", 8 * length)
+    teacher = tiny_models.build(family)
+    rows = tiny_models.tokens(teacher, batch=11, length=length)
+    together = keeping(teacher, tmp_path / "one").predictions(rows)
+    other = keeping(teacher, tmp_path / "two")
+    alone = [other.predictions(row[None]) for row in rows.flip(0)][::-1]
+    assert same(together, {name: torch.cat([part[name] for part in alone]) for name in together})
+    again = keeping(None, tmp_path / "one").predictions(rows)  # without a teacher
+    assert same(together, again)
+    assert same({name: value.flip(0) for name, value in together.items()}, other.predictions(rows.flip(0)))
+
+
+def test_a_row_that_training_asks_for_is_that_of_the_pass_before(tmp_path):
+    """Under autocast, as a process of several does it."""
     teacher = tiny_models.build("llama3")
     rows = tiny_models.tokens(teacher, batch=3, length=12)
-    together = keeping(teacher, tmp_path / "one")(rows)
-    alone = [keeping(teacher, tmp_path / "two")(row[None]) for row in rows.flip(0)][::-1]
-    again = keeping(None, tmp_path / "one")(rows)  # without a teacher
-    assert torch.equal(together.tokens, again.tokens) and torch.equal(together.weights, again.weights)
-    assert torch.equal(together.weights, torch.cat([part.weights for part in alone]))
-    assert torch.equal(together.entropy, torch.cat([part.entropy for part in alone]))
-    assert torch.allclose(together.weights.sum(1), torch.ones(33))
+    before, within = (keeping(teacher, tmp_path / name, precision="bf16") for name in ("before", "within"))
+    before.prepare([Examples.of_text(rows)])
+    with torch.autocast("cpu", torch.bfloat16):
+        within.target(Examples.of_text(rows[1:2]), NOTHING)
+        assert same(within.predictions(rows), before.predictions(rows))
 
 
-def test_another_teacher_setting_or_text_is_asked_anew(tmp_path):
+def test_one_pass_over_all_rows_writes_few_files(tmp_path):
+    teacher = tiny_models.build("llama3")
+    rows = tiny_models.tokens(teacher, batch=150, length=12)
+    kept = keeping(teacher, tmp_path / "pass")
+    kept.prepare([Examples.of_text(rows), Examples.of_text(rows[:10])])
+    assert len(list((tmp_path / "pass").glob("*.safetensors"))) == 3
+    batch = rows[torch.randperm(150, generator=numbered_generator(2, 0))[:20]]
+    wanted = keeping(teacher, tmp_path / "batch").predictions(batch)
+    assert same(kept.predictions(batch), wanted)
+    assert same(keeping(None, tmp_path / "pass").predictions(batch), wanted)
+
+
+def test_answers_alone_have_their_predictions(tmp_path):
+    teacher = tiny_models.build("llama3")
+    batch = Examples.of_text(tiny_models.tokens(teacher, batch=2, length=12))
+    targets = batch.targets.clone()
+    targets[0, :7] = PADDING
+    kept = keeping(teacher, tmp_path)
+    every = kept.target(batch, NOTHING)
+    answers = kept.target(Examples(batch.tokens, targets), NOTHING)
+    assert torch.equal(answers.weights, every.weights[7:]) and len(every.weights) == 22
+
+
+def test_a_damaged_file_is_written_again(tmp_path):
     teacher = tiny_models.build("llama3")
     rows = tiny_models.tokens(teacher, batch=1, length=12)
-    keeping(teacher, tmp_path)(rows)
-    others = [{"fingerprint": "g"}, {"temperature": 2.0}, {"top": 4}, {"precision": "bf16"}]
-    for number, change in enumerate(others, 2):
-        keeping(teacher, tmp_path, **change)(rows)
-        assert len(list(tmp_path.glob("*/*.safetensors"))) == number
-    keeping(teacher, tmp_path)(rows.flip(1))
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == len(others) + 2
-
-
-def test_a_broken_file_is_written_again(tmp_path):
-    teacher = tiny_models.build("llama3")
-    rows = tiny_models.tokens(teacher, batch=1, length=12)
-    wanted = keeping(teacher, tmp_path)(rows)
-    (file,) = tmp_path.glob("*/*.safetensors")
+    wanted = keeping(teacher, tmp_path).predictions(rows)
+    (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:100])
-    assert torch.equal(keeping(teacher, tmp_path)(rows).weights, wanted.weights)
-    assert torch.equal(keeping(None, tmp_path)(rows).weights, wanted.weights)
+    assert row_digest(rows[0]) not in PredictionStore(tmp_path)
+    assert same(keeping(teacher, tmp_path).predictions(rows), wanted)
+    assert same(keeping(None, tmp_path).predictions(rows), wanted)
 
 
 class Killed(BaseException):
-    """Stands for a process that dies between two steps."""
+    """Stands for a process that dies between two steps, or between two files."""
 
 
-@pytest.mark.parametrize("died_at", [1, 5])
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
+def dying(function, after):
+    calls = iter(range(10**6))
+
+    def run(*args, **kwargs):
+        if next(calls) == after:
+            raise Killed
+        return function(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 1)]
+)
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, owner, name, after):
     """Five rows, sixteen times shown: over epochs whose batches hold rows of two of them."""
+    monkeypatch.setattr(cached, "FILE_ROWS", 256)
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
     pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
     settings = recover_settings(**SMALL)
     whole = recover(pruned, tmp_path / "whole" / "m", settings, teacher=teacher)
-    step = walk._step
-
-    def deadly(run, loss, batches, number, settings):
-        if number == died_at:
-            raise Killed
-        return step(run, loss, batches, number, settings)
-
     with monkeypatch.context() as patch:
-        patch.setattr(walk, "_step", deadly)
+        patch.setattr(owner, name, dying(getattr(owner, name), after))
         with pytest.raises(Killed):
             recover(pruned, tmp_path / "cut" / "m", settings, teacher=teacher)
     assert list((tmp_path / "cut/.m.work/signal").glob("*/*.safetensors"))
@@ -133,21 +202,38 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
 
 
 def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
-    """The second one asks the teacher nothing: it reads the rows and the held-out text of the first."""
+    """The second one asks the teacher nothing: it reads the rows and the held-out text of the first. Other
+    settings ask again."""
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
     settings = recover_settings(**SMALL)
     recover(teacher, tmp_path / "one", settings, teacher=teacher, signal=tmp_path / "signal")
-    count = len(list((tmp_path / "signal").glob("*/*.safetensors")))
-
-    def refuse(self, row, seed):
-        raise AssertionError("the teacher was asked")
-
-    monkeypatch.setattr(CachedTeacher, "_predict", refuse)
+    files = sorted((tmp_path / "signal").glob("*/*.safetensors"))
+    monkeypatch.setattr(CachedTeacher, "_predict", dying(CachedTeacher._predict, 0))
     recovered = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
-    assert count == len(list((tmp_path / "signal").glob("*/*.safetensors"))) > 5
+    assert files == sorted((tmp_path / "signal").glob("*/*.safetensors")) != []
     assert recovered.card.details["precision"] == "fp32"
+    for change in ({"temperature": 2.0}, {"teacher_top": 4}, {"teacher_samples": 5}):
+        monkeypatch.setattr(CachedTeacher, "_predict", dying(CachedTeacher._predict, 0))
+        with pytest.raises(Killed):
+            other = recover_settings(**{**SMALL, **change})
+            recover(teacher, tmp_path / "three", other, teacher=teacher, signal=tmp_path / "signal")
 
 
-def test_a_draft_model_needs_all_logits():
-    with pytest.raises(SettingsError, match="lk, which reads all logits"):
-        distill_settings(for_drafting=True, teacher_top=8)
+def test_drawn_tokens_alone_teach(tmp_path):
+    teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
+    pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
+    settings = recover_settings(**{**SMALL, "steps": 60, "teacher_top": 0}, teacher_samples=24)
+    assert settings.teacher_signal == "cached"
+    recovered = recover(pruned, tmp_path / "out", settings, teacher=teacher)
+    curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
+    assert curve[-1] < 0.8 * curve[0]
+
+
+@pytest.mark.parametrize("option", ["teacher_top", "teacher_samples"])
+def test_what_reads_all_logits_is_refused(option):
+    with pytest.raises(SettingsError, match=f"{option} is 8, but must be 0 with objective lk"):
+        distill_settings(for_drafting=True, **{option: 8})
+    with pytest.raises(SettingsError, match=f"{option} is 8, but must be 0 with signal online"):
+        recover_settings(signal="online", **{option: 8})
+    with pytest.raises(SettingsError, match="teacher_top is 0, but must be at least 1 with signal cached"):
+        recover_settings(signal="cached")

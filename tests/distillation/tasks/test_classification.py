@@ -6,8 +6,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
+from attar.distillation.features.probe import make_features
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.stage import distill, recover
@@ -120,7 +121,7 @@ def test_the_soft_loss_on_classes_is_that_of_the_paper(objective, T):
     rows = tiny_models.tokens(student, batch=5, length=9)
     batch = Examples(rows, torch.tensor([0, 2, 1, 1, 0]))
     alpha = 0.7
-    loss = DistillationLoss(OnlineTeacher(teacher, SLOPES[objective], T), alpha)(student, batch)
+    loss = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES[objective], T), alpha)(student, batch)
     with torch.no_grad():
         z, t = (model(input_ids=rows).logits.double() for model in (student, teacher))
     q, p = (z / T).softmax(-1), (t / T).softmax(-1)
@@ -138,7 +139,7 @@ def test_the_soft_loss_on_classes_is_that_of_the_paper(objective, T):
     hard = torch.nn.functional.cross_entropy(z, batch.targets)
     expected = alpha * soft.mean() + (1 - alpha) * hard
     assert loss.item() == pytest.approx(float(expected), rel=1e-4)
-    same = DistillationLoss(OnlineTeacher(teacher, SLOPES[objective], T))(teacher, batch)
+    same = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES[objective], T))(teacher, batch)
     assert same.item() < 1e-6
 
 
@@ -147,14 +148,15 @@ def test_padding_changes_nothing(family):
     teacher, student = classifier(family), classifier(family, seed=1)
     rows = tiny_models.tokens(student, batch=3, length=9)
     targets = torch.tensor([0, 1, 1])
-    loss = DistillationLoss(OnlineTeacher(teacher, SLOPES["kl"], 2.0), 0.5)
+    loss = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES["kl"], 2.0), 0.5)
     padded = torch.nn.functional.pad(rows, (0, 4), value=PADDING)
-    assert float(loss(student, Examples(padded, targets))) == float(loss(student, Examples(rows, targets)))
+    same = loss(student, Examples(padded, targets)).item()
+    assert same == loss(student, Examples(rows, targets)).item()
     shorter = rows.clone()
     shorter[1:, 6:] = PADDING
     alone = [Examples(rows[:1], targets[:1]), Examples(rows[1:, :6], targets[1:])]
-    expected = sum(float(loss(student, part)) * len(part) for part in alone) / 3
-    assert float(loss(student, Examples(shorter, targets))) == pytest.approx(expected, rel=1e-4)
+    expected = sum(loss(student, part).item() * len(part) for part in alone) / 3
+    assert loss(student, Examples(shorter, targets)).item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_segments_reach_models_that_have_them():
@@ -162,13 +164,10 @@ def test_segments_reach_models_that_have_them():
     rows, targets = tiny_models.tokens(model, batch=2, length=8), torch.tensor([0, 1])
     segments = torch.tensor([[0] * 4 + [1] * 4] * 2)
     loss = DistillationLoss(None)
-    assert float(loss(model, Examples(rows, targets, segments))) != float(
-        loss(model, Examples(rows, targets))
-    )
+    plain, typed = Examples(rows, targets), Examples(rows, targets, segments)
+    assert loss(model, typed).item() != loss(model, plain).item()
     other = classifier("roberta", type_vocab_size=1)
-    assert float(loss(other, Examples(rows, targets, segments))) == float(
-        loss(other, Examples(rows, targets))
-    )
+    assert loss(other, typed).item() == loss(other, plain).item()
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "llama3", "gpt2"])
@@ -178,6 +177,7 @@ def test_a_fresh_head_keeps_the_backbone(family):
     weights = head.base_model.state_dict()
     for name, tensor in model.base_model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
+    torch.rand(1)
     again = with_classifier(model, ["a", "b", "c"], 3)
     assert all(
         torch.equal(a, b)
@@ -204,9 +204,11 @@ def test_the_task_follows_architecture_and_data():
 
 def test_settings_of_language_models_are_refused():
     config = {"architectures": ["BertForSequenceClassification"]}
-    with pytest.raises(SettingsError, match="teacher_top is 8, but must be 0 with task classification"):
+    with pytest.raises(
+        SettingsError, match="teacher_top is 8, but must be left out with task classification"
+    ):
         task_of(config, recover_settings(teacher_top=8))
-    with pytest.raises(SettingsError, match=r"share is 0\.5, but must be 0 with task classification"):
+    with pytest.raises(SettingsError, match=r"share is 0\.5, but must be left out with task classification"):
         task_of(config, distill_settings(share=0.5))
     with pytest.raises(SettingsError, match="for_drafting is True"):
         task_of(config, distill_settings(for_drafting=True))
@@ -243,3 +245,35 @@ def test_teacher_and_student_must_have_the_same_classes(teacher, tmp_path):
     tiny_models.save_encoder(model, other)
     with pytest.raises(ModelError, match="the teacher's classes are good, bad, the student's bad, good"):
         recover(checkpoint, tmp_path / "out", recover_settings(**SMALL, data=data), teacher=other)
+
+
+def test_tinybert_in_two_phases(teacher, tmp_path):
+    """First the insides of the teacher, then its predictions."""
+    checkpoint, data = teacher
+    insides = {"features": ("hidden", "attention", "embeddings"), "attention_loss": "scores"}
+    settings = distill_settings(**SMALL, data=data, width=32, layers=2, prediction_weight=0.0, **insides)
+    first = distill(checkpoint, tmp_path / "first", settings)
+    curve = [row["loss"] for row in first.card.details["curve"] if "loss" in row]
+    assert curve[-1] < 0.9 * curve[0]
+    second = recover(
+        first, tmp_path / "second", recover_settings(**SMALL, data=data), teacher=checkpoint.path
+    )
+    assert accuracy(second, data) > 0.95 and second.config["hidden_size"] == 32
+
+
+@pytest.mark.parametrize("feature", ["hidden", "patient", "attention", "embeddings"])
+def test_padding_changes_no_feature(feature):
+    """Texts of two lengths in one batch have the features of each by itself, weighed by their tokens."""
+    teacher, student = classifier(), classifier(seed=1)
+    settings = distill_settings(features=(feature,), prediction_weight=0.0).features
+    features = make_features(student, teacher, settings, "classification", 0)
+    signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 1.0)
+    loss = DistillationLoss(signal, 1.0, features, weight=0.0)
+    rows, targets = tiny_models.tokens(student, batch=2, length=9), torch.tensor([0, 1])
+    rows[1, 5:] = PADDING
+    whole = loss(student, Examples(rows, targets)).item()
+    padded = torch.nn.functional.pad(rows, (0, 3), value=PADDING)
+    assert loss(student, Examples(padded, targets)).item() == pytest.approx(whole, rel=1e-5)
+    alone = [loss(student, Examples(row[row >= 0][None], targets[:1])).item() for row in rows]
+    if feature != "attention":  # there a row's mean depends on its number of keys
+        assert whole == pytest.approx((9 * alone[0] + 5 * alone[1]) / 14, rel=1e-4)

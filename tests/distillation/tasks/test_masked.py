@@ -9,12 +9,14 @@ import torch
 from attar.data.examples import Examples
 from attar.data.masking import MaskRule, hide
 from attar.data.packing import PADDING, numbered_generator
+from attar.distillation.features.probe import make_features
 from attar.distillation.loss import DistillationLoss
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import distill_settings
 from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.stage import distill
 from attar.errors import ModelError
+from attar.models.surgery import keep_layers
 from attar.walks import train
 from tests import tiny_models
 
@@ -69,7 +71,7 @@ def test_the_loss_is_that_of_the_hidden_tokens_alone():
     rows[2:, 15:] = PADDING
     batch = hide(rows, MaskRule(2, (0, 1, 2), 320), numbered_generator(0, 0))
     T, alpha = 2.0, 0.6
-    loss = DistillationLoss(OnlineTeacher(teacher, SLOPES["kl"], T), alpha)(student, batch)
+    loss = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES["kl"], T), alpha)(student, batch)
     soft, hard = [], []
     for number in range(4):
         real = batch.mask[number]
@@ -86,10 +88,34 @@ def test_the_loss_is_that_of_the_hidden_tokens_alone():
     changed = Examples(batch.tokens.clone(), batch.targets)
     wider = torch.nn.functional.pad(changed.tokens, (0, 3), value=PADDING)
     targets = torch.nn.functional.pad(changed.targets, (0, 3), value=PADDING)
-    again = DistillationLoss(OnlineTeacher(teacher, SLOPES["kl"], T), alpha)(
+    again = DistillationLoss(OnlineTeacher(teacher, OBJECTIVES["kl"], T), alpha)(
         student, Examples(wider, targets)
     )
     assert float(again) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_distilberts_loss_is_soft_hard_and_cosine():
+    """Of hidden tokens the first two, of all real tokens and all pairs of layers the third."""
+    teacher = tiny_models.build("bert")
+    student = keep_layers(tiny_models.build("bert", seed=1), [0, 2])
+    rows = tiny_models.tokens(student, batch=3, length=20)
+    rows[1, 12:] = PADDING
+    batch = hide(rows, MaskRule(2, (0, 1, 2), 320), numbered_generator(0, 0))
+    settings = distill_settings(features=("hidden:0.2",), feature_loss="cosine").features
+    features = make_features(student, teacher, settings, "masked", 0)
+    signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 2.0)
+    plain = DistillationLoss(signal, 0.7)(student, batch).item()
+    with_cosine = DistillationLoss(signal, 0.7, features)(student, batch).item()
+    asked = {"input_ids": batch.inputs, "attention_mask": batch.mask.long(), "output_hidden_states": True}
+    with torch.no_grad():
+        ours, theirs = (model(**asked).hidden_states for model in (student, teacher))
+    pairs = [(1, 2), (2, 3)]  # behind each half of the depth
+    cosines = [
+        torch.nn.functional.cosine_similarity(ours[i].double(), theirs[j].double(), dim=-1)[batch.mask]
+        for i, j in pairs
+    ]
+    expected = 0.2 * (1 - torch.stack(cosines)).mean().item()
+    assert with_cosine - plain == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_causal_model_is_refused(tmp_path):

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.card import Card, Parent, versions
 from attar.checkpoint.hashing import identity, sha256_file
 from attar.checkpoint.licence_gate import check_licences
-from attar.checkpoint.licences import UNKNOWN, duties
+from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import root_licences
-from attar.data.provenance import card_path, read_card
+from attar.data.provenance import card_path, provenance, read_card
 from attar.data.sources import check_messages, parse_row, read_text
 from attar.distillation.collection.cost import CollectionEstimate, estimate, price, row_tokens
 from attar.distillation.collection.crew import Crew, RunTally
+from attar.distillation.collection.event_loop import interrupts, run_to_end
 from attar.distillation.collection.filters.run import FilterSummary, filter_rows
 from attar.distillation.collection.journal import SUFFIX, Journal, open_journal
 from attar.distillation.collection.prompts import read_prompts
@@ -97,7 +96,8 @@ def collect(
     """
     _check_out(out, prompts, force)
     asked = _teacher(teacher, settings)
-    check_licences([asked.lineage()], settings.licence, progress, student=False)
+    lineage = (asked.lineage(),)
+    check_licences(lineage, settings.licence, progress, student=False)
     requests = _requests(prompts, asked, settings)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(_journal_path(out)) as journal:
@@ -111,7 +111,7 @@ def collect(
             raise DataError(f"{out}: no request has an answer", hint=_first(tally.refused))
         spent = _spent(journal, settings)
     counts = _counts(requests, rows, len(tally.refused), settings)
-    summary = _write(out, rows, asked.lineage(), settings, {"prompts": prompts.name, **counts}, progress)
+    summary = _write(out, rows, lineage, settings, {"prompts": prompts.name, **counts}, progress)
     return CollectionResult(path=out, asked=tally.sent, spent=spent, filters=summary, **counts)
 
 
@@ -141,9 +141,11 @@ def filter_collection(
     rows = list(_collected_rows(data))
     if not rows:
         raise DataError(f"{data}: no row in it")
+    lineage = _lineage_of_data(data)
+    check_licences(lineage, settings.licence, progress, student=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     counts = _counts(rows, [row for row in rows if "messages" in row], 0, settings)
-    summary = _write(out, rows, _lineage_of_data(data), settings, {"data": data.name, **counts}, progress)
+    summary = _write(out, rows, lineage, settings, {"data": data.name, **counts}, progress)
     return CollectionResult(path=out, asked=0, spent=0.0, filters=summary, **counts)
 
 
@@ -208,9 +210,11 @@ def _ask(
     if not missing:
         return RunTally()
     teacher.prepare()
+    if isinstance(teacher, EndpointTeacher) and teacher.exposed_key:
+        progress.log(f"warning: the key goes to {teacher.host} over http, which encrypts nothing")
     with progress.task("collect", total=len(requests), done=len(requests) - len(missing)) as task:
         crew = Crew(teacher, settings, journal, spent, task)
-        _run(_ask_all(crew, missing, teacher, progress))
+        run_to_end(_ask_all(crew, missing, teacher, progress))
     if crew.reason is not None:
         raise crew.reason
     if crew.tally.given_up:
@@ -235,46 +239,9 @@ async def _ask_all(
         else:
             work.cancel()
 
-    with _interrupts(interrupted), suppress(asyncio.CancelledError):
+    with interrupts(interrupted), suppress(asyncio.CancelledError):
         await work
     await teacher.close()
-
-
-@contextmanager
-def _interrupts(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function at each Ctrl-C; outside the main thread they go where they always go."""
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGINT, call)
-    except (ValueError, RuntimeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end; in a thread of its own where a loop runs already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _first(requests: Sequence[tuple[TeacherRequest, str]]) -> str:
@@ -301,7 +268,7 @@ def _counts(
 def _write(
     out: Path,
     rows: Sequence[dict[str, Any]],
-    teacher: Parent,
+    lineage: Sequence[Parent],
     settings: CollectSettings,
     details: dict[str, Any],
     progress: Progress,
@@ -314,13 +281,13 @@ def _write(
         with partial.open("w", encoding="utf-8") as file:
             for row in kept:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        card = _card(out, partial, teacher, settings, {**details, "filters": summary.to_dict()})
+        card = _card(out, partial, lineage, settings, {**details, "filters": summary.to_dict()})
         atomic.write_json(card_path(out), card.to_dict())
     return summary
 
 
 def _card(
-    out: Path, written: Path, teacher: Parent, settings: CollectSettings, details: dict[str, Any]
+    out: Path, written: Path, lineage: Sequence[Parent], settings: CollectSettings, details: dict[str, Any]
 ) -> Card:
     values = flatten(settings)
     digest = sha256_file(written)
@@ -330,25 +297,25 @@ def _card(
         settings=values,
         seed=settings.seed,
         key=identity("collect", VERSION, values, [digest]),
-        parents=(teacher,),
+        parents=tuple(lineage),
         versions=versions(),
         files={out.name: digest},
         details=details,
-        licence=duties([teacher], values, student=False).to_dict() | {"ids": root_licences(teacher)},
+        licence=duties(lineage, values, student=False).to_dict() | {"ids": _ids(lineage)},
     )
 
 
-def _lineage_of_data(data: Path) -> Parent:
-    """The teachers of a collection by its card; unknown without one."""
+def _ids(lineage: Sequence[Parent]) -> list[str]:
+    """Licences of the roots of a lineage."""
+    return list(dict.fromkeys(name for parent in lineage for name in root_licences(parent)))
+
+
+def _lineage_of_data(data: Path) -> tuple[Parent, ...]:
+    """The teachers of answers that are there, by their card, or by the names in the rows."""
     for path in (data, data.with_name(data.name.removesuffix(SUFFIX))):
         if card := read_card(path):
-            return replace(card.as_parent("signal", card.files.get(path.name, "")), name=path.name)
-    return Parent(
-        role="signal",
-        name=data.name,
-        stage="original",
-        licence={"ids": [UNKNOWN], "evidence": ["no card"]},
-    )
+            return (replace(card.as_parent("signal", card.files.get(path.name, "")), name=path.name),)
+    return provenance(str(data), signal=True)
 
 
 def _collected_rows(data: Path) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,7 @@ class Crew:
         self._circuit = CircuitBreaker(endpoint.most_failures)
         self._draw = random.Random()  # jitter, which no result depends on
         self._stopping = asyncio.Event()
+        self._last_answer = time.monotonic()
         self.reason: BaseException | None = None
 
     def stop(self, reason: BaseException) -> bool:
@@ -91,18 +93,21 @@ class Crew:
 
     async def _serve(self, request: TeacherRequest) -> None:
         """Send a request until it is answered, refused or given up."""
-        failure = TeacherFailure("", "retry")
-        for attempt in range(1, self._settings.endpoint.attempts + 1):
+        failures = limited = 0
+        while True:
             reply = await self._send(request)
             if reply is None:
                 return
             if isinstance(reply, TeacherAnswer):
                 self._circuit.succeed()
+                self._last_answer = time.monotonic()
                 return
-            failure = reply
-            if await self._after_failure(request, failure, attempt):
+            limited += reply.limited
+            failures += not reply.limited
+            if self._ends(request, reply, failures):
                 return
-        self.tally.given_up.append((request, failure.message))
+            if await self._sleep((reply.retry_after or 0.0) + backoff(failures + limited, self._draw)):
+                return
 
     async def _send(self, request: TeacherRequest) -> TeacherAnswer | TeacherFailure | None:
         """One try, within budget and limits; None: the run is being stopped."""
@@ -140,8 +145,8 @@ class Crew:
             numbers["cost"] = self.ledger.spent
         self._task.advance(1, **numbers)
 
-    async def _after_failure(self, request: TeacherRequest, failure: TeacherFailure, attempt: int) -> bool:
-        """Stop, refuse or wait as the failure asks for; true: this request is over."""
+    def _ends(self, request: TeacherRequest, failure: TeacherFailure, failures: int) -> bool:
+        """Whether a failure ends its request, or the run; if not, it may ask all workers to wait."""
         endpoint = self._settings.endpoint
         if failure.effect == "stop":
             self.stop(EndpointError(f"{self._teacher.name}: {failure.message}", hint=failure.hint))
@@ -159,16 +164,19 @@ class Crew:
             self.tally.refused.append((request, failure.message))
             self._task.advance()
             return True
+        if failures == endpoint.attempts:
+            self.tally.given_up.append((request, failure.message))
+            return True
         asked = failure.retry_after or 0.0
-        if asked > endpoint.longest_wait_s:
-            hint = "run the same command again then, or allow it with --longest-wait-s"
-            self.stop(EndpointError(f"{self._teacher.name} asks to wait {asked:.0f} s", hint=hint))
+        waited = time.monotonic() - self._last_answer if failure.limited else 0.0
+        if max(asked, waited) > endpoint.longest_wait_s:
+            hint = "run the same command again later, or allow it with --longest-wait-s"
+            waits = f"asks to wait {asked:.0f} s" if asked > waited else f"answers nothing for {waited:.0f} s"
+            self.stop(EndpointError(f"{self._teacher.name} {waits}: {failure.message}", hint=hint))
             return True
         if asked:
             self._limits.pause(asked)
-        if attempt == endpoint.attempts:
-            return False
-        return await self._sleep(asked + backoff(attempt, self._draw))
+        return False
 
     async def _sleep(self, seconds: float) -> bool:
         """Wait; true: the run is being stopped."""

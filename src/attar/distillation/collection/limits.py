@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 MINUTE = 60.0
+_ROUNDING = 1e-6  # requests or tokens that rounding may lack: waiting for them would not end
 
 
 class TokenBucket:
@@ -34,7 +35,8 @@ class TokenBucket:
         now = self._clock()
         self._level = min(self.size, self._level + (now - self._time) * self.rate)
         self._time = now
-        return max((min(amount, self.size) - self._level) / self.rate, 0.0)
+        missing = min(amount, self.size) - self._level
+        return missing / self.rate if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
         """Take an amount; a negative one gives back what was not needed."""

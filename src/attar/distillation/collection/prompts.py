@@ -48,8 +48,10 @@ def read_prompts(file: Path, settings: PromptSettings, seed: int) -> list[ChatPr
         prompts = [_user(line.strip(), f"{file}:{number}") for number, line in lines]
     if not prompts:
         raise DataError(f"{file}: no prompt in it", hint="a prompt a line, or rows of prompt or messages")
-    unique = list({repr(prompt.messages): prompt for prompt in reversed(prompts)}.values())[::-1]
-    return unique[: settings.limit or None]
+    unique: dict[str, ChatPrompt] = {}
+    for prompt in prompts:
+        unique.setdefault(repr(prompt.messages), prompt)
+    return list(unique.values())[: settings.limit or None]
 
 
 def _user(text: str, where: str) -> ChatPrompt:

@@ -109,9 +109,9 @@ class EndpointSettings:
     concurrency: int = _option(16, "requests at a time")
     requests_per_minute: float = _option(0.0, "most requests in a minute; 0: no limit")
     tokens_per_minute: float = _option(0.0, "most tokens in a minute, of prompts and answers; 0: no limit")
-    attempts: int = _option(8, "times a request is sent before it is given up")
+    attempts: int = _option(8, "failures of a request after which it is given up; a 429 is none")
     timeout_s: float = _option(300.0, "seconds for an answer")
-    longest_wait_s: float = _option(600.0, "seconds that an endpoint may ask to wait")
+    longest_wait_s: float = _option(600.0, "seconds that an endpoint may ask to wait, or answer 429 alone")
     most_failures: int = _option(16, "failures in a row that end the run")
 
     def __post_init__(self) -> None:

@@ -12,10 +12,17 @@ from attar.distillation.features.embeddings import embeddings
 from attar.distillation.features.feature import ComparedModels, Feature
 from attar.distillation.features.hidden import hidden
 from attar.distillation.features.patient import patient
+from attar.distillation.features.qkv import qkv
+from attar.distillation.features.relation import relation
+from attar.distillation.features.rkd import angle, distance
 
 FEATURES: dict[str, Callable[[ComparedModels], Feature]] = {
     "hidden": hidden,
     "patient": patient,
     "embeddings": embeddings,
     "attention": attention,
+    "qkv": qkv,
+    "relation": relation,
+    "distance": distance,
+    "angle": angle,
 }

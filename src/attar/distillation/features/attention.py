@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs
+from attar.distillation.features.feature import ComparedModels, Feature
 from attar.distillation.outputs import Insides, ModelOutputs
 
 SMALLEST = 1e-12  # weights below count as this in logarithms
@@ -63,6 +63,6 @@ def attention(models: ComparedModels) -> Feature:
             maps = student.attentions[i].transpose(1, 2)[queries]
             return attention_distance(maps, teacher.attentions[j].transpose(1, 2)[queries], kind)
 
-        return mean_of_pairs(models.pairs, of_pair)
+        return models.mean(of_pair, projections)
 
-    return Feature("attention", loss, Insides(attentions=True))
+    return Feature("attention", loss, Insides(attentions=True), projections=models.weights)

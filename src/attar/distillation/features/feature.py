@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from attar.distillation.feature_settings import FeatureSettings
+from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.outputs import Insides, ModelOutputs
 
 FeatureLoss = Callable[[ModelOutputs, ModelOutputs, Mapping[str, nn.Module]], Tensor]
 """``loss(student, teacher, projections)``: a scalar, the mean over compared tokens."""
+
+PairDistance = Callable[[int, int], Tensor]
+LAYER_WEIGHTS = "layer_weights"  # their name among the projections
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class ComparedModels:
         student: its outputs for a few tokens.
         pairs: (student layer, teacher layer), counted from 0.
         seed: of projections that are drawn.
+        learned: weights of the pairs that are trained.
     """
 
     student: ModelOutputs
@@ -56,13 +61,29 @@ class ComparedModels:
     settings: FeatureSettings
     pairs: Sequence[tuple[int, int]]
     seed: int = 0
+    learned: LearnedMap | None = None
+
+    @property
+    def weights(self) -> dict[str, nn.Module]:
+        """The weights of the pairs, where they are trained."""
+        return {} if self.learned is None else {LAYER_WEIGHTS: self.learned}
+
+    def mean(self, distance: PairDistance, projections: Mapping[str, nn.Module]) -> Tensor:
+        """The mean over student layers, or as the trained weights have it, and over tokens of
+        ``distance(i, j)`` (m,)."""
+        values = [mean_of(distance(i, j)) for i, j in self.pairs]
+        if LAYER_WEIGHTS not in projections:
+            return torch.stack(values).mean()
+        weights = projections[LAYER_WEIGHTS]()
+        parts = [weights[pair] * value for pair, value in zip(self.pairs, values, strict=True)]
+        return torch.stack(parts).sum() / len({i for i, _ in self.pairs})
 
     def projection(self, name: str) -> dict[str, nn.Module]:
-        """The projection of a feature's states, under its name; none where it needs none."""
+        """The projection of a feature's states, under its name, where it needs one; and :attr:`weights`."""
         widths = self.student.states[0].shape[-1], self.teacher.states[0].shape[-1]
         if widths[0] == widths[1] and self.settings.projection == "auto":
-            return {}
-        return {name: make_projection(*widths, self.seed).to(self.student.states[0].device)}
+            return self.weights
+        return self.weights | {name: make_projection(*widths, self.seed).to(self.student.states[0].device)}
 
 
 def make_projection(student: int, teacher: int, seed: int = 0) -> nn.Linear:
@@ -79,14 +100,20 @@ def make_projection(student: int, teacher: int, seed: int = 0) -> nn.Linear:
 
 def project(projections: Mapping[str, nn.Module], name: str, states: Tensor) -> Tensor:
     """States (m, H) in the teacher's width, float32."""
-    return (projections[name](states) if name in projections else states).float()
-
-
-def mean_of_pairs(pairs: Sequence[tuple[int, int]], distance: Callable[[int, int], Tensor]) -> Tensor:
-    """The mean over pairs of layers and tokens of ``distance(i, j)`` (m,); 0 of no tokens."""
-    return torch.stack([mean_of(distance(i, j)) for i, j in pairs]).mean()
+    return projections[name](states.float()) if name in projections else states.float()  # type: ignore[no-any-return]
 
 
 def mean_of(values: Tensor) -> Tensor:
     """Their mean; 0 of none."""
     return values.sum() / max(values.numel(), 1)
+
+
+def drawn_tokens(outputs: ModelOutputs, limit: int) -> tuple[Tensor, Tensor]:
+    """Rows and positions of at most ``limit`` compared tokens, drawn by the batch's own seed: the same for
+    both models, and again when a killed run resumes."""
+    compared = outputs.compared.nonzero()
+    if len(compared) > limit:
+        order = torch.randperm(len(compared), generator=torch.Generator().manual_seed(outputs.seed))
+        compared = compared[order[:limit].sort().values.to(compared.device)]
+    rows, positions = compared.unbind(1)
+    return rows, positions

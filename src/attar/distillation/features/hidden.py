@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs, project
+from attar.distillation.features.feature import ComparedModels, Feature, project
 from attar.distillation.outputs import Insides, ModelOutputs
 
 
@@ -54,6 +54,6 @@ def hidden(models: ComparedModels) -> Feature:
             states = project(projections, "hidden", student.states[i + 1][compared])
             return distance(states, teacher.states[j + 1][compared], kind)
 
-        return mean_of_pairs(models.pairs, of_pair)
+        return models.mean(of_pair, projections)
 
     return Feature("hidden", loss, Insides(states=True), projections=models.projection("hidden"))

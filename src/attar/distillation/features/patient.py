@@ -15,11 +15,12 @@ Letters: h (H) a state of the student, h' (H') of the teacher; W (H', H) the pro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attar.distillation.features.feature import ComparedModels, Feature, mean_of_pairs, project
+from attar.distillation.features.feature import ComparedModels, Feature, project
 from attar.distillation.outputs import Insides, ModelOutputs
 from attar.errors import SettingsError
 
@@ -42,6 +43,8 @@ def patient(models: ComparedModels) -> Feature:
         allowed = f"pairs of other layers than {last}: patient leaves the student's last layer out"
         raise SettingsError("feature_map", models.settings.feature_map, allowed)
 
+    chosen = replace(models, pairs=pairs)
+
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
         compared = student.compared
 
@@ -49,6 +52,6 @@ def patient(models: ComparedModels) -> Feature:
             states = project(projections, "patient", student.states[i + 1][compared])
             return direction_distance(states, teacher.states[j + 1][compared])
 
-        return mean_of_pairs(pairs, of_pair)
+        return chosen.mean(of_pair, projections)
 
     return Feature("patient", loss, Insides(states=True), projections=models.projection("patient"))

@@ -11,9 +11,10 @@ import torch
 from attar.data.examples import Examples
 from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.features import FEATURES
-from attar.distillation.features.feature import ComparedModels, Feature
+from attar.distillation.features.feature import LAYER_WEIGHTS, ComparedModels, Feature
+from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.layer_map import layer_pairs
-from attar.distillation.outputs import Insides, ModelOutputs, run_model
+from attar.distillation.outputs import NOTHING, Insides, ModelOutputs, run_model
 from attar.errors import ModelError, SettingsError
 from attar.models.head import evaluating
 
@@ -36,19 +37,31 @@ def make_features(
     weights = settings.weights()
     if not weights:
         return []
-    attentions = "attention" in weights
     tokens = _tokens(settings, task)
-    insides = Insides(states=True, attentions=attentions)
+    insides = Insides(states=True, attentions="attention" in weights, qkv="qkv" in weights)
     ours, theirs = (probe(model, insides, task) for model in (student, teacher))
     pairs = layer_pairs(settings.feature_map, teacher=theirs.depth, student=ours.depth)
-    models = ComparedModels(ours, theirs, settings, pairs, seed)
+    learned = None
+    if settings.feature_map == "learned":
+        start = layer_pairs("uniform", teacher=theirs.depth, student=ours.depth)
+        learned = LearnedMap(start, theirs.depth).to(ours.mask.device)
+    models = ComparedModels(ours, theirs, settings, pairs, seed, learned)
     features = [
         dataclasses.replace(FEATURES[name](models), weight=weight) for name, weight in weights.items()
     ]
+    if learned is not None:
+        features.append(map_entropy(settings.map_entropy))
     return [
         dataclasses.replace(feature, insides=dataclasses.replace(feature.insides, tokens=tokens))
         for feature in features
     ]
+
+
+def map_entropy(weight: float) -> Feature:
+    """The entropy of the learned map, as a part of the loss."""
+    return Feature(
+        "map_entropy", lambda _, __, projections: projections[LAYER_WEIGHTS].entropy(), NOTHING, weight
+    )
 
 
 def _tokens(settings: FeatureSettings, task: str) -> str:

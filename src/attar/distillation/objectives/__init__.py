@@ -18,4 +18,3 @@ OBJECTIVES: dict[str, Slopes] = {
     "lk": overlap.lk_slopes,
     "hard": hard.slopes,
 }
-SLOPES = OBJECTIVES

@@ -25,15 +25,15 @@ ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 leave the slopes there: :func:`blockwise` with ``out=z``."""
 
 BYTES = 1 << 26  # of a chunk's logits in float32
-CACHED, LARGE = 1 << 16, 1 << 25
+CACHED, LARGE = 1 << 17, 1 << 25
 """Logits of a block: on a CPU for each thread as many as its cache holds some copies of, elsewhere enough to
 keep the device busy."""
 
 
 def rows_at_once(z: Tensor) -> int:
     """Tokens of a block of logits (n, V): at least 1."""
-    size = CACHED * torch.get_num_threads() if z.device.type == "cpu" else LARGE
-    return max(1, size // max(z.shape[-1], 1))
+    size = CACHED * int(torch.get_num_threads()) if z.device.type == "cpu" else LARGE
+    return max(1, size // max(int(z.shape[-1]), 1))
 
 
 def blockwise(
@@ -84,19 +84,23 @@ def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **opt
     return mean_of_chunks(chunk_loss, z)
 
 
-def mean_of_chunks(chunk_loss: ChunkLoss, z: Tensor) -> Tensor:
+def mean_of_chunks(chunk_loss: ChunkLoss, z: Tensor, rows: int | None = None) -> Tensor:
     """The mean of ``chunk_loss`` over the tokens of logits (..., V), differentiable by them. Where a
-    head makes them of hidden states, :func:`attar.distillation.fused.head_loss` does without them."""
-    mean: Tensor = _MeanOfChunks.apply(z if torch.is_grad_enabled() else z.detach(), chunk_loss)
+    head makes them of hidden states, :func:`attar.distillation.fused.head_loss` does without them.
+
+    Args:
+        rows: tokens of a chunk; None: of about :data:`BYTES`.
+    """
+    mean: Tensor = _MeanOfChunks.apply(z if torch.is_grad_enabled() else z.detach(), chunk_loss, rows)
     return mean
 
 
 class _MeanOfChunks(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, z: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+    def forward(ctx: Any, z: Tensor, chunk_loss: ChunkLoss, rows: int | None) -> Tensor:
         gradient = z.reshape(-1, z.shape[-1]).clone()
         total = torch.zeros((), dtype=torch.float64, device=z.device)
-        rows = max(1, BYTES // (4 * z.shape[-1]))
+        rows = rows or max(1, BYTES // (4 * z.shape[-1]))
         for start in range(0, len(gradient), rows):
             part = slice(start, min(start + rows, len(gradient)))
             values, dz = chunk_loss(gradient[part], part)
@@ -108,6 +112,6 @@ class _MeanOfChunks(torch.autograd.Function):  # type: ignore[misc]
         return (total / ctx.count).to(torch.promote_types(z.dtype, torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * (upstream[0] / ctx.count).to(gradient.dtype), None
+        return gradient * (upstream[0] / ctx.count).to(gradient.dtype), None, None

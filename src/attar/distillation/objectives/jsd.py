@@ -26,7 +26,7 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.5) -> tuple[
         beta: 0 (forward KL) to 1 (reverse KL).
     """
     if beta in (0.0, 1.0):
-        return (reverse_kl if beta else forward_kl).slopes(z, t, T)
+        return reverse_kl.slopes(z, t, T) if beta else forward_kl.slopes(z, t, T)
     log_p, log_q = log_softmax(t, T), log_softmax(z, T)
     d = log_ratio(log_p, log_q)
     if beta <= 0.5:  # the logarithm that vanishes with the smaller weight is computed, the other follows

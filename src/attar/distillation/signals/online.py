@@ -14,14 +14,18 @@ from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import Slopes, blockwise
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
-from attar.distillation.signals.target import SignalSource
+from attar.distillation.signals.aligned import aligned_signal
+from attar.distillation.signals.target import Signal, SignalSource
 from attar.models.head import Head, head_of
 
 
-def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> OnlineTeacher:
+def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -> Signal:
     """The settings' objective on the logits of both models."""
+    if source.tokens.retokenizer is not None:
+        return aligned_signal(source, student, settings)
     slopes = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
-    return OnlineTeacher(source.teacher, slopes, settings.temperature, head_of(source.teacher))
+    head, vocabulary = head_of(source.teacher), source.tokens.vocabulary
+    return OnlineTeacher(source.teacher, slopes, settings.temperature, head, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -31,33 +35,36 @@ class OnlineTeacher:
     Attributes:
         objective: of the logits of both models.
         head: of the teacher, where its logits need not be made at once.
+        vocabulary: columns of the logits that are compared; None: all that both have.
     """
 
     model: Any
     objective: Slopes
     temperature: float
     head: Head | None = None
+    vocabulary: int | None = None
 
     def target(self, batch: Examples, insides: Insides) -> OnlineTarget:
         """See :class:`attar.distillation.signals.target.Signal`."""
         with torch.no_grad():
             outputs = run_model(self.model, batch, insides, self.head)
-        return OnlineTarget(outputs, self.objective, self.temperature)
+        return OnlineTarget(outputs, self.objective, self.temperature, self.vocabulary)
 
 
 @dataclass(frozen=True)
 class OnlineTarget:
-    """The teacher's outputs of a batch. Vocabularies padded to different widths are compared over the common
-    part."""
+    """The teacher's outputs of a batch. Columns of logits beyond the vocabulary pad it, to a width that
+    models differ in: they are part of no distribution, and receive no gradient."""
 
     outputs: ModelOutputs
     objective: Slopes
     temperature: float
+    vocabulary: int | None = None
 
     def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
         t = self.outputs.logits(part)
-        width = min(t.shape[-1], z.shape[-1])
+        width = min(t.shape[-1], z.shape[-1], self.vocabulary or t.shape[-1])
         values, _ = blockwise(
             self.objective, z[:, :width], t[:, :width], T=self.temperature, out=z[:, :width]
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.objectives import SLOPES
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import BYTES, Slopes, blockwise
 from attar.distillation.outputs import Insides, ModelOutputs
 from attar.distillation.policy import minillm, policy_gradient
@@ -21,14 +21,18 @@ from attar.distillation.rollouts.sampling import Rollouts
 from attar.distillation.settings import LearnSettings, MiniLLMSettings, PolicySettings
 from attar.distillation.signals.online import OnlineTarget, OnlineTeacher
 from attar.distillation.signals.target import SignalSource
+from attar.errors import SettingsError
 from attar.models.head import head_of
 
 
 def policy_signal(source: SignalSource, student: Any, settings: LearnSettings) -> PolicyTeacher:
     """The settings' loss of sampled text."""
-    on_text = OnlineTeacher(
-        source.teacher, SLOPES["reverse-kl"], settings.temperature, head_of(source.teacher)
-    )
+    if source.tokens.retokenizer is not None:
+        allowed = "kl, reverse-kl or jsd with a teacher that has another tokenizer"
+        raise SettingsError("objective", settings.soft_loss, allowed)
+    objective, head = OBJECTIVES["reverse-kl"], head_of(source.teacher)
+    vocabulary = source.tokens.vocabulary
+    on_text = OnlineTeacher(source.teacher, objective, settings.temperature, head, vocabulary)
     assert isinstance(settings.loss, PolicySettings), settings.soft_loss
     return PolicyTeacher(on_text, settings.loss)
 
@@ -129,7 +133,7 @@ class PolicyTarget:
     def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
         terms = [self.labels[part], *(x[part] for x in self.terms)]
-        width = z.shape[-1]
+        width = min(z.shape[-1], self.target.vocabulary or z.shape[-1])
         if self.reads_logits:
             t = self.outputs.logits(part)
             width = min(width, t.shape[-1])
@@ -146,6 +150,6 @@ def token_logprobs(target: OnlineTarget, labels: Tensor) -> Tensor:
     width = outputs.predictions.shape[-1] if outputs.head is None else len(outputs.head.weight)
     rows = max(1, BYTES // (4 * width))
     for chunk, part in zip(labels.split(rows), range(0, len(labels), rows), strict=True):
-        t = outputs.logits(slice(part, part + rows)).float() / target.temperature
+        t = outputs.logits(slice(part, part + rows))[:, : target.vocabulary].float() / target.temperature
         parts.append(t.log_softmax(-1).gather(1, chunk[:, None])[:, 0])
     return torch.cat(parts) if parts else labels.float()

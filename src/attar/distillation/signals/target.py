@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.signals.alignment.route import TokenizerPair
+from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -22,16 +25,21 @@ class SignalSource:
     Attributes:
         teacher: the model, gives ``.logits``; None: the text alone teaches.
         cache: folder of its stored predictions; several stages may share it.
+        tokens: what the tokenizers of both have in common.
+        rows: all that will be learned from and measured on, as far as they are known.
     """
 
     teacher: Any
     checkpoint: Checkpoint | None
     cache: Path
     work: Path
+    tokens: TokenizerPair = field(default_factory=TokenizerPair)
+    rows: Sequence[Examples] = ()
+    progress: Progress = SILENT
 
 
 class SoftTarget(Protocol):
-    """A teacher's answer to a batch."""
+    """A teacher's answer to a batch. One with ``whole = True`` is asked for all predictions at once."""
 
     @property
     def outputs(self) -> ModelOutputs | None:

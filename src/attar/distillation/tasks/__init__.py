@@ -13,6 +13,10 @@ from attar.distillation.tasks.masked import masked
 from attar.distillation.tasks.task import Task
 from attar.errors import SettingsError
 from attar.models.classifiers import is_classifier
+from attar.options import flatten
+
+CAUSAL_ONLY = ("for_drafting", "share", "teacher_top", "teacher_samples")
+"""Options that need rows of text, predicted from left to right."""
 
 TASKS: dict[str, Task] = {"causal": causal, "masked": masked, "classification": classification}
 
@@ -45,12 +49,9 @@ def _natural_task(config: Mapping[str, Any], data: str) -> str:
 
 
 def _refuse_causal_settings(task: Task, settings: LearnSettings) -> None:
-    causal_only = {
-        "for_drafting": (getattr(settings, "for_drafting", False), "false"),
-        "share": (settings.rollouts.share, "0"),
-        "teacher_top": (settings.teacher_top, "0"),
-        "on_policy": (settings.student_share, "0"),
-    }
-    for name, (value, off) in causal_only.items():
-        if value:
-            raise SettingsError(name, value, f"{off} with task {task.name}")
+    options = flatten(settings)
+    for name in CAUSAL_ONLY:
+        if options.get(name):
+            raise SettingsError(name, options[name], f"left out with task {task.name}")
+    if settings.student_share:
+        raise SettingsError("on_policy", settings.student_share, f"0 with task {task.name}")

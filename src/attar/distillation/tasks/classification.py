@@ -6,12 +6,14 @@ Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, sec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attar.data.examples import Examples
 from attar.data.labelled import (
+    LabelledSplit,
     class_names,
     class_numbers,
     classification_examples,
@@ -67,9 +69,14 @@ def classes(checkpoint: Checkpoint, settings: LearnSettings) -> list[str]:
     return class_names(read_labelled(settings.data))
 
 
+def _chosen(settings: LearnSettings, split: str, count: int | None) -> LabelledSplit:
+    """The first ``count`` texts of a split; those held out are in one order whatever the seed."""
+    chosen = labelled_split(settings.data, split, settings.seed if split == "train" else 0)
+    return replace(chosen, rows=chosen.rows[:count])
+
+
 def _examples(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int | None) -> Examples:
-    seed = settings.seed if split == "train" else 0
-    rows = labelled_split(settings.data, split, seed).rows[:count]
+    rows = _chosen(settings, split, count).rows
     length = row_length(settings.sequence_length, checkpoint.config)
     return classification_examples(load_tokenizer(checkpoint), rows, classes(checkpoint, settings), length)
 
@@ -85,8 +92,8 @@ def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
 
 def _records(stage: str, checkpoint: Checkpoint, settings: LearnSettings, count: int) -> list[dict[str, Any]]:
     return [
-        labelled_record(stage, settings.data, split, labelled_split(settings.data, split, settings.seed))
-        for split in ("train", "calibration")
+        labelled_record(stage, settings.data, split, _chosen(settings, split, limit))
+        for split, limit in (("train", count), ("calibration", None))
     ]
 
 

@@ -43,7 +43,7 @@ def load_masked(
 def _rows(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int, seed: int) -> torch.Tensor:
     length = row_length(settings.sequence_length, checkpoint.config)
     options: dict[str, Any] = {"length": length, "rows": count, "seed": seed, "packing": settings.packing}
-    return masked_rows(load_tokenizer(checkpoint), settings.data, split, **options)
+    return masked_rows(load_tokenizer(checkpoint), settings.data, split, **options).rows
 
 
 def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> MaskedBatches:

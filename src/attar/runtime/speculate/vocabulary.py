@@ -20,8 +20,6 @@ Letters: R rows, V columns of the target, D of the draft.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Protocol
@@ -31,17 +29,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attar.errors import ModelError
-from attar.formats.byte_alphabet import BYTE_ALPHABET
+from attar.models.token_bytes import ids_by_bytes, paired
 
 LEAST_SHARED = 0.1  # of the smaller vocabulary
 REPLACEMENT = "\ufffd"  # decoded in place of an incomplete character
-BLANK = "\u2581"
-ROLES = ("eos_token_id", "bos_token_id")
-_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
-_BYTES = {character: bytes([byte]) for byte, character in BYTE_ALPHABET.items()}
-
-TokenBytes = bytes | str
-"""The bytes of a token, or the spelling of a special token."""
 
 
 class TokenTranslator(Protocol):
@@ -202,60 +193,6 @@ def map_vocabularies(
     if equal == len(common) and 2 * equal >= min(len(draft_ids), len(target_ids)):
         return SameVocabulary(*columns)
     return SharedVocabulary(draft, target, columns, names)
-
-
-def ids_by_bytes(tokenizer: Any, columns: int, name: str) -> dict[TokenBytes, int]:
-    """Ids by token bytes; of equal ones a piece before a byte fallback, then the smallest id.
-
-    Raises:
-        ModelError: the tokenizer has no fast form, or is neither byte-level nor of SentencePiece's kind.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = (
-        "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
-    )
-    byte_level = '"ByteLevel"' in decoder
-    if not byte_level and BLANK not in decoder:
-        raise ModelError(
-            f"the tokenizer of {name} is neither byte-level nor of SentencePiece's kind",
-            hint="take a draft model with the target's tokenizer",
-        )
-    added = tokenizer.added_tokens_decoder
-    ids: dict[TokenBytes, int] = {}
-    fallback: dict[TokenBytes, int] = {}
-    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        if number >= columns:
-            continue
-        if number in added:
-            ids.setdefault(token if added[number].special else token.encode(), number)
-        elif byte_level:
-            ids.setdefault(token_bytes(token), number)
-        elif _FALLBACK.fullmatch(token):
-            fallback.setdefault(bytes([int(token[3:5], 16)]), number)
-        else:
-            ids.setdefault(token.replace(BLANK, " ").encode(), number)
-    return fallback | ids
-
-
-def paired(
-    draft: Any, target: Any, draft_ids: dict[TokenBytes, int], target_ids: dict[TokenBytes, int]
-) -> list[tuple[int, int]]:
-    """(draft id, target id): roles first, then equal bytes; every id at most once."""
-    candidates = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]
-    candidates += [(draft_ids[key], target_ids[key]) for key in draft_ids if key in target_ids]
-    known_drafts, known_targets = frozenset(draft_ids.values()), frozenset(target_ids.values())
-    pairs: dict[int, int] = {}
-    used: set[int] = set()
-    for one, other in candidates:
-        if one in known_drafts and other in known_targets and one not in pairs and other not in used:
-            pairs[one] = other
-            used.add(other)
-    return sorted(pairs.items())
-
-
-def token_bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level tokenizer; characters outside of its alphabet as UTF-8."""
-    return b"".join(_BYTES.get(character) or character.encode() for character in token)
 
 
 def special_prefix(tokenizer: Any) -> list[int]:

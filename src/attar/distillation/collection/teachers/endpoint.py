@@ -49,9 +49,9 @@ def base_url(teacher: str) -> str:
         host = None
     if not host:
         raise UsageError("--teacher is no address of a host", hint="such as https://api.openai.com/v1")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    if "@" in teacher or parts.query or parts.fragment:
         raise UsageError(
-            f"--teacher: the address of {host} has more than host and path in it",
+            "--teacher: the address has more than host and path in it",
             hint="put a key into an environment variable, and name it with --key-env",
         )
     return teacher.rstrip("/").removesuffix(_PATH).rstrip("/")
