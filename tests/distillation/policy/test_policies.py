@@ -60,7 +60,7 @@ def loss_of(options, row, student, teacher, behaviour, writer, T=1.0, width=5):
     with torch.no_grad():
         log_b, log_w, log_p = (logprobs(model, row, T) for model in (behaviour, writer, teacher))
     batch = batch_of(row, log_b, log_w, width)
-    outputs = ModelOutputs(rows_of(teacher, row), None, batch.mask)
+    outputs = ModelOutputs(rows_of(teacher, row), None, batch.mask, batch.mask)
     target = OnlineTarget(outputs, OBJECTIVES["reverse-kl"], T)
     judged = torch.zeros(batch.tokens.shape, dtype=torch.float64).masked_scatter(batch.predicted, log_p)
     slopes = policy_target(target, batch, judged, options).slopes
@@ -263,7 +263,7 @@ def test_text_in_a_batch_gets_its_own_mean():
     batch = joined([own, text])
     z = torch.cat([rows_of(q, row), rows_of(q, (2, END))])
     t = torch.cat([rows_of(p, row), rows_of(p, (2, END))])
-    target = OnlineTarget(ModelOutputs(t, None, batch.mask), OBJECTIVES["reverse-kl"], T)
+    target = OnlineTarget(ModelOutputs(t, None, batch.mask, batch.mask), OBJECTIVES["reverse-kl"], T)
     judged = torch.zeros(batch.tokens.shape, dtype=torch.float64)
     judged[0, :3] = log_p
     losses = [
