@@ -115,7 +115,8 @@ def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
     """Acceptance of untrained cuts, on rows that the teacher writes from training text."""
     settings = settings_of("kl", arguments.seeds[0], arguments, share=1.0)
     writer = replace(writer_of(teacher, settings, arguments), work=arguments.work / "cuts")
-    rows = writer.training_rows(8, torch.zeros(1, writer.length, dtype=torch.int64))
+    source = open_checkpoint(arguments.teacher)
+    rows = writer.training_rows(8, TASKS["causal"].training(source, settings, 8)).tokens
     ways = itertools.combinations(range(teacher.config.num_hidden_layers), arguments.cuts)
     reports = {way: draft_report(keep_layers(teacher, way), teacher, rows, writer.prompt, 8) for way in ways}
     for way in sorted(reports, key=lambda way: -reports[way]["acceptance"])[:10]:
@@ -148,7 +149,8 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
         return dict(json.loads(file.read_text()))
     settings, source = settings_of(name, seed, arguments), open_checkpoint(arguments.teacher)
     writer = writer_of(teacher, settings, arguments)
-    rows, writing = writer.held_out_rows(), seconds_of_writing(writer, arguments.work / f"writing-{seed}.txt")
+    rows, written = writer.held_out_rows().tokens, arguments.work / f"writing-{seed}.txt"
+    writing = seconds_of_writing(writer, source, written)
     (_, student), work = make_student(teacher, settings.student, seed), arguments.work / "run"
     shutil.rmtree(work, ignore_errors=True)  # what is left of a killed run; its time would not count
     began = time.perf_counter()
@@ -164,16 +166,17 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     return result
 
 
-def seconds_of_writing(writer: RolloutWriter, file: Path) -> float:
+def seconds_of_writing(writer: RolloutWriter, source: Any, file: Path) -> float:
     """How long the teacher takes for the rows of its settings, which are the same in every run of a seed;
     0 where it writes none."""
     if not writer.settings.teacher_share:
         return 0.0
     if not file.exists():
         shutil.rmtree(writer.work / "train", ignore_errors=True)
-        began = time.perf_counter()
         wanted = writer.settings.steps * writer.settings.batch_size
-        writer.training_rows(wanted, torch.zeros(1, writer.length, dtype=torch.int64))
+        text = TASKS["causal"].training(source, writer.settings, wanted)
+        began = time.perf_counter()
+        writer.training_rows(wanted, text)
         file.write_text(str(time.perf_counter() - began))
     return float(file.read_text())
 

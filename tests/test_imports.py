@@ -19,6 +19,7 @@ SOLVERS = (
         f"distillation/objectives/{name}.py"
         for name in ("chunked", "forward_kl", "hard", "jsd", "overlap", "reverse_kl", "skew_kl", "softmax")
     ),
+    *(f"distillation/policy/{name}.py" for name in ("minillm", "policy_gradient", "returns")),
     *(f"distillation/signals/alignment/{name}.py" for name in ("gold", "spans", "uld")),
     "distillation/signals/sampling.py",
     "distillation/layer_map.py",
@@ -89,6 +90,8 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.objectives",
     "attar.distillation.objectives.chunked",
     "attar.distillation.objectives.softmax",
+    "attar.distillation.policy",
+    "attar.distillation.policy.returns",
     "attar.models.head",
     "attar.distillation.signals.alignment.uld",
     "attar.errors",

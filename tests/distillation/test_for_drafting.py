@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attar.checkpoint.hashing import sha256_file
+from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.for_drafting import describe_report, draft_report
 from attar.distillation.rollouts import teacher as rollouts
@@ -42,7 +43,7 @@ def teacher(tmp_path, monkeypatch):
 
 
 def write(model, work, *, length=10, rows=6, ends=(), temperature=1.0, seed=0, vocabulary=320):
-    prompts = tiny_models.tokens(model, batch=rows, length=3)
+    prompts = tiny_models.tokens(model, batch=rows, length=3).tolist()
     options = {"vocabulary": vocabulary, "ends": ends, "temperature": temperature, "seed": seed}
     return write_rows(model, prompts, length, **options, work=work, progress=SILENT)
 
@@ -56,23 +57,23 @@ def test_rows_begin_with_their_prompts_and_follow_the_teacher(tmp_path):
 
 
 def test_draws_are_those_of_the_teachers_distribution(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "ROWS", 5000)
+    monkeypatch.setattr(rollouts, "ROWS", 1000)
     model = tiny_models.build("llama3")
-    prompts = tiny_models.tokens(model, batch=1, length=3).expand(20_000, 3)
+    prompts = torch.tensor([[7, 8, 9]]).expand(4_000, 3)
     rows = write_rows(
         model,
-        prompts,
+        prompts.tolist(),
         4,
-        vocabulary=300,
+        vocabulary=40,
         ends=(),
         temperature=2.0,
         seed=0,
         work=tmp_path,
         progress=SILENT,
     )
-    p = (tiny_models.logits(model, prompts[:1])[0, -1, :300].double() / 2.0).softmax(-1)
-    counts = rows[:, 3].bincount(minlength=300).double() / 20_000
-    assert len(counts) == 300 and 0.5 * (p - counts).abs().sum() < 0.06
+    p = (tiny_models.logits(model, prompts[:1])[0, -1, :40].double() / 2.0).softmax(-1)
+    counts = rows[:, 3].bincount(minlength=40).double() / 4_000
+    assert len(counts) == 40 and 0.5 * (p - counts).abs().sum() < 0.06
 
 
 def test_what_follows_an_end_is_padding(tmp_path):
@@ -93,14 +94,14 @@ def test_written_rows_survive_a_kill(tmp_path, monkeypatch):
     write(model, tmp_path / "killed")
     (tmp_path / "killed/000002.safetensors").unlink()
     (tmp_path / "killed/000002.partial").write_bytes(b"half")
-    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
+    monkeypatch.setattr(rollouts, "sample_rows", counted(calls := [], rollouts.sample_rows))
     assert torch.equal(write(model, tmp_path / "killed"), whole) and len(calls) == 1
 
 
 def counted(calls, function):
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         calls.append(arguments)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return wrapped
 
@@ -108,7 +109,7 @@ def counted(calls, function):
 def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     """So that cards of different seeds tell of the same rows; what is trained on follows the seed."""
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
-    model, text = tiny_models.build("llama3"), torch.zeros(1, 12, dtype=torch.int64)
+    model, text = tiny_models.build("llama3"), Examples.of_text(torch.full((4, 12), 7))
     tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
     changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
     writers = [
@@ -123,9 +124,9 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
         for seed in (0, 1)
     ]
     one, other = (writer.held_out_rows() for writer in writers)
-    assert one.shape == (8, 12) and torch.equal(one, other)
-    one, other = (writer.training_rows(8, text) for writer in writers)
-    assert one.shape == (8, 12) and not torch.equal(one, other) and torch.equal(one[4:], text.expand(4, 12))
+    assert one.tokens.shape == (8, 12) and torch.equal(one.tokens, other.tokens)
+    one, other = (writer.training_rows(8, text).tokens for writer in writers)
+    assert one.shape == (8, 12) and not torch.equal(one, other) and torch.equal(one[4:], text.tokens)
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
@@ -207,7 +208,7 @@ def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         distill(teacher, tmp_path / "b/out", settings)
     monkeypatch.setattr(module, "_step", step)
-    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
+    monkeypatch.setattr(rollouts, "sample_rows", counted(calls := [], rollouts.sample_rows))
     resumed = distill(teacher, tmp_path / "b/out", settings)
     assert not calls  # the teacher wrote everything before the kill
     for file in ("model.safetensors", "attar.json"):

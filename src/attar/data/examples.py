@@ -9,8 +9,9 @@ Letters: N rows, S tokens a row, n predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,25 +42,21 @@ class Examples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: Tensor | slice) -> Examples:
-        segments = None if self.segments is None else self.segments[index]
-        return Examples(self.tokens[index], self.targets[index], segments)
+    def __getitem__(self, index: Tensor | slice) -> Self:
+        return self._changed(lambda tensor: tensor[index])
 
-    def to(self, device: torch.device | str) -> Examples:
+    def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
-        segments = None if self.segments is None else self.segments.to(device)
-        return Examples(self.tokens.to(device), self.targets.to(device), segments)
+        return self._changed(lambda tensor: tensor.to(device))
 
-    def trimmed(self) -> Examples:
+    def trimmed(self) -> Self:
         """The same without the columns at the end that hold no token."""
         width = int(self.mask.any(0).sum())
         if width == self.tokens.shape[1]:
             return self
-        targets = self.targets if self.targets.dim() == 1 else self.targets[:, :width]
-        segments = None if self.segments is None else self.segments[:, :width]
-        return Examples(self.tokens[:, :width], targets, segments)
+        return self._changed(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :width])
 
-    def split(self, size: int) -> Iterator[Examples]:
+    def split(self, size: int) -> Iterator[Self]:
         """Parts of at most ``size`` rows."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
@@ -87,6 +84,11 @@ class Examples:
     def count(self) -> int:
         """n."""
         return int(self.predicted.sum())
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every field changed, those of a subclass too."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return type(self)(**{name: None if value is None else change(value) for name, value in values})
 
 
 def predictions(batch: Tensor | Examples) -> int:

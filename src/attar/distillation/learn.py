@@ -11,22 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from attar.checkpoint.jsonfile import read_json
 from attar.data.examples import Examples
 from attar.distillation.features.feature import LAYER_WEIGHTS
 from attar.distillation.features.learned_map import hard_map
 from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
+from attar.distillation.rollouts.buffer import RolloutBuffer
+from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
-from attar.distillation.tasks.causal import training_text
 from attar.distillation.tasks.task import Task
 from attar.models.device import resolve
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
+from attar.models.load import load_tokenizer
+from attar.models.plain_config import end_tokens
 from attar.progress import Progress
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
@@ -60,12 +64,11 @@ def learn(
         details: of the card; a learned layer map is added.
     """
     count = training_rows(settings)
-    rows: Examples | BatchSource
-    if rollouts is None:
-        rows, held_out = task.training(text, settings, count), task.held_out(text, settings)
-    else:
-        rows = Examples.of_text(rollouts.training_rows(count, training_text(text, settings, count)))
-        held_out = Examples.of_text(rollouts.held_out_rows())
+    rows: Examples | BatchSource = task.training(text, settings, count)
+    held_out = task.held_out(text, settings) if rollouts is None else rollouts.held_out_rows()
+    if rollouts is not None:
+        assert isinstance(rows, Examples), "the causal task has rows"
+        rows = rollouts.training_rows(count, rows)
     if source.teacher is not None:
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
@@ -74,6 +77,9 @@ def learn(
         check_known(part.tokens, source.tokens.missing)
     source = replace(source, rows=known, progress=progress)
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
+    if settings.student_share:
+        assert isinstance(rows, Examples), "the causal task has rows"
+        rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None and rollouts is None:
         _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
@@ -102,6 +108,24 @@ def _save_memory(source: SignalSource, settings: LearnSettings) -> None:
     device = next(source.teacher.parameters()).device
     if resolve(settings.precision, device, source.work) == "bf16":
         round_frozen(source.teacher)
+
+
+def student_rollouts(
+    rows: Examples, text: Checkpoint, source: SignalSource, settings: LearnSettings, progress: Progress
+) -> RolloutBuffer:
+    """Batches of which the student writes its share."""
+    tokenizer, config = load_tokenizer(text), text.path / "generation_config.json"
+    rollouts = settings.rollouts
+    writer = StudentWriter(
+        vocabulary=len(tokenizer),
+        ends=end_tokens(read_json(config) if config.is_file() else None, text.config, tokenizer),
+        temperature=settings.rollout_temperature,
+        tokens=rollouts.rollout_tokens,
+        prompt_tokens=rollouts.prompt_tokens,
+        mix=getattr(settings.loss, "teacher_mix", 0.0),
+        teacher=source.teacher,
+    )
+    return RolloutBuffer(rows, writer, settings, source.work / "rollouts", progress)
 
 
 def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int) -> float:

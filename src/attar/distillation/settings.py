@@ -67,6 +67,51 @@ class SkewSettings(SoftLossSettings):
         check_range("skew", self.skew, 0.0, 0.999, "from 0 to below 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(SoftLossSettings):
+    """A loss of the student's own text, by policy gradient of the reverse KL."""
+
+    discount: float = _option(
+        0.0, "weight of the next token's reward in a token's own: 0 to 1; minillm: 1 by its paper"
+    )
+    clip_ratio: float = _option(
+        0.0, "PPO's clip of the probability ratio to rows that are some steps old; 0: none"
+    )
+    reward_clip: float = _option(
+        0.0, "largest log ratio of teacher and student that a token is rewarded with; 0: any"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("discount", self.discount, 0.0, 1.0, "between 0 and 1")
+        check_range("clip_ratio", self.clip_ratio, 0.0, 0.999, "from 0 (none) to below 1")
+        check_range("reward_clip", self.reward_clip, 0.0, 1e6, "0 (any) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniLLMSettings(PolicySettings):
+    """MiniLLM's loss, with a switch for each of its parts."""
+
+    discount: float = _option(1.0, "weight of the next token's reward in a token's own")
+    clip_ratio: float = _option(0.2, "PPO's clip of the probability ratio; 0: none")
+    reward_clip: float = _option(10.0, "largest log ratio of teacher and student in a reward; 0: any")
+    single_step: bool = _option(True, "a token's own reward is summed over the vocabulary, not sampled")
+    teacher_mix: float = _option(0.2, "weight of the teacher in the law that rows are drawn from")
+    importance: str = _option(
+        "token",
+        "what corrects for drawing with the teacher: token (its own ratio), prefix (exact), none",
+        ("token", "prefix", "none"),
+    )
+    length_norm: bool = _option(True, "later rewards are averaged, not summed")
+    whiten: bool = _option(False, "advantages of a batch get mean 0 and variance 1")
+    lm_weight: float = _option(1.0, "weight of the cross-entropy of as many rows of text; 0: none is read")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("teacher_mix", self.teacher_mix, 0.0, 0.999, "from 0 to below 1")
+        check_range("lm_weight", self.lm_weight, 0.0, 1e6, "0 or more")
+
+
 LOSS_SETTINGS: dict[str, type] = {
     "auto": SoftLossSettings,
     "kl": SoftLossSettings,
@@ -77,8 +122,12 @@ LOSS_SETTINGS: dict[str, type] = {
     "tv": SoftLossSettings,
     "lk": SoftLossSettings,
     "hard": SoftLossSettings,
+    "policy-gradient": PolicySettings,
+    "minillm": MiniLLMSettings,
 }
-"""The options of each objective; its function is in attar.distillation.objectives."""
+"""The options of each objective; its function is in attar.distillation.objectives, or in policy."""
+
+POLICIES = ("policy-gradient", "minillm")  # they learn from the student's own text alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +166,33 @@ class RolloutSettings:
     )
     samples: int = _option(512, "rows it generates; repeated where the share asks for more")
     prompt_tokens: int = _option(32, "tokens of text in front of each row that is generated")
+    on_policy: float | None = _option(
+        None, "fraction of the batches that the student itself writes; none: 1 where the objective needs it"
+    )
+    rollout_every: int = _option(8, "steps between two times that the student writes")
+    staleness: int = _option(
+        0, "most steps that its rows are used for; 0: until it writes again, more: fewer are written"
+    )
+    rollout_tokens: int = _option(0, "most tokens that it writes in a row; 0: until the row is full")
+    rollout_temperature: float | None = _option(
+        None, "temperature at which rows are generated; none: that of the loss"
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("share", self.share or 0.0, 0.0, 1.0, "between 0 and 1")
         check_range("samples", self.samples, 1, 2**40, "at least 1")
         check_range("prompt_tokens", self.prompt_tokens, 1, 2**24, "at least 1")
+        check_range("on_policy", self.on_policy or 0.0, 0.0, 1.0, "between 0 and 1")
+        check_range("rollout_every", self.rollout_every, 1, 2**40, "at least 1")
+        check_range("rollout_tokens", self.rollout_tokens, 0, 2**24, "0 (a full row) or more")
+        if self.rollout_temperature is not None:
+            allowed = "between 0.01 and 100"
+            check_range("rollout_temperature", self.rollout_temperature, 0.01, 100.0, allowed)
+        if self.staleness and self.staleness < self.rollout_every:
+            allowed = f"0, or at least rollout_every, {self.rollout_every}"
+            raise SettingsError("staleness", self.staleness, allowed)
+        check_range("staleness", self.staleness, 0, 2**40, "0 (until it writes again) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +203,8 @@ class LearnSettings(TrainSettings):
     objective: str = _option(
         "auto",
         "the soft loss: kl (forward), reverse-kl, jsd, skew-kl, skew-reverse-kl, tv, lk (kl far from the "
-        "teacher, tv near), hard (cross-entropy alone, no teacher is run); auto: kl, and lk for drafting",
+        "teacher, tv near), hard (cross-entropy alone, no teacher is run); of the student's own text: "
+        "policy-gradient, minillm; auto: kl, and lk for drafting",
         tuple(LOSS_SETTINGS),
     )
     loss: SoftLossSettings = field(
@@ -182,6 +253,7 @@ class LearnSettings(TrainSettings):
                 "signal", self.signal, "online with features: the teacher runs for its insides"
             )
         self._check_kept()
+        self._check_rollouts()
 
     def _check_kept(self) -> None:
         """Raise where predictions are kept that the loss cannot use."""
@@ -200,6 +272,33 @@ class LearnSettings(TrainSettings):
         """Whether the teacher's predictions are kept on disk."""
         return self.predictions.teacher_top > 0 or self.predictions.teacher_samples > 0
 
+    def _check_rollouts(self) -> None:
+        """Refuse what makes no sense with text that the student writes."""
+        share, name = self.rollouts.on_policy, self.soft_loss
+        if name in POLICIES and share not in (None, 1.0):
+            raise SettingsError("on_policy", share, f"1 with objective {name}: it learns from drawn tokens")
+        if not self.student_share:
+            return
+        if name == "hard" or self.alpha < 1.0:
+            raise SettingsError("alpha", self.alpha, "1 with on_policy: the student's own text is no label")
+        if self.signal in ("cached", "text") or self.keeps_predictions:
+            raise SettingsError("signal", self.signal, "online with on_policy: its rows are new each time")
+        if name in POLICIES and self.rollouts.rollout_temperature not in (None, self.temperature):
+            allowed = f"that of the loss, {self.temperature:g}, with objective {name}"
+            raise SettingsError("rollout_temperature", self.rollouts.rollout_temperature, allowed)
+
+    @property
+    def student_share(self) -> float:
+        """Fraction of the batches that the student writes."""
+        share = self.rollouts.on_policy
+        return float(self.soft_loss in POLICIES) if share is None else share
+
+    @property
+    def rollout_temperature(self) -> float:
+        """Temperature at which rows are generated."""
+        own = self.rollouts.rollout_temperature
+        return self.temperature if own is None else own
+
     @property
     def soft_loss(self) -> str:
         """The objective, ``auto`` resolved: a name of attar.distillation.objectives.OBJECTIVES."""
@@ -215,6 +314,8 @@ class LearnSettings(TrainSettings):
         """The signal, ``auto`` resolved: a name of attar.distillation.signals.SIGNALS."""
         if not self.learns_softly:
             return "online" if self.features.features else "text"
+        if self.soft_loss in POLICIES:
+            return "policy"
         if self.signal == "auto":
             return "cached" if self.keeps_predictions else "online"
         return self.signal

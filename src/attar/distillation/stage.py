@@ -133,7 +133,7 @@ def distill(
         _save(student, base, output, history, progress)
         if settings.for_drafting and rollouts is not None:
             draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
-            rows = rollouts.held_out_rows()
+            rows = rollouts.held_out_rows().tokens
             output.details["drafting"] = draft_report(
                 draft, model, rows, rollouts.prompt, settings.batch_size
             )

@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 from attar.distillation.signals.cached import cached_signal
 from attar.distillation.signals.online import online_signal
+from attar.distillation.signals.policy import policy_signal
 from attar.distillation.signals.target import Signal
 
 SIGNALS: dict[str, Callable[..., Signal | None]] = {
     "online": online_signal,
     "cached": cached_signal,
+    "policy": policy_signal,
     "text": lambda source, student, settings: None,
 }

@@ -53,3 +53,5 @@ def _refuse_causal_settings(task: Task, settings: LearnSettings) -> None:
     for name in CAUSAL_ONLY:
         if options.get(name):
             raise SettingsError(name, options[name], f"left out with task {task.name}")
+    if settings.student_share:
+        raise SettingsError("on_policy", settings.student_share, f"0 with task {task.name}")
