@@ -256,3 +256,21 @@ def test_what_a_config_cannot_say_is_refused_before_any_weight():
 def test_options_that_exclude_each_other(options):
     with pytest.raises(SettingsError, match="left out with"):
         StudentSettings(**options)
+
+
+@pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
+def test_a_fresh_student_is_narrower_and_seeded(family):
+    model, options = tiny_models.build(family), StudentSettings(width=32, layer_map="0,2")
+    (_, result), (_, again), (_, other) = (make_student(model, options, seed) for seed in (0, 0, 1))
+    assert result.get_input_embeddings().weight.shape == (tiny_models.VOCABULARY, 32)
+    assert result.config.num_hidden_layers == 2
+    state, same, differing = (item.state_dict() for item in (result, again, other))
+    assert all(torch.equal(state[name], same[name]) for name in state)
+    assert any(not torch.equal(state[name], differing[name]) for name in state)
+    assert torch.isfinite(tiny_models.logits(result, tiny_models.tokens(model))).all()
+
+
+@pytest.mark.parametrize("width", [64, 40, 100])
+def test_a_width_that_cuts_a_head_is_refused(width):
+    with pytest.raises(SettingsError, match="a multiple of 16 below the teacher's 64"):
+        plan_of(tiny_models.build("llama3"), width=width, layers=1)

@@ -16,8 +16,10 @@ import torch
 from attar.checkpoint.units import bytes_text, count_text, size_limit
 from attar.distillation.layer_map import MEASURED, layer_count, layer_map
 from attar.distillation.student_settings import StudentSettings
+from attar.distillation.students.fresh import narrower_config
 from attar.errors import SettingsError
 from attar.models.anatomy import discover
+from attar.models.cut_plan import CutPlan
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy
 from attar.models.plan_costs import WIDTHS, PlannedModel, PlanSizes
@@ -85,6 +87,9 @@ def plan_student(config: Mapping[str, Any], storage: torch.dtype, settings: Stud
     keep = settings.keep_layers or (1.0 if settings.is_narrower else 0.5)
     count = layer_count(settings.layer_map, depth, settings.layers, keep)
     layers = _layers(settings.layer_map, depth, count)
+    if settings.width:
+        numbers = layers if isinstance(layers, tuple) else tuple(range(count))
+        narrower_config(cut_model(empty, CutPlan(layers=numbers)), settings.width)
     if not settings.is_narrower:
         full = PlanSizes(0, 0, anatomy.hidden_size, depth)
         return StudentPlan(full._replace(layers=count), full, layers)
