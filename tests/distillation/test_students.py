@@ -20,6 +20,7 @@ from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover
 from attar.models.cut_plan import CutPlan
 from attar.models.masking import masked_units
+from attar.models.plan_space import plan_space
 from tests import tiny_models
 
 
@@ -192,6 +193,11 @@ def test_a_size_is_kept_and_nearly_reached(family, share):
         assert not plan.is_narrower and count + block > limit
     else:
         assert plan.is_narrower or plan.sizes.layers < 3
+        space = plan_space(config_of(teacher), torch.float32)
+        for name in ("neurons", "hidden"):  # no more of them fit
+            more = [count for count in getattr(space.grid, name) if count > getattr(plan.sizes, name)]
+            wider = plan.sizes._replace(**{name: more[0]}) if more else None
+            assert wider is None or space.planned.parameters(wider) > limit or not space.allows(wider)
     later = [line for line in plan.considered if line.startswith(plan.sizes.text(plan.full))]
     assert later == [plan.considered[0]]
 

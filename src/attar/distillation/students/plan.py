@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,9 +130,8 @@ def _plan_to_size(space: PlanSpace, settings: StudentSettings) -> StudentPlan:
     half = max(-(-full.layers // 2), least)
     shallower = (full._replace(layers=depth) for depth in range(full.layers - 1, half - 1, -1))
     narrower = (_widest(space, budget, depth) for depth in range(half, least - 1, -1))
-    chosen = next((plan for plan in shallower if budget.fits(plan)), None) or next(
-        filter(None, narrower), None
-    )
+    fitting = chain(filter(budget.fits, shallower), filter(None, narrower))
+    chosen = next(fitting, None)
     if chosen is None:
         smallest = _at_width(space, 0.0, least)
         allowed = f"at least {budget.amount(smallest)}: {smallest.text(full)}"
@@ -143,9 +143,21 @@ def _plan_to_size(space: PlanSpace, settings: StudentSettings) -> StudentPlan:
 
 
 def _widest(space: PlanSpace, budget: SizeBudget, depth: int) -> PlanSizes | None:
-    """The widest plan of a depth within the budget: all widths near one proportion."""
+    """The widest plan of a depth within the budget: all widths near one proportion, then as many neurons and
+    channels as still fit."""
+
+    def possible(sizes: PlanSizes) -> bool:
+        return budget.fits(sizes) and space.allows(sizes)
+
     steps = (_at_width(space, step / WIDTH_STEPS, depth) for step in range(WIDTH_STEPS, 0, -1))
-    return next((sizes for sizes in steps if budget.fits(sizes) and space.allows(sizes)), None)
+    plan = next(filter(possible, steps), None)
+    if plan is None:
+        return None
+    for name in ("neurons", "hidden"):
+        counts = [count for count in getattr(space.grid, name) if count >= getattr(plan, name)]
+        wider = [plan._replace(**{name: count}) for count in reversed(counts)]
+        plan = next(filter(possible, wider), plan)
+    return plan
 
 
 def _at_width(space: PlanSpace, share: float, depth: int) -> PlanSizes:
