@@ -6,7 +6,9 @@
     objectives   the same student, tokens and schedule with each objective: held-out KL to the teacher,
                  next-token accuracy kept, and what it writes, judged by the teacher
     real         a student of half the size of a real model: the share of next-token accuracy kept along the
-                 curve, and what a fit of it says of more tokens
+                 curve, and what a fit of it says of more tokens; a method is a student, options with ";":
+                 --teacher DIR --data wiki.valid.txt --test whole:wiki.test.txt
+                 --methods "keep_layers=0.5;layer_map=influence" --seen 16384 32768 65536 ...
 
 Students and finished cells stand in WORK; a run that was killed goes on from there.
 """
@@ -49,6 +51,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--tokens", type=int, default=16_384, help="held-out")
+    parser.add_argument(
+        "--seen",
+        nargs="+",
+        type=int,
+        default=[2**doubling for doubling in range(14, 21)],
+        help="of real: tokens learned from, ascending; each stage goes on from the one before",
+    )
     parser.add_argument("--work", type=Path, default=WORK, help="folder of students and finished cells; kept")
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="METHOD")

@@ -26,14 +26,12 @@ SOLVERS = (
     *(
         f"pruning/criteria/{name}.py"
         for name in (
-            "activation",
             "gradient",
-            "influence",
-            "stream_activation",
             "taylor",
             "weighted_activation",
         )
     ),
+    *(f"walks/importance/{name}.py" for name in ("activation", "influence", "stream_activation")),
     *(f"pruning/solvers/{name}.py" for name in ("alps", "least_squares", "sparsegpt")),
     *(
         f"quantization/grids/{name}.py"
@@ -100,7 +98,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.kernels.threads",
     "attar.models.parts",
     "attar.progress",
-    "attar.pruning.criteria.activation",
+    "attar.walks.importance.activation",
     "attar.merging.methods.common.random_masks",
     "attar.merging.search.loss_cache",
     "attar.merging.methods.common.chunked",

@@ -15,8 +15,6 @@ from attar.distillation.rollouts import teacher as rollouts
 from attar.distillation.rollouts.teacher import RolloutWriter, write_rows
 from attar.distillation.settings import distill_settings
 from attar.distillation.stage import distill
-from attar.distillation.students import fresh_student
-from attar.errors import SettingsError
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT
 from tests import tiny_models
@@ -127,24 +125,6 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     assert one.tokens.shape == (8, 12) and torch.equal(one.tokens, other.tokens)
     one, other = (writer.training_rows(8, text).tokens for writer in writers)
     assert one.shape == (8, 12) and not torch.equal(one, other) and torch.equal(one[4:], text.tokens)
-
-
-@pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
-def test_a_fresh_student_is_narrower_and_seeded(family):
-    model = tiny_models.build(family)
-    result, again, other = (fresh_student(model, [0, 2], 32, seed) for seed in (0, 0, 1))
-    assert result.get_input_embeddings().weight.shape == (tiny_models.VOCABULARY, 32)
-    assert result.config.num_hidden_layers == 2
-    state, same, differing = (item.state_dict() for item in (result, again, other))
-    assert all(torch.equal(state[name], same[name]) for name in state)
-    assert any(not torch.equal(state[name], differing[name]) for name in state)
-    assert torch.isfinite(tiny_models.logits(result, tiny_models.tokens(model))).all()
-
-
-@pytest.mark.parametrize("width", [64, 40, 100])
-def test_a_width_that_cuts_a_head_is_refused(width):
-    with pytest.raises(SettingsError, match="a multiple of 16 below the teacher's 64"):
-        fresh_student(tiny_models.build("llama3"), [0], width, 0)
 
 
 def test_a_model_drafts_perfectly_for_itself():

@@ -61,5 +61,5 @@ def test_numbers_that_do_not_fit(kind, layers, words):
 
 @pytest.mark.parametrize("kind", ["even", "", "0,", "0, 3", "-1", "0;3"])
 def test_settings_refuse_what_is_no_map(kind):
-    with pytest.raises(SettingsError, match="uniform, ends, last, or numbers as 0,3,6"):
+    with pytest.raises(SettingsError, match="uniform, ends, last, influence, kl, run, or numbers as 0,3,6"):
         distill_settings(layer_map=kind)

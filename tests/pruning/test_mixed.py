@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
 from attar.models.load import load_model, save_model
+from attar.models.plan_costs import STRUCTURES, PlanSizes
+from attar.models.plan_space import first_units
 from attar.models.surgery import cut_model
 from attar.progress import SILENT
 from attar.pruning.planning.candidates import held_out_kl
-from attar.pruning.planning.costs import STRUCTURES, PlanSizes
 from attar.pruning.planning.scan import curves
-from attar.pruning.planning.space import first_units
 from attar.pruning.planning.study import scan_cuts
 from attar.pruning.planning.trials import scanned_grid, try_plans
 from attar.pruning.settings import prune_settings

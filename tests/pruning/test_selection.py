@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from attar.models.unit_weights import units_of
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
-from attar.pruning.structures.structure import units_of
 
 
 def test_keep_is_ascending_and_breaks_ties_downwards():

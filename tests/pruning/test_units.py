@@ -15,11 +15,12 @@ from attar.models.cut_plan import CutPlan
 from attar.models.load import load_model
 from attar.models.masking import masked_units
 from attar.pruning import units
-from attar.pruning.criteria import HIDDEN_CRITERIA, LAYER_CRITERIA, UNIT_CRITERIA
+from attar.pruning.criteria import HIDDEN_CRITERIA, UNIT_CRITERIA
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import prune
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import choose_units
+from attar.walks.importance import LAYER_CRITERIA
 from tests import tiny_models
 from tests.pruning.scored import scoring
 from tests.pruning.test_stage import SMALL, Lines, save

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attar.checkpoint.open import open_checkpoint
 from attar.deployment.settings import ROUNDINGS
+from attar.distillation.students import make_student
+from attar.distillation.students.plan import plan_student
 from attar.errors import RecipeError
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import METHOD_SETTINGS as PRUNE_METHODS
@@ -26,6 +29,7 @@ from attar.recipe.estimate import (
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shapes import Shape, after, shape_of
+from tests import tiny_models
 from tests.recipe.recipe_fakes import make_model
 
 SHAPE = Shape(attention=400e3, mlp=600e3, outside=200e3, layers=4, hidden=128, vocabulary=1000, bytes=2.4e6)
@@ -73,6 +77,38 @@ def test_the_shape_of_a_checkpoint(tmp_path: Path) -> None:
         attention=128, mlp=128, outside=256, layers=2, hidden=8, vocabulary=32, bytes=512 * 4
     )
     assert shape.parameters == 512
+
+
+@pytest.mark.parametrize(
+    ("stage", "near"),
+    [
+        ("stage: distill", 0.0),
+        ("stage: distill, layer_map: '0,3,4'", 0.0),
+        ("stage: distill, layers: 4, layer_map: influence", 0.0),
+        ("stage: distill, neurons: 48, hidden: 32", 0.02),
+        ("stage: distill, heads: 2, layers: 3", 0.02),
+        ("stage: distill, size: 200K", 0.05),
+        ("stage: distill, size: 100K", 0.15),
+        ("stage: distill, size: 400KB", 0.15),
+    ],
+)
+def test_the_size_of_a_student_is_known_before_it_is_made(stage: str, near: float, tmp_path: Path) -> None:
+    teacher = tiny_models.build("llama3", num_hidden_layers=6)
+    checkpoint = open_checkpoint(tiny_models.save(teacher, tmp_path / "m"))
+    stage_entry = entry(stage)
+    options = replace(stage_entry.settings.student, init="random")
+    plan = plan_student(checkpoint.config, torch.float32, options)
+    _, student = make_student(teacher, options, plan=plan)
+    shape = after(stage_entry, shape_of(checkpoint))
+    count = sum(parameter.numel() for parameter in student.parameters())
+    assert shape.parameters == pytest.approx(count, rel=near + 1e-9)
+    assert shape.layers == student.config.num_hidden_layers
+    assert shape.bytes == pytest.approx(4 * shape.parameters, rel=0.01)
+
+
+def test_a_given_student_is_looked_at(tmp_path: Path) -> None:
+    small = tiny_models.save(tiny_models.build("llama3"), tmp_path / "small")
+    assert after(entry(f"stage: distill, student: {small}"), SHAPE) == shape_of(open_checkpoint(small))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,27 @@ def byte_count(name: str, text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def size_limit(name: str, text: str) -> tuple[str, int]:
+    """What a size limits, and the limit: ``60M`` is ("parameters", 60,000,000) as models are called by them,
+    ``120MB`` ("bytes", 120,000,000); ("", 0) for an empty text.
+
+    Raises:
+        SettingsError: no such size.
+    """
+    if not text.strip():
+        return "", 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else "?"
+    if match and unit in COUNTS and float(match[1]) > 0:
+        return "parameters", int(float(match[1]) * COUNTS[unit])
+    if match and unit in UNITS and len(unit) > 1 and float(match[1]) > 0:
+        return "bytes", int(float(match[1]) * UNITS[unit])
+    raise SettingsError(name, text, "parameters as 60M or 1.5B, or bytes as 120MB or 1GiB")
+
+
 def _scaled(count: float, units: tuple[str, ...]) -> str:
     value, index = float(count), 0
     while abs(value) >= 999.5 and index + 1 < len(units):

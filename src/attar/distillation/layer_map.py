@@ -8,6 +8,12 @@ while it learns.
     last      the last ones
     0,3,6     these
 
+and, measured on text (:mod:`attar.walks.importance`), by students/make.py:
+
+    influence    those that turn the residual stream most (ShortGPT, eq. 1)
+    kl           those that the teacher misses most, each left out alone
+    run          all but the run of consecutive layers that it misses least (arXiv 2403.17887)
+
 For few layers the choice decides much: what a layer reads may be written by one that was left out.
 
 Pairs for features, student layer i with teacher layer g(i), from 0:
@@ -27,32 +33,47 @@ from __future__ import annotations
 from attar.errors import SettingsError
 
 NAMED = ("uniform", "ends", "last")
+MEASURED = ("influence", "kl", "run")
+LAYER_MAPS = NAMED + MEASURED
 FEATURE_MAPS = ("uniform", "last", "top", "learned")
 
 
 def is_map(kind: str) -> bool:
-    """Whether it is a name of ``NAMED``, or numbers with commas between them."""
-    return kind in NAMED or all(number.isdecimal() for number in kind.split(","))
+    """Whether it is a name of ``LAYER_MAPS``, or numbers with commas between them."""
+    return kind in LAYER_MAPS or all(number.isdecimal() for number in kind.split(","))
+
+
+def layer_count(kind: str, teacher: int, student: int = 0, keep: float = 0.5) -> int:
+    """How many layers the student has: l, else as many as there are numbers, else ``keep`` of the teacher's,
+    rounded down, at least one.
+
+    Raises:
+        SettingsError: the student has more layers than the teacher, or other ones than are named.
+    """
+    if kind not in LAYER_MAPS:
+        return len(_numbers(kind, teacher, student))
+    student = student or max(int(teacher * keep), 1)
+    if not 1 <= student <= teacher:
+        raise SettingsError("layers", student, f"between 1 and the teacher's {teacher}")
+    return student
 
 
 def layer_map(kind: str, teacher: int, student: int = 0, keep: float = 0.5) -> list[int]:
     """Teacher layer numbers, ascending and distinct, one per student layer.
 
     Args:
-        kind: see :func:`is_map`.
+        kind: see :func:`is_map`, but no score.
         teacher: L.
         student: l; 0: ``keep`` of the teacher's, rounded down, or as many as there are numbers.
         keep: fraction.
 
     Raises:
-        SettingsError: the student has more layers than the teacher, or none, or other ones than are named.
+        SettingsError: see :func:`layer_count`.
     """
-    assert is_map(kind), kind
+    assert is_map(kind) and kind not in MEASURED, kind
     if kind not in NAMED:
         return _numbers(kind, teacher, student)
-    student = student or max(int(teacher * keep), 1)
-    if not 1 <= student <= teacher:
-        raise SettingsError("layers", student, f"between 1 and the teacher's {teacher}")
+    student = layer_count(kind, teacher, student, keep)
     if kind == "last":
         return list(range(teacher - student, teacher))
     if kind == "ends":

@@ -11,7 +11,7 @@ from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.feature_settings import FeatureSettings
-from attar.distillation.layer_map import is_map
+from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
 from attar.walks.settings import TrainSettings, check_range
@@ -21,6 +21,18 @@ VERSION = 4
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _adapter_rank() -> Any:
+    return _option(
+        0,
+        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
+        "0: all weights are trained",
+    )
+
+
+def _check_adapters(settings: Any) -> None:
+    check_range("adapter_rank", settings.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,32 +196,6 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudentSettings:
-    """What the student starts from."""
-
-    layers: int = _option(0, "layers of the student; 0: as keep_layers or layer_map has")
-    keep_layers: float = _option(
-        0.5, "fraction of the teacher's layers that the student has, where layers is 0"
-    )
-    layer_map: str = _option(
-        "uniform",
-        "teacher layers the student starts from: uniform (evenly spread), ends (first and last), last, or "
-        "their numbers: 0,3,6",
-    )
-    width: int = _option(
-        0, "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
-    )
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range("width", self.width, 0, 2**24, "0 (the teacher's) or more")
-        check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
-        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
-        if not is_map(self.layer_map):
-            raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LearnSettings(TrainSettings):
     """Training on a teacher: ``alpha * soft loss + (1 - alpha) * cross-entropy``, per predicted token, and
     what is compared inside the models."""
@@ -351,11 +337,7 @@ class RecoverSettings(LearnSettings):
     a teacher: all weights, or adapters alone."""
 
     learning_rate: float = _option(2e-4, "peak learning rate; small, because the model is nearly right")
-    adapter_rank: int = _option(
-        0,
-        "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay as they are; "
-        "0: all weights are trained",
-    )
+    adapter_rank: int = _adapter_rank()
     adapter_init: str = _option(
         "error",
         "adapters start at the rounding error, teacher - student (LoftQ), or at zero, as they do without a "
@@ -370,7 +352,7 @@ class RecoverSettings(LearnSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
+        _check_adapters(self)
 
     @property
     def reads_teacher(self) -> bool:
@@ -393,10 +375,15 @@ class DistillSettings(LearnSettings):
     """
 
     learning_rate: float = _option(1e-3, "peak learning rate")
+    adapter_rank: int = _adapter_rank()
     student: StudentSettings = field(default_factory=StudentSettings, metadata={"title": "The student"})
     for_drafting: bool = _option(
         False, "train for speculative decoding: accepted tokens count, half of the rows are the teacher's own"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_adapters(self)
 
     @property
     def teacher_share(self) -> float:

@@ -29,10 +29,12 @@ from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
-from attar.distillation.students import make_student
+from attar.distillation.students.make import given_student, make_student
+from attar.distillation.students.plan import StudentPlan, plan_student
+from attar.distillation.students.text import ScoringText
 from attar.distillation.tasks import task_of
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
@@ -56,10 +58,13 @@ def distill(
     key: str | None = None,
     signal: Path | None = None,
 ) -> Checkpoint:
-    """Make a student with fewer of the teacher's layers and train it on the teacher's distribution.
+    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
+
+    With ``adapter_rank`` the student's weights stay as they start, and low-rank adapters learn, which ``out``
+    has added to its weights; of a given student ``out/adapter`` has them alone, too.
 
     Args:
-        teacher: a dense or packed causal language model.
+        teacher: a dense or packed language model.
         out: the folder to make; for drafting its card has acceptance and tokens a pass.
         signal: folder of the predictions that ``teacher_top`` keeps, for several stages; None: in the stage's
             work folder.
@@ -69,27 +74,51 @@ def distill(
     """
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
+    given = open_checkpoint(settings.student.student) if settings.student.student else None
+    base = source if given is None else given
     settings = fit(settings, source, progress)
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
-    authors = _check_licences(source, signals, settings, progress)
-    task = task_of(source.config, settings)
-    tokens = tokenizer_pair(source, source, settings, task.name)
+    authors = _check_licences(base, signals, settings, progress)
+    task = task_of(base.config, settings)
+    tokens = tokenizer_pair(base, source, settings, task.name)
+    plan, student = None, None  # type: StudentPlan | None, Any
+    if given is None:
+        plan = plan_student(source.config, stored_precision(source), settings.student)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
-    layers, student = make_student(model, settings.student, settings.seed)
+    if given is not None:
+        student = given_student(
+            task.load(given, settings, progress=progress), settings.student, settings.seed
+        )
+        task.check_pair(student, model)
     text = fingerprint(settings.data)
     parents: dict[str, Any] = {"signals": signals, "data": authors}
     with produce(
-        out, "distill", settings, VERSION, [source], **parents, text=text, force=force, key=key
+        out, "distill", settings, VERSION, [base], **parents, text=text, force=force, key=key
     ) as output:
-        note_texts(output, task.records("distill", source, settings, training_rows(settings)), progress)
+        records = task.records("distill", base, settings, training_rows(settings))
+        precision = resolve(settings.precision, model.device, output.work)
+        scored = ScoringText(source, settings, output.work / "scores", precision, progress)
+        if plan is not None and plan.is_scored:
+            records.append(scored.record())
+        note_texts(output, records, progress)
+        record: dict[str, Any] = {"given": base.name}
+        if plan is not None:
+            student, record = _cut_student(model, plan, scored, settings)
+        count = sum(parameter.numel() for parameter in student.parameters())
+        output.details["student"] = record | {"init": settings.student.init, "parameters": count}
+        if plan is not None and not settings.student.width:
+            output.details["layer_map"] = record["layers"]
+        if settings.adapter_rank:
+            torch.manual_seed(settings.seed)  # A is drawn
+            student = add_adapters(student, linears_of(student), settings.adapter_rank)
         rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
         cache = signal or output.work / "signal"
         origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
             student,
             origin,
-            source,
+            base,
             task,
             settings,
             progress=progress,
@@ -97,11 +126,11 @@ def distill(
             rollouts=rollouts,
             details=output.details,
         )
-        _save(student, source, output, history, progress)
-        if settings.student.width:
-            output.details["width"] = settings.student.width
-        else:
-            output.details["layer_map"] = layers
+        if settings.adapter_rank:
+            if given is not None:
+                save_adapter(student, output.folder / ADAPTER, given.spelling)
+            student = student.merge_and_unload()
+        _save(student, base, output, history, progress)
         if settings.for_drafting and rollouts is not None:
             draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
             rows = rollouts.held_out_rows().tokens
@@ -109,6 +138,17 @@ def distill(
                 draft, model, rows, rollouts.prompt, settings.batch_size
             )
     return open_checkpoint(out)
+
+
+def _cut_student(
+    model: Any, plan: StudentPlan, text: ScoringText, settings: DistillSettings
+) -> tuple[Any, dict[str, Any]]:
+    """The student made of a teacher, before its first step, and what the card says of it."""
+    for line in plan.lines():
+        text.progress.log(line)
+    units, student = make_student(model, settings.student, settings.seed, plan=plan, text=text)
+    record = {**plan.record(), "layers": list(units.layers or ())}
+    return student, record | ({"width": settings.student.width} if settings.student.width else {})
 
 
 def recover(

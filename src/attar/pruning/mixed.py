@@ -18,19 +18,19 @@ from attar.checkpoint.atomic import hidden
 from attar.checkpoint.open import open_checkpoint
 from attar.data.auto import fit
 from attar.models.load import save_model
+from attar.models.plan_space import plan_space
 from attar.models.stored import precision_note, stored_precision
 from attar.progress import SILENT, Progress
 from attar.pruning.planning.budget import plan_budget
 from attar.pruning.planning.candidates import candidate_texts, compare_candidates
 from attar.pruning.planning.scan import scan_table, to_json
-from attar.pruning.planning.space import plan_space
 from attar.pruning.planning.study import cut_study, scan_cuts
 from attar.pruning.planning.trials import try_plans
 from attar.pruning.reconstruction.units import reconstruct_units
-from attar.pruning.scoring import UnitScoring
 from attar.pruning.settings import PruneSettings
 from attar.pruning.task import PruneTask, calibration
-from attar.pruning.units import checked_cut, no_loss
+from attar.pruning.units import checked_cut
+from attar.walks.scoring import UnitScoring, no_loss
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -26,7 +26,6 @@ from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import cut_model
 from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
 from attar.pruning.reconstruction.units import reconstruct_units
-from attar.pruning.scoring import UnitScoring
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
 from attar.pruning.settings import PruneSettings
 from attar.pruning.structures import STRUCTURES
@@ -34,6 +33,7 @@ from attar.pruning.structures.heads import zero_heads
 from attar.pruning.structures.structure import Structure
 from attar.pruning.task import PruneTask
 from attar.walks.objectives import Loss, masked_token_loss, next_token_loss
+from attar.walks.scoring import UnitScoring, no_loss
 
 
 def prune_units(task: PruneTask) -> None:
@@ -250,11 +250,6 @@ def training_loss(anatomy: Anatomy, tokenizer: Any) -> Loss:
             f"{anatomy.family}: the tokenizer has no mask token", hint="an encoder is judged by masked tokens"
         )
     return lambda model, tokens: masked_token_loss(model, tokens, tokenizer.mask_token_id)
-
-
-def no_loss(model: Any, tokens: Tensor) -> Tensor:
-    """For criteria that do not ask for one."""
-    raise AssertionError("the criterion has no loss")
 
 
 def _report(parts: Sequence[str], scores: Tensor, keep: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ _CHARACTERS_AN_ELEMENT = 0.005  # characters tokenized in the time of one elemen
 _DOCUMENTS, _DOCUMENT = 256, 14e3  # tokenized at a time; characters of one
 _CHARACTERS_A_TOKEN = 4.0
 _HELD_OUT = 16_384  # tokens of a held-out loss
+_SCORED_ROWS = 32  # on which a student's units are chosen
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
@@ -221,7 +222,8 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
     """The work of a stage."""
     settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
-        return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
+        work = _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
+        return work + (_choosing(settings, source) if entry.stage == "distill" else Work())
     if entry.stage == "prune":
         work = _pruning(settings, source) + Work(elements=4 * source.parameters)
         return work + _reconstructing(settings, result, getattr(entry.settings, "reconstruction", "none"))
@@ -246,6 +248,14 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
         products += steps * 30 * result.hidden * result.blocks
     elements = (12 * tokens + 4 * held_out) * result.vocabulary + 10 * steps * result.parameters
     return Work(products, elements) + _text(settings, tokens)
+
+
+def _choosing(settings: Any, source: Shape) -> Work:
+    """The passes that choose a student's units: one for each structure, some for the layers."""
+    passes = float(sum(bool(units) for units in (settings.heads, settings.neurons, settings.hidden)))
+    passes += {"influence": 1.0, "run": 3.0, "kl": source.layers / 2}.get(settings.layer_map, 0.0)
+    tokens = _SCORED_ROWS * settings.sequence_length
+    return Work(2.0 * source.parameters * tokens * passes) if settings.init == "copy" else Work()
 
 
 def _guided(settings: Any) -> bool:

@@ -6,16 +6,14 @@ import math
 import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attar.checkpoint.geometry import geometry
-from attar.checkpoint.units import byte_count
+from attar.checkpoint.open import Checkpoint, open_checkpoint
+from attar.checkpoint.units import byte_count, size_limit
 from attar.pruning.settings import speed_factor
 from attar.recipe.schema import StageEntry
 from attar.recipe.settings import plain
-
-if TYPE_CHECKING:
-    from attar.checkpoint.open import Checkpoint
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 _ATTENTION = re.compile(r"attn|attention")
@@ -28,6 +26,7 @@ class Shape:
     Args:
         mlp: parameters of all other matrices in blocks.
         outside: parameters outside the blocks (embeddings, head, norms).
+        heads: of a layer; 0: the config does not say.
     """
 
     attention: float
@@ -37,6 +36,7 @@ class Shape:
     hidden: int
     vocabulary: int
     bytes: float
+    heads: int = 0
 
     @property
     def blocks(self) -> float:
@@ -67,7 +67,8 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
             mlp += count
     sizes = geometry(checkpoint.config, "bfloat16")
     hidden, vocabulary = sizes.hidden or 1, sizes.vocabulary or 1
-    return Shape(attention, mlp, outside, max(layers, 1), hidden, vocabulary, float(checkpoint.nbytes))
+    weights = (attention, mlp, outside, max(layers, 1), hidden, vocabulary)
+    return Shape(*weights, float(checkpoint.nbytes), sizes.heads or 0)
 
 
 def after(entry: StageEntry, shape: Shape) -> Shape:
@@ -75,16 +76,9 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
     settings = flat_settings(entry)
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
-        kept = _layers(settings, shape) / shape.layers
-        narrow = (getattr(settings, "width", 0) or shape.hidden) / shape.hidden
-        smaller = replace(
-            shape,
-            attention=shape.attention * kept * narrow**2,
-            mlp=shape.mlp * kept * narrow**2,
-            outside=shape.outside * narrow,
-            layers=_layers(settings, shape),
-            hidden=round(shape.hidden * narrow),
-        )
+        if settings.student:
+            return shape_of(open_checkpoint(settings.student))
+        smaller = _to_size(settings, shape) if settings.size else _cut(settings, shape)
         return replace(smaller, bytes=smaller.parameters * density)
     if entry.stage == "prune":
         smaller = _pruned(settings, shape)
@@ -132,9 +126,53 @@ def _pruned(settings: Any, shape: Shape) -> Shape:
     return shape
 
 
+def _cut(settings: Any, shape: Shape) -> Shape:
+    """The student of these layers and widths."""
+    layers = _layers(settings, shape)
+    kept, inner = layers / shape.layers, shape.mlp / shape.layers / (3 * shape.hidden)
+    hidden = min(settings.hidden or shape.hidden, shape.hidden)
+    heads = settings.heads / shape.heads if settings.heads and shape.heads else 1.0
+    neurons = settings.neurons / inner if settings.neurons else 1.0
+    if settings.width:  # heads and MLP in proportion
+        hidden, heads, neurons = settings.width, settings.width / shape.hidden, settings.width / shape.hidden
+    narrow = hidden / shape.hidden
+    return replace(
+        shape,
+        attention=shape.attention * kept * narrow * min(heads, 1.0),
+        mlp=shape.mlp * kept * narrow * min(neurons, 1.0),
+        outside=shape.outside * narrow,
+        layers=layers,
+        hidden=hidden,
+        heads=round(shape.heads * min(heads, 1.0)),
+    )
+
+
+def _to_size(settings: Any, shape: Shape) -> Shape:
+    """The student of a size: whole layers go first, down to half of them, then all widths."""
+    kind, limit = size_limit("size", settings.size)
+    wanted = limit if kind == "parameters" else shape.parameters * limit / shape.bytes
+    kept = max((wanted - shape.outside) / shape.blocks, 0.5)
+    layers = max(int(shape.layers * min(kept, 1.0)), 1)
+    kept = layers / shape.layers
+    shallower = replace(shape, attention=shape.attention * kept, mlp=shape.mlp * kept, layers=layers)
+    narrow = min(math.sqrt(wanted / shallower.parameters), 1.0)
+    return replace(
+        shallower,
+        attention=shallower.attention * narrow**2,
+        mlp=shallower.mlp * narrow**2,
+        outside=shape.outside * narrow**2,
+        hidden=round(shape.hidden * narrow),
+        heads=round(shape.heads * narrow),
+    )
+
+
 def _layers(settings: Any, shape: Shape) -> int:
-    layers = int(getattr(settings, "layers", 0))
-    return min(layers, shape.layers) if layers else max(int(shape.layers * settings.keep_layers), 1)
+    """Layers of the student: a number, as many as the map names, or a fraction of the teacher's."""
+    numbers = settings.layer_map.split(",")
+    layers = len(numbers) if all(map(str.isdecimal, numbers)) else int(settings.layers)
+    narrower = settings.heads or settings.neurons or settings.hidden
+    keep = settings.keep_layers or (1.0 if narrower else 0.5)
+    return min(layers, shape.layers) if layers else max(int(shape.layers * keep), 1)
 
 
 def _quantized(settings: Any, shape: Shape) -> float:

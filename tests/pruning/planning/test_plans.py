@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from attar.pruning.planning.costs import PlanGrid, PlanSizes
+from attar.models.plan_costs import PlanGrid, PlanSizes
+from attar.models.plan_space import steps
 from attar.pruning.planning.plans import (
     QualityCurve,
     are_distinct,
     plans_within,
     predicted_kl,
     shortlist,
-    steps,
 )
 
 FULL = PlanSizes(4, 96, 64, 6)

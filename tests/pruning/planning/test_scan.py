@@ -16,10 +16,11 @@ from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError
 from attar.models.load import load_model
+from attar.models.plan_costs import PlanSizes
+from attar.models.plan_space import plan_space
 from attar.models.surgery import cut_model
 from attar.progress import SILENT
 from attar.pruning.mixed import scan
-from attar.pruning.planning.costs import PlanSizes
 from attar.pruning.planning.scan import (
     CutMeasurement,
     ScanFile,
@@ -29,7 +30,6 @@ from attar.pruning.planning.scan import (
     layer_cuts,
     removal_order,
 )
-from attar.pruning.planning.space import plan_space
 from attar.pruning.planning.study import cut_study, scan_cuts
 from attar.pruning.settings import prune_settings
 from attar.pruning.task import calibration

@@ -1,23 +1,14 @@
 """Pruning criteria: one file each, and the tables of their names. A criterion of units gets a
-:class:`~attar.pruning.scoring.UnitScoring` and returns scores, the more important the larger: float64
+:class:`~attar.walks.scoring.UnitScoring` and returns scores, the more important the larger: float64
 (layers, units) of heads and neurons, (1, channels) of the residual stream, (1, layers).
 """
 
-from collections.abc import Callable
-
-from torch import Tensor
-
-from attar.pruning.criteria.activation import activation_importance
 from attar.pruning.criteria.gradient import gradient_importance
-from attar.pruning.criteria.influence import influence
-from attar.pruning.criteria.layer_kl import layer_kl
-from attar.pruning.criteria.layer_run import run_scores
-from attar.pruning.criteria.stream_activation import stream_activation_importance
 from attar.pruning.criteria.taylor import taylor_importance
 from attar.pruning.criteria.weighted_activation import weighted_activation_importance
-from attar.pruning.scoring import UnitScoring
-
-UnitCriterion = Callable[[UnitScoring], Tensor]
+from attar.walks.importance import UnitCriterion
+from attar.walks.importance.activation import activation_importance
+from attar.walks.importance.stream_activation import stream_activation_importance
 
 UNIT_CRITERIA: dict[str, UnitCriterion] = {
     "wanda": weighted_activation_importance,
@@ -29,7 +20,6 @@ UNIT_CRITERIA: dict[str, UnitCriterion] = {
 forward passes only."""
 
 HIDDEN_CRITERIA: dict[str, UnitCriterion] = {"activation": stream_activation_importance}
-LAYER_CRITERIA: dict[str, UnitCriterion] = {"influence": influence, "kl": layer_kl, "run": run_scores}
 
 HEAD_CRITERIA = ("gradient", "taylor", "kl", "run")
 """Criteria that need the model's head."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring, UnitWeights
+    from attar.models.unit_weights import UnitWeights
+    from attar.walks.scoring import UnitScoring
 
 
 def taylor_importance(scoring: UnitScoring) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from attar.models.parts import weight_of
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring
+    from attar.walks.scoring import UnitScoring
 
 
 def weighted_activation_importance(scoring: UnitScoring) -> Tensor:

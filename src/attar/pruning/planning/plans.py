@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from attar.pruning.planning.costs import STRUCTURES, WIDTHS, PlanGrid, PlanSizes
+from attar.models.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlanSizes
 
 DISTINCT = 8  # plans differ if some structure differs by a unit and by an eighth of the model's units
 
@@ -97,13 +97,3 @@ def shortlist(
         fixed = {name: (getattr(full, name),) for name in STRUCTURES if name not in free}
         best += list(islice(filter(accepts, candidates(grid._replace(**fixed))), 1))
     return list(dict.fromkeys(best))
-
-
-def steps(full: int, multiple: int, least: int, most: int) -> tuple[int, ...]:
-    """At most ``most`` numbers of units from ``least`` to ``full``, evenly spread, as multiples but for
-    ``full``; ascending."""
-    if full <= least:
-        return (full,)
-    wanted = [least + (full - least) * number / (most - 1) for number in range(most)]
-    snapped = {max(multiple, round(value / multiple) * multiple) for value in wanted}
-    return tuple(sorted({value for value in snapped if least <= value < full} | {full}))

@@ -27,8 +27,8 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.units import table
 from attar.errors import CheckpointError, ModelError
+from attar.models.plan_costs import STRUCTURES, PlanGrid, PlanSizes
 from attar.progress import ProgressTask
-from attar.pruning.planning.costs import STRUCTURES, PlanGrid, PlanSizes
 from attar.pruning.planning.plans import QualityCurve
 from attar.walks.objectives import next_token_loss, token_kl
 from attar.walks.reference import ReferenceModel

@@ -18,9 +18,9 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import load_model, load_tokenizer
 from attar.models.masking import masked_units
+from attar.models.plan_costs import WIDTHS, PlannedModel, PlanSizes
+from attar.models.plan_space import PlanSpace, UnitRanking
 from attar.progress import Progress
-from attar.pruning.planning.costs import PlannedModel, PlanSizes
-from attar.pruning.planning.ranking import rank_units
 from attar.pruning.planning.scan import (
     CutMeasurement,
     ScanFile,
@@ -31,9 +31,10 @@ from attar.pruning.planning.scan import (
     measure_cuts,
     removal_order,
 )
-from attar.pruning.planning.space import PlanSpace, UnitRanking
 from attar.pruning.settings import MixedSettings, PruneSettings
+from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import training_loss
+from attar.walks.ranking import RankedUnits, rank_units
 from attar.walks.reference import MEMORY, ReferenceModel, reference_of
 
 if TYPE_CHECKING:
@@ -132,16 +133,29 @@ def cut_study(
     ranking = rank_units(
         model,
         anatomy,
-        space.structures,
+        ranked_structures(space.structures, options.criterion),
         batches,
         loss,
         work / sha256_text(canonical_json(asdict(key)))[:16],
-        criterion=options.criterion,
         precision=precision,
         progress=progress,
     )
     measured = list(rows[:ROWS].split(settings.batch_size))
     return CutStudy(model, space, ranking, measured, precision, file)
+
+
+def ranked_structures(names: Sequence[str], criterion: str) -> dict[str, RankedUnits]:
+    """How the heads, neurons and channels among these structures are ranked.
+
+    Args:
+        criterion: of heads and neurons; ``auto`` is the first of each structure.
+    """
+    ranked = {}
+    for name in (name for name in WIDTHS if name in names):
+        structure = STRUCTURES[name]
+        chosen = criterion if criterion in structure.criteria else next(iter(structure.criteria))
+        ranked[name] = RankedUnits(structure.noun, structure.weights, structure.criteria[chosen])
+    return ranked
 
 
 def scan_cuts(study: CutStudy, work: Path, progress: Progress, *, complete: bool = True) -> CutScan:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.units import bytes_text
+from attar.models.plan_costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
 from attar.progress import Progress
 from attar.pruning.planning.budget import plan_budget
-from attar.pruning.planning.costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
 from attar.pruning.planning.plans import QualityCurve, plans_within, predicted_kl, shortlist
 from attar.pruning.planning.scan import curves, distance
 from attar.pruning.planning.study import CutScan, CutStudy

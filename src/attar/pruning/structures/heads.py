@@ -7,52 +7,15 @@ the KV heads: the query projections and the output projection get smaller, the K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from attar.models.cut_plan import CutPlan, heads_of_groups
-from attar.models.parts import Anatomy, Attention, weight_of
+from attar.models.parts import Anatomy, weight_of
+from attar.models.unit_weights import group_weights, query_weights
 from attar.pruning.criteria import UNIT_CRITERIA
-from attar.pruning.scoring import UnitWeights
-from attar.pruning.structures.structure import Structure, nearest, owners_of, units_of
-
-
-def group_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
-    """Of each KV group its rows of q, k and v and its columns of o."""
-    layers = []
-    for attention in (block.attention for block in anatomy.blocks):
-        groups = attention.groups()
-        rows = (
-            (attention.q, [group.q_rows for group in groups]),
-            (attention.k, [group.k_rows for group in groups]),
-            (attention.v, [group.v_rows for group in groups]),
-        )
-        columns = units_of([group.o_columns for group in groups], attention.o.in_features)
-        layers.append(_weights(model, attention, columns, rows))
-    return layers
-
-
-def query_weights(model: nn.Module, anatomy: Anatomy) -> list[UnitWeights]:
-    """Of each query head its rows of q and its columns of o."""
-    layers = []
-    for attention in (block.attention for block in anatomy.blocks):
-        heads = range(attention.heads)
-        rows = ((attention.q, [attention.query_rows(head) for head in heads]),)
-        columns = units_of([attention.query_columns(head) for head in heads], attention.o.in_features)
-        layers.append(_weights(model, attention, columns, rows))
-    return layers
-
-
-def _weights(
-    model: nn.Module, attention: Attention, columns: torch.Tensor, rows: Sequence[Any]
-) -> UnitWeights:
-    producers = []
-    for part, units in rows:
-        module = model.get_submodule(part.name)
-        producers.append((module, owners_of(units, weight_of(module).shape[0])))
-    return UnitWeights(model.get_submodule(attention.o.name), columns, tuple(producers))
+from attar.pruning.structures.structure import Structure, nearest
 
 
 def group_plan(anatomy: Anatomy, keep: Sequence[Sequence[int]]) -> CutPlan:

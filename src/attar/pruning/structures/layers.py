@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attar.models.cut_plan import CutPlan
-from attar.pruning.criteria import LAYER_CRITERIA
 from attar.pruning.structures.structure import Structure, nearest, no_weights
+from attar.walks.importance import LAYER_CRITERIA
 
 LAYERS = Structure(
     noun="layers",

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attar.models.cut_plan import CutPlan
 from attar.models.parts import Anatomy
-from attar.pruning.criteria import UnitCriterion
-from attar.pruning.scoring import UnitWeights
+from attar.models.unit_weights import UnitWeights
+from attar.walks.importance import UnitCriterion
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,6 @@ class Structure:
     plan: Callable[[Anatomy, Sequence[Sequence[int]]], CutPlan]
     parts: Callable[[Anatomy], list[str]]
     uneven: bool = False
-
-
-def units_of(columns: Sequence[Sequence[int]], features: int) -> Tensor:
-    """The unit of each input column, int64 (F,), from the columns of each unit."""
-    owner = owners_of(columns, features)
-    assert (owner >= 0).all(), "every column belongs to a unit"
-    return owner
-
-
-def owners_of(indices: Sequence[Sequence[int]], size: int) -> Tensor:
-    """The unit of each index, int64 (size,), from the indices of each unit; -1: of none."""
-    owner = torch.full((size,), -1, dtype=torch.int64)
-    for unit, inside in enumerate(indices):
-        owner[torch.as_tensor(inside)] = unit
-    return owner
 
 
 def nearest(total: int, options: Any) -> int:

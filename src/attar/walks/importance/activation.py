@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring
+    from attar.walks.scoring import UnitScoring
 
 
 def activation_importance(scoring: UnitScoring) -> Tensor:

@@ -18,9 +18,8 @@ from attar.models.anatomy import discover
 from attar.models.cut_plan import CutPlan, heads_of_groups
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy
+from attar.models.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlannedModel, PlannedTensor, PlanSizes
 from attar.models.surgery import cut_model, head_counts
-from attar.pruning.planning.costs import STRUCTURES, WIDTHS, PlanGrid, PlannedModel, PlannedTensor, PlanSizes
-from attar.pruning.planning.plans import steps
 
 POINTS = 8  # amounts of a structure that are measured
 CHOICES = 24  # about as many amounts that a plan may have
@@ -80,7 +79,7 @@ class PlanSpace:
             layers: those that stay.
             alone: the layer whose heads or neurons are cut, no other's; None: all.
         """
-        return _cut_plan(self.anatomy, self.full, sizes, ranking, layers, alone)
+        return cut_plan_of(self.anatomy, self.full, sizes, ranking, layers, alone)
 
     def allows(self, sizes: PlanSizes) -> bool:
         """Whether the config can say a plan."""
@@ -88,7 +87,7 @@ class PlanSpace:
         return not isinstance(_cut(self.empty, plan), str)
 
 
-def _cut_plan(
+def cut_plan_of(
     anatomy: Anatomy,
     full: PlanSizes,
     sizes: PlanSizes,
@@ -96,6 +95,7 @@ def _cut_plan(
     layers: Sequence[int],
     alone: int | None = None,
 ) -> CutPlan:
+    """The units of these sizes that stay; see :meth:`PlanSpace.cut_plan`."""
     heads = neurons = None
     if sizes.heads < full.heads:
         kept = _best(ranking.heads, sizes.heads, alone)
@@ -138,20 +138,14 @@ def plan_space(config: Mapping[str, Any], storage: torch.dtype) -> PlanSpace:
     """
     empty = empty_model(config)
     anatomy = discover(empty)
-    sizes = {(block.attention.kv_heads, block.mlp.neurons) for block in anatomy.blocks}
-    if len(sizes) > 1:
-        raise ModelError(
-            f"{anatomy.family}: its layers differ in size, and a plan has one size for all",
-            hint="--method layers, neurons or heads",
-        )
-    full = PlanSizes(*sizes.pop(), anatomy.hidden_size, len(anatomy.blocks))
+    full = full_sizes(anatomy)
     measured, grid = _grids(empty, full)
     refused, shrunk = {}, dict[str, StoredShapes]()
     for name in STRUCTURES:
         units, smallest = getattr(full, name), min(getattr(measured, name))
         smallest = smallest if smallest < units else max(round(LEAST[name] * units), 1)
         least = full._replace(**{name: smallest})
-        plan = _cut_plan(anatomy, full, least, first_units(full), range(least.layers))
+        plan = cut_plan_of(anatomy, full, least, first_units(full), range(least.layers))
         cut = _cut(empty, plan) if least != full else "one must stay"
         if isinstance(cut, str):
             refused[name] = cut
@@ -163,6 +157,21 @@ def plan_space(config: Mapping[str, Any], storage: torch.dtype) -> PlanSpace:
     planned = PlannedModel(full, _planned(empty, anatomy, shrunk, storage), tuple(range(full.layers)))
     measured, grid = (amounts._replace(**uncut) for amounts in (measured, grid))
     return PlanSpace(empty, anatomy, planned, refused, measured, grid)
+
+
+def full_sizes(anatomy: Anatomy) -> PlanSizes:
+    """The sizes of the uncut model.
+
+    Raises:
+        ModelError: its layers differ in size.
+    """
+    sizes = {(block.attention.kv_heads, block.mlp.neurons) for block in anatomy.blocks}
+    if len(sizes) > 1:
+        raise ModelError(
+            f"{anatomy.family}: its layers differ in size, and a plan has one size for all",
+            hint="--method layers, neurons or heads",
+        )
+    return PlanSizes(*sizes.pop(), anatomy.hidden_size, len(anatomy.blocks))
 
 
 def _grids(empty: Any, full: PlanSizes) -> tuple[PlanGrid, PlanGrid]:
@@ -178,6 +187,16 @@ def _grids(empty: Any, full: PlanSizes) -> tuple[PlanGrid, PlanGrid]:
             measured[name] = tuple(count for count in measured[name] if count in possible) or (units,)
             choices[name] = tuple(count for count in possible if count >= measured[name][0])
     return PlanGrid(**measured), PlanGrid(**choices)
+
+
+def steps(full: int, multiple: int, least: int, most: int) -> tuple[int, ...]:
+    """At most ``most`` numbers of units from ``least`` to ``full``, evenly spread, as multiples but for
+    ``full``; ascending."""
+    if full <= least:
+        return (full,)
+    wanted = [least + (full - least) * number / (most - 1) for number in range(most)]
+    snapped = {max(multiple, round(value / multiple) * multiple) for value in wanted}
+    return tuple(sorted({value for value in snapped if least <= value < full} | {full}))
 
 
 def snap(name: str, units: int) -> int:

@@ -22,35 +22,12 @@ from attar.checkpoint import atomic
 from attar.errors import NumericsError
 from attar.models.masking import stream_norms
 from attar.models.parts import Anatomy
+from attar.models.unit_weights import UnitWeights
 from attar.progress import SILENT, Progress
 from attar.walks.objectives import Loss
 from attar.walks.passes import StopForward
 
 SAVE_SECONDS = 20.0  # a kill loses at most this much
-
-
-@dataclass(frozen=True)
-class UnitWeights:
-    """The weights of one layer's units.
-
-    Attributes:
-        consumer: the Linear that follows the units; a mask multiplies its inputs.
-        columns: the unit of each of its inputs, int64 (F,).
-        producers: modules whose rows belong to units, each with the unit of every stored row; -1: of none.
-    """
-
-    consumer: nn.Module
-    columns: Tensor
-    producers: tuple[tuple[nn.Module, Tensor], ...] = ()
-
-    @property
-    def count(self) -> int:
-        """How many units the layer has."""
-        return int(self.columns.max()) + 1
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Sums (U,) of values (F,) over the columns of each unit."""
-        return values.new_zeros(self.count).index_add(0, self.columns.to(values.device), values)
 
 
 @dataclass(frozen=True)
@@ -173,6 +150,11 @@ class UnitScoring:
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
+
+
+def no_loss(model: Any, tokens: Tensor) -> Tensor:
+    """For criteria that do not ask for one."""
+    raise AssertionError("the criterion has no loss")
 
 
 def _hidden_of(_: tuple[Any, ...], output: Any) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.pruning.planning.space import UnitRanking, plan_space, snap
+from attar.models.plan_space import UnitRanking, plan_space, snap
 from tests import tiny_models
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring
+    from attar.walks.scoring import UnitScoring
 
 
 def influence(scoring: UnitScoring) -> Tensor:

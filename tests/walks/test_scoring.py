@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.pruning import scoring as module
+from attar.walks import scoring as module
 from tests import tiny_models
 from tests.pruning.scored import scored, scoring
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attar.pruning.criteria.activation import mean_squares
+from attar.walks.importance.activation import mean_squares
 
 if TYPE_CHECKING:
-    from attar.pruning.scoring import UnitScoring
+    from attar.walks.scoring import UnitScoring
 
 
 def stream_activation_importance(scoring: UnitScoring) -> Tensor:

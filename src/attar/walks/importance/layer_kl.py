@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.models.masking import skipped
-from attar.pruning.scoring import UnitScoring
 from attar.walks.reference import MEMORY, reference_of
+from attar.walks.scoring import UnitScoring
 
 
 def layer_kl(scoring: UnitScoring) -> Tensor:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attar.pruning.criteria.layer_kl import kl_without
-from attar.pruning.scoring import UnitScoring
+from attar.walks.importance.layer_kl import kl_without
+from attar.walks.scoring import UnitScoring
 
 VERIFIED = 3  # runs whose KL is measured
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attar.models.load import load_model, save_model
+from attar.models.plan_costs import PlanGrid, PlanSizes, byte_cost, parameter_cost, read_cost
+from attar.models.plan_space import first_units, plan_space
 from attar.models.surgery import cut_model
-from attar.pruning.planning.costs import PlanGrid, PlanSizes, byte_cost, parameter_cost, read_cost
-from attar.pruning.planning.space import first_units, plan_space
 from tests import tiny_models
 
 

@@ -1,0 +1,59 @@
+"""The text that the teacher's units are scored on: a few rows of the calibration split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from attar.data.packing import calibration_batches, row_length
+from attar.data.seen import record
+from attar.models.load import load_tokenizer
+from attar.progress import SILENT, Progress
+from attar.walks.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class ScoringText:
+    """Calibration text of a teacher.
+
+    Attributes:
+        work: folder for scores, which survive a kill.
+        precision: of the passes: ``bf16`` or ``fp32``.
+    """
+
+    source: Checkpoint
+    settings: TrainSettings
+    work: Path
+    precision: str = "fp32"
+    progress: Progress = SILENT
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        return row_length(self.settings.sequence_length, self.source.config)
+
+    def batches(self) -> list[Tensor]:
+        """Int64 (B, S), none padded."""
+        settings = self.settings
+        return calibration_batches(
+            load_tokenizer(self.source),
+            settings.data,
+            samples=ROWS,
+            sequence_length=self.length,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            bos=settings.bos,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Of this text, for :func:`attar.data.seen.note_texts`."""
+        tokenizer = load_tokenizer(self.source)
+        return record("distill", tokenizer, self.settings, "calibration", length=self.length, rows=ROWS)
