@@ -147,10 +147,11 @@ class Cells:
 
 
 def models(work: Path, vocabulary: int, depth: tuple[int, int]) -> tuple[Path, Path]:
-    """Student and teacher of random weights, each written once, with attar:tiny's tokenizer."""
+    """Student and teacher of random weights, each written once, with attar:tiny's tokenizer. The teacher is
+    stored in bfloat16, as models are released; the student in float32, in which it is trained."""
     folders = []
     for seed, layers in enumerate(depth):
-        folder = work / f"llama-{vocabulary}-{layers}"
+        folder = work / f"llama-{vocabulary}-{layers}{'-teacher' * seed}"
         folders.append(folder)
         if (folder / "model.safetensors").exists():
             continue
@@ -158,7 +159,8 @@ def models(work: Path, vocabulary: int, depth: tuple[int, int]) -> tuple[Path, P
         config = LlamaConfig(
             **SMOLLM2, vocab_size=vocabulary, num_hidden_layers=layers, tie_word_embeddings=True
         )
-        LlamaForCausalLM(config).save_pretrained(folder)
+        stored = torch.bfloat16 if seed else torch.float32
+        LlamaForCausalLM(config).to(stored).save_pretrained(folder)
         for name in ("tokenizer_config.json", "tokenizer.json"):
             shutil.copy(open_checkpoint("attar:tiny").path / name, folder / name)
     return folders[0], folders[1]

@@ -40,6 +40,7 @@ def main() -> None:
     from attar.distillation.signals.online import online_signal
     from attar.distillation.signals.target import SignalSource
     from attar.distillation.tasks import TASKS
+    from attar.models.frozen import round_frozen
     from attar.models.head import head_of
     from attar.walks.train import train
 
@@ -89,6 +90,8 @@ def main() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job["precision"] == "bf16"):
                 for batch in source.batches:
                     signal.target(batch, NOTHING)
+        if job["precision"] == "bf16":
+            round_frozen(teacher)
         loss = DistillationLoss(signal, settings.alpha, head=head_of(student))
         train(student, loss, source, settings, progress=Stepwise())
         if job.get("held_out"):

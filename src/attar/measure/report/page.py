@@ -9,6 +9,7 @@ from attar.checkpoint.atomic import write_bytes
 from attar.measure.report.charts import curve_pictures, layer_pictures, zeros_pictures
 from attar.measure.report.conflicts import conflict_pictures
 from attar.measure.report.cuts import scan_pictures
+from attar.measure.report.layer_maps import layer_map_pictures
 from attar.measure.report.markup import Child, Markup, el, join
 from attar.measure.report.quality import quality_picture
 from attar.measure.report.sections import definitions, lineage_tree, parent_tables, sample_cards, stage_table
@@ -109,6 +110,11 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
             "go, and of each layer cut alone. Both scales are logarithmic; lower and lighter are better.",
         ),
         _section("Training", curve_pictures(run)),
+        _section(
+            "Learned layer maps",
+            layer_map_pictures(run),
+            "Which layers of the teacher each layer of the student came to follow: the weights of its row.",
+        ),
         _section(
             "The same prompt, greedily",
             sample_cards(run),
