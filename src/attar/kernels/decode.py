@@ -178,8 +178,22 @@ class Program:
         del arrays
         return logits
 
+    def keep_hidden(self, layers: Sequence[int], pool: Tensor) -> None:
+        """From now on every step writes hidden states of its tokens to their slots.
+
+        Args:
+            layers: ascending; n: the residual stream after layer n; the number of layers: behind the norm.
+            pool: bfloat16 (slots, len(layers), hidden), filled by the steps.
+        """
+        shape = (self.blocks * self.block_size, len(layers), self.weights.hidden)
+        assert pool.shape == shape and pool.dtype == torch.bfloat16 and pool.is_contiguous(), "another pool"
+        assert list(layers) == sorted(layers) and layers[-1] <= len(self.weights.layers), f"layers {layers}"
+        self._hidden = np.asarray(layers, dtype=np.int64), pool
+        self._model.hidden_layer, self._model.hidden_pool = self._hidden[0].ctypes.data, pool.data_ptr()
+        self._model.hidden_states = len(layers)
+
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy keys and values between slots, (from, to), one after the other, in every layer."""
+        """Copy keys, values and hidden states between slots, (from, to), one after the other."""
         assert self._library is not None, "move without a library"
         array = np.asarray(pairs, dtype=np.int64)
         self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))

@@ -63,7 +63,8 @@ class ModelStruct(ctypes.Structure):
         *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
         *((name, POINTER) for name in ("embedding", "norm")),
         ("head", LinearStruct),
-        *((name, POINTER) for name in ("layer", "pool")),
+        *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),
+        ("hidden_states", LONG),
     ]
 
 

@@ -17,6 +17,7 @@ from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
 from attar.kernels.structures import PRODUCTS, StepTokens
+from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
@@ -113,6 +114,12 @@ class Compiled:
                 trees=[None if tree is None else ancestors(tree) for _, tree in step.trees()],
             )
         )
+
+    def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
+        """Keep hidden states of the tokens that are run from now on; see ``kv/hidden_pool.py``."""
+        pool = HiddenPool.of(layers, self.capacity * self.block_size, self.weights.hidden)
+        self._program.keep_hidden(layers, pool.states)
+        return pool
 
     def fork(self, sequence: int, child: int) -> None:
         """No state per sequence."""

@@ -18,10 +18,12 @@ from attar.kernels.structures import library
 from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.compose import FeatureRequests, check_together, evicting, store_feature
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
+from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store import PoolGeometry
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
+from attar.runtime.runner.hidden_states import HiddenWriter
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import ModelShape, Rotary, probe
@@ -70,6 +72,7 @@ class Modules:
         self._rotary = Rotary(model, shape.layers) if turns else None
         self._observer = _observer(eviction, self._rotary)
         self._shares: dict[int, HeadShares] = {}  # of packed sequences, where heads keep different numbers
+        self._hidden: HiddenWriter | None = None
 
     @property
     def block_size(self) -> int:
@@ -115,6 +118,8 @@ class Modules:
     def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         paged, device = self._attention_pass(step), self.pool.device
+        if self._hidden is not None:
+            self._hidden.begin(step, self.block_size)
         with torch.no_grad():
             logits = self.model(
                 input_ids=torch.as_tensor(step.tokens, dtype=torch.int64, device=device)[None],
@@ -130,6 +135,14 @@ class Modules:
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move the content of slots, (from, to), one pair after the other."""
         self.pool.move(pairs)
+        if self._hidden is not None:
+            self._hidden.pool.move(pairs)
+
+    def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
+        """Keep hidden states of the tokens that are run from now on; see ``kv/hidden_pool.py``."""
+        assert self.eviction is None, "hidden states of an evicted cache"
+        self._hidden = HiddenWriter(self.model, layers, self.capacity * self.block_size)
+        return self._hidden.pool
 
     def pack(self, packing: Packing) -> None:
         """Choose which entries of a sequence are kept, for each layer and head, and move them together."""

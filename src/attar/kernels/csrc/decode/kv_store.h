@@ -80,8 +80,12 @@ static inline void copy_slot(const Model& model, std::int64_t layer, std::int64_
     }
 }
 
-// In every layer and head, for `count` pairs (from, to), one after the other.
+// In every layer and head, and the hidden states, for `count` pairs (from, to), one after the other.
 static inline void copy_slots(const Model& model, const std::int64_t* pairs, std::int64_t count) {
+    if (model.hidden_pool)
+        for (std::int64_t i = 0; i < count; i++)
+            std::memmove(model.hidden_at(pairs[2 * i + 1]), model.hidden_at(pairs[2 * i]),
+                         model.hidden_width() * sizeof(std::uint16_t));
     for (std::int64_t layer = 0; layer < model.layers; layer++)
         for (std::int64_t i = 0; i < count; i++)
             for (std::int64_t head = 0; head < model.kv_heads; head++) {

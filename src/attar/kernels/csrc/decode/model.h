@@ -31,6 +31,9 @@ struct Model {
     Linear head;
     const Layer* layer;
     std::uint8_t* pool;
+    const std::int64_t* hidden_layer;  // (hidden_states,) ascending: states after this layer are kept; `layers`: normed
+    std::uint16_t* hidden_pool;        // bf16 (slots, hidden_states, hidden), or null
+    std::int64_t hidden_states;
 
     // The keys and then the values of a block and head are contiguous, in the layout of kv_tiles.h, each followed by
     // its scales where they are int8. head_dim is rounded up to whole vectors.
@@ -47,6 +50,8 @@ struct Model {
     std::uint8_t* values(std::int64_t layer, std::int64_t block, std::int64_t head) const {
         return keys(layer, block, head) + half_bytes();
     }
+    std::int64_t hidden_width() const { return hidden_states * hidden; }
+    std::uint16_t* hidden_at(std::int64_t slot) const { return hidden_pool + slot * hidden_width(); }
 };
 
 struct Batch {

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "attention.h"
@@ -74,7 +75,7 @@ private:
 // What one worker does in a step.
 class StepWorker {
 public:
-    static constexpr std::int64_t LAYER_PHASES = 12, MORE_PHASES = 5;  // at most
+    static constexpr std::int64_t LAYER_PHASES = 13, MORE_PHASES = 6;  // at most
 
     StepWorker(Runner& runner, ThreadPool::Worker& worker)
         : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker), codes(runner.model_.head_dim) {}
@@ -85,7 +86,9 @@ public:
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
             attention();
             mlp();
+            keep_hidden(layer_index, nullptr);
         }
+        keep_hidden(model.layers, model.norm);
         if (batch.logit_rows) logits();
     }
 
@@ -113,9 +116,14 @@ private:
         if (!batch.copies) return;
         const std::int64_t bytes = 2 * model.half_bytes() * model.kv_heads;
         worker.parallel_for(model.layers, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
-            for (std::int64_t c = 0; c < batch.copies; c++)
+            for (std::int64_t c = 0; c < batch.copies; c++) {
+                const std::int64_t from = batch.copy[2 * c], to = batch.copy[2 * c + 1], slots = model.block_size;
                 for (std::int64_t l = first; l < last; l++)
-                    std::memcpy(model.keys(l, batch.copy[2 * c + 1], 0), model.keys(l, batch.copy[2 * c], 0), bytes);
+                    std::memcpy(model.keys(l, to, 0), model.keys(l, from, 0), bytes);
+                if (!first && model.hidden_pool)
+                    std::memcpy(model.hidden_at(to * slots), model.hidden_at(from * slots),
+                                slots * model.hidden_width() * sizeof(std::uint16_t));
+            }
         });
     }
 
@@ -266,6 +274,23 @@ private:
                 for (std::int64_t d = 0; d < high - low; d++) to[d] /= state.total;
             }
             out.set(t, first, last, scratch.data());
+        });
+    }
+
+    // The states after a layer to the slots of their tokens, where they are asked for; through a norm after the last.
+    void keep_hidden(std::int64_t after, const float* weight) {
+        const std::int64_t* end = model.hidden_layer + model.hidden_states;
+        const std::int64_t* found = std::find(model.hidden_layer, end, after);
+        if (found == end) return;
+        scratch.resize(model.hidden);
+        for_each_token(batch.tokens, model.hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            const float *x = r.x_.data() + t * model.hidden, *states = x + first;
+            if (weight) {
+                scale_by(states, weight + first, inverse_rms(x, model.hidden, model.eps), last - first, scratch.data());
+                states = scratch.data();
+            }
+            std::uint16_t* to = model.hidden_at(batch.slots[t]) + (found - model.hidden_layer) * model.hidden + first;
+            for (std::int64_t i = 0; i < last - first; i++) to[i] = to_bf16(states[i]);
         });
     }
 
