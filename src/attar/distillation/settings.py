@@ -11,6 +11,7 @@ from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.feature_settings import FeatureSettings
+from attar.distillation.head_settings import HEAD_SETTINGS, HeadSettings, check_head
 from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -380,16 +381,45 @@ class DistillSettings(LearnSettings):
     for_drafting: bool = _option(
         False, "train for speculative decoding: accepted tokens count, half of the rows are the teacher's own"
     )
+    head: str = _option(
+        "none",
+        "a draft head for the model, which stays as it is, in place of a student: "
+        + ", ".join(HEAD_SETTINGS),
+        tuple(HEAD_SETTINGS),
+    )
+    head_options: HeadSettings = field(
+        default_factory=HeadSettings,
+        metadata={"variants": HEAD_SETTINGS, "by": "head", "title": "A draft head"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_head(self.head)
         _check_adapters(self)
+        if self.trains_head:
+            self._check_head_alone()
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether a draft head is trained, and no student."""
+        return self.head != "none"
+
+    def _check_head_alone(self) -> None:
+        """Raise where an option of students is set."""
+        defaults = {"adapter_rank": 0, "for_drafting": False, "alpha": 1.0, "objective": "auto"}
+        defaults |= {"signal": "auto", "task": "auto"}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise SettingsError(name, getattr(self, name), f"left out with head {self.head}")
+        for group, name in ((self.student, "student"), (self.features, "features")):
+            if group != type(group)():
+                raise SettingsError(name, "changed", f"left out with head {self.head}: no student is made")
 
     @property
     def teacher_share(self) -> float:
         """Fraction of the rows that the teacher generates."""
         share = self.rollouts.share
-        return float(self.for_drafting) / 2 if share is None else share
+        return float(self.for_drafting or self.trains_head) / 2 if share is None else share
 
     @property
     def soft_loss(self) -> str:

@@ -23,6 +23,7 @@ from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
 from attar.distillation.for_drafting import draft_report
+from attar.distillation.heads.train import distill_head
 from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
@@ -80,6 +81,8 @@ def distill(
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(base, signals, settings, progress)
+    if settings.trains_head:
+        return distill_head(source, out, settings, authors=authors, progress=progress, force=force, key=key)
     task = task_of(base.config, settings)
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any

@@ -98,7 +98,7 @@ def test_they_go_with_copied_blocks_and_moved_slots():
 def test_without_a_final_norm_its_states_are_refused():
     model = model_of("llama3")
     model.model.norm = torch.nn.Identity()
-    with pytest.raises(ModelError, match="no final norm"):
+    with pytest.raises(ModelError, match="a final norm"):
         Modules(model, blocks=4).keep_hidden([model.config.num_hidden_layers])
 
 

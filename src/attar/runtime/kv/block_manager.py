@@ -208,6 +208,16 @@ class BlockManager:
         """A sequence ended or is preempted: its blocks are free, or stay cached where they are published."""
         self._release(self._tables.pop(sequence).held())
 
+    def readable(self, sequence: int) -> tuple[int, ...]:
+        """The blocks that hold a sequence's entries now: where a copy is due, its source."""
+        row = self._tables[sequence].row
+        return tuple(map(self._source, row)) if self._copies else row
+
+    def _source(self, block: int) -> int:
+        while block in self._copies:
+            block = self._copies[block]
+        return block
+
     def copies(self) -> tuple[tuple[int, int], ...]:
         """(from, to) blocks to copy before the next step, in order; each is returned once."""
         copies = tuple((old, new) for new, old in self._copies.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from attar.checkpoint import open_checkpoint
+from attar.models.draft_heads.kind import is_draft_head
 from attar.runtime.loading import Loaded, load
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
@@ -54,6 +56,10 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
         return LookaheadProposer(ends=target.ends)
     from attar.runtime.speculate.self_speculation import draft_of, load_self_draft
 
+    if settings.draft is not None and is_draft_head(open_checkpoint(settings.draft)):
+        from attar.runtime.speculate.heads.load import load_head_proposer
+
+        return load_head_proposer(open_checkpoint(settings.draft), target)
     tokens = target.runner.capacity * target.runner.block_size
     if settings.speculate == "self":
         return load_self_draft(model, target, kv_tokens=tokens)

@@ -48,6 +48,8 @@ class DraftRequest:
         salt: the tenant; what is learnt from a sequence is used for its salt only.
         rules: warps and noise of its next tokens; None where drafts are not drawn.
         siblings: whether a draft model adds siblings to its chain.
+        blocks: block table of the target; the hidden states of all tokens but the last are in its slots, for
+            proposers that read them (``heads/context.py``).
     """
 
     sequence: int
@@ -56,6 +58,7 @@ class DraftRequest:
     salt: str = ""
     rules: SamplingRules | None = None
     siblings: bool = False
+    blocks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -97,13 +97,15 @@ def draft_request(
     rules: GuardedRules,
     mode: VerificationMode,
     siblings: bool,
+    blocks: Sequence[int] = (),
 ) -> DraftRequest:
     """The draft request of a sequence; with rules only if the proposer draws."""
     passed: SamplingRules | None = None
     if proposer.draws:
         exact = mode == "exact" and not rules.completion.params.greedy
         passed = DraftRules(rules, noise_of(sequence, rules.completion)) if exact else rules
-    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, passed, siblings)
+    salt = sequence.request.salt
+    return DraftRequest(sequence.id, sequence.tokens, most, salt, passed, siblings, blocks)
 
 
 @dataclass

@@ -116,7 +116,9 @@ class Speculator:
         drafts: dict[int, Draft] = {}
         if self.failure is None and not rested and any(limits):
             for one, draft in zip(
-                decoding, self._proposed(decoding, limits, left, prompt_tokens, completion), strict=True
+                decoding,
+                self._proposed(decoding, limits, left, prompt_tokens, completion, scheduler.manager.readable),
+                strict=True,
             ):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
@@ -212,6 +214,7 @@ class Speculator:
         left: int,
         prompt_tokens: int,
         completion: Callable[[Running], Completion],
+        blocks: Callable[[int], Sequence[int]],
     ) -> list[Draft | None]:
         """The drafts that pay, for each sequence."""
         ids, nothing = [one.id for one in decoding], [None] * len(decoding)
@@ -229,7 +232,15 @@ class Speculator:
             self._prefills = self.prefill.begin(ids, limits, [len(one.tokens) for one in decoding])
         rules = [GuardedRules(completion(one)) for one in decoding]
         requests = [
-            draft_request(one, most, self.proposer, its, mode_of(its.completion, self.verification), siblings)
+            draft_request(
+                one,
+                most,
+                self.proposer,
+                its,
+                mode_of(its.completion, self.verification),
+                siblings,
+                blocks(one.id),
+            )
             for one, most, its in zip(decoding, limits, rules, strict=True)
         ]
         try:

@@ -1,0 +1,11 @@
+"""Draft heads: small trained modules that read hidden states of a target and propose its next tokens.
+
+One file each has the module; training is in ``distillation/heads/``, drafting in
+``runtime/speculate/heads/``, the layouts of other tools in ``formats/draft_heads/``.
+"""
+
+from attar.models.draft_heads.config import HeadConfig
+from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+
+DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {"medusa": (MedusaConfig, MedusaHeads)}
+"""The config and the module of each kind."""

@@ -1,0 +1,52 @@
+"""A draft head on disk: ``config.json`` with its config, and ``model.safetensors`` with its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from attar.checkpoint.atomic import write_config
+from attar.errors import CheckpointError
+from attar.models.draft_heads import DRAFT_HEADS
+from attar.models.draft_heads.config import HeadConfig
+from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a head.
+
+    Args:
+        target: the name of the model that it was trained for.
+        dtype: of its tensors.
+    """
+    config: HeadConfig = head.config
+    described = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "target": target}
+    write_config(folder / "config.json", {**described, "head": config.to_dict()})
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_draft_head(checkpoint: Checkpoint) -> Any:
+    """The head: float32, in evaluation mode, on the CPU.
+
+    Raises:
+        CheckpointError: its kind is unknown, or its tensors do not fit its config.
+    """
+    file, described = str(checkpoint.path / "config.json"), checkpoint.config.get("head")
+    kind = described.get("kind") if isinstance(described, dict) else None
+    if kind not in DRAFT_HEADS:
+        raise CheckpointError(f"{file}: head.kind is {kind!r}", hint=f"one of {', '.join(DRAFT_HEADS)}")
+    config_class, module = DRAFT_HEADS[kind]
+    head = module(config_class.from_dict(described, file))
+    tensors = {name: checkpoint.load(name).float() for name in checkpoint.tensors}
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {str(error).splitlines()[-1].strip()}") from error
+    return head.eval().requires_grad_(False)

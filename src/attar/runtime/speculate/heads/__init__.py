@@ -1,0 +1,1 @@
+"""Proposers that read the target's hidden states. One file each."""

@@ -1,0 +1,52 @@
+"""Medusa's heads as a proposer: the likeliest token of each head, one after the other.
+
+Head k reads the state behind the last token that was run, whose own next token is decided, and predicts the
+k-th token after that one. Heads do not see each other's tokens, so drafts are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attar.models.draft_heads.medusa import MedusaHeads
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+
+
+class MedusaProposer:
+    """A ``Proposer`` (see ``proposer.py``).
+
+    Args:
+        context: of the target's final states.
+        ends: nothing is drafted after one.
+    """
+
+    free, draws, learns_tree = True, False, False
+    name = "medusa"
+
+    def __init__(self, heads: MedusaHeads, context: ContextReader, *, ends: Sequence[int] = ()) -> None:
+        self.heads, self.context, self.ends = heads, context, frozenset(ends)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """A chain for each request."""
+        asked = [index for index, request in enumerate(requests) if request.most > 0]
+        drafts: list[Draft | None] = [None] * len(requests)
+        if not asked:
+            return drafts
+        h = torch.stack([self.context.last(requests[index])[-1] for index in asked])
+        chains = torch.stack([self.heads.logits(h, k).argmax(-1) for k in range(len(self.heads.heads))], 1)
+        for index, chain in zip(asked, chains.tolist(), strict=True):
+            stop = next((i + 1 for i, token in enumerate(chain) if token in self.ends), len(chain))
+            drafts[index] = Draft.chain(chain[: min(stop, requests[index].most)])
+        return drafts
+
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """Nothing: the states are read with the next request."""
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        self.context.forget(sequence)

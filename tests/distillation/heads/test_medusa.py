@@ -1,0 +1,75 @@
+"""Medusa's heads: their loss against a loop, and from training to drafts."""
+
+import pytest
+import torch
+
+import attar
+from attar.data.examples import Examples
+from attar.data.packing import PADDING
+from attar.distillation.head_settings import MedusaSettings
+from attar.distillation.heads import medusa
+from attar.distillation.heads.target_pass import run_target
+from attar.distillation.rollouts import teacher as rollouts
+from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.head import head_of
+from tests import tiny_models
+
+OPTIONS = {"steps": 6, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
+
+
+def heads_of(model, drafts=3):
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    config = MedusaConfig(hidden=hidden, vocabulary=model.config.vocab_size, layers=(layers,), drafts=drafts)
+    heads = MedusaHeads(config)
+    heads.start_from(model.lm_head.weight.detach())
+    return heads
+
+
+def test_the_loss_is_that_of_a_loop_over_heads_and_positions():
+    model = tiny_models.build("llama3")
+    heads = heads_of(model).double()
+    model = model.double()
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = tiny_models.tokens(model)
+    batch = Examples.of_text(tokens)
+    batch.targets[0, 5] = PADDING  # an answer ends there
+    target = run_target(model, head_of(model), (3,), batch)
+    value = medusa.loss(heads, target, MedusaSettings(drafts=3, decay=0.5))
+    wanted = 0.0
+    h = target.final
+    for k in range(1, 4):
+        terms = []
+        for row in range(len(tokens)):
+            for s in range(tokens.shape[1] - k):
+                if (batch.targets[row, s : s + k + 1] != PADDING).all():
+                    logits = heads.logits(h[row, s], k - 1)
+                    terms.append(-logits.log_softmax(-1)[batch.targets[row, s + k]])
+        wanted = wanted + 0.5**k * torch.stack(terms).mean()
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_head_starts_as_the_targets_own():
+    model = tiny_models.build("llama3")
+    heads = heads_of(model)
+    h = torch.randn(2, model.config.hidden_size)
+    torch.testing.assert_close(heads.logits(h, 2), model.lm_head(h))
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
+    target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
+    head = attar.distill(target, tmp_path / "head", head="medusa", data="python-stdlib", **OPTIONS)
+    return target, head
+
+
+def test_from_training_to_drafts(trained):
+    target, head = trained
+    assert head.card.details["steps"] == 6 and head.config["head"]["kind"] == "medusa"
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    params = attar.SamplingParams(max_tokens=20, temperature=0.0)
+    plain = attar.LLM(target, dtype="float32").generate(prompts, params)
+    llm = attar.LLM(target, draft=head.path, dtype="float32")
+    drafted = llm.generate(prompts, params)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
