@@ -1,0 +1,114 @@
+"""A head that drafts a chain, a token after the other, each drawn as the target's tokens are.
+
+    propose    the states of newly decided tokens are read; then the head gives logits for the next token of
+    every
+               draft, until all drafts are closed
+    x_i        as in ``draft_model.py``: the likeliest token, or drawn by the request's rules with its q
+
+A head sees decided tokens, their states, and its own drafts. Whether a draft goes on is decided before its
+next token is drawn.
+
+Letters: R drafts, m layers, H hidden size, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft_model import GrowingDraft
+from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+
+
+class ChainHead(Protocol):
+    """The part of a proposer that belongs to one kind of head."""
+
+    @property
+    def drafts(self) -> int:
+        """Most tokens of a chain."""
+        ...
+
+    def read(self, sequence: int, tokens: Sequence[int], start: int, states: Tensor) -> None:
+        """States float32 (count, m, H) of decided positions from ``start`` on; earlier ones were read before.
+
+        Args:
+            tokens: of the sequence, all so far.
+        """
+        ...
+
+    def begin(self, drafts: Sequence[GrowingDraft]) -> None:
+        """A round of drafts begins."""
+        ...
+
+    def logits(self, drafts: Sequence[GrowingDraft]) -> Tensor:
+        """float32 (R, V) of the next token of each draft, after its ``tokens`` so far; -inf: cannot be
+        drafted. Only drafts of this round, fewer from call to call."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended; unknown ids are ignored."""
+        ...
+
+
+class ChainProposer:
+    """A ``Proposer`` (see ``proposer.py``) of a chain head.
+
+    Args:
+        context: of the layers that the head reads.
+        ends: nothing is drafted after one.
+        branches: tokens of a row of logits at most: one of the chain, and its siblings.
+        doubt: a draft ends after a row whose likeliest token has a lower probability; 0: never.
+    """
+
+    free, draws, learns_tree = False, True, False
+
+    def __init__(
+        self,
+        head: ChainHead,
+        context: ContextReader,
+        *,
+        name: str,
+        ends: Sequence[int] = (),
+        branches: int = 1,
+        doubt: float = 0.0,
+    ) -> None:
+        self.head, self.context, self.name = head, context, name
+        self.ends, self.branches, self.doubt = frozenset(ends), branches, doubt
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """A chain of at most ``most`` drafts for each request, with siblings where it asks for them."""
+        drafts: list[GrowingDraft | None] = []
+        for request in requests:
+            drafts.append(self._begin(request) if request.most > 0 else None)
+        growing = [draft for draft in drafts if draft is not None]
+        if growing:
+            self.head.begin(growing)
+        while growing:
+            for row, draft in zip(self.head.logits(growing), growing, strict=True):
+                draft.extend(row[None])
+            growing = [draft for draft in growing if draft.open]
+        return [None if draft is None else draft.draft() for draft in drafts]
+
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """Nothing: the next request has the tokens, and their states are in the pool."""
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        self.context.forget(sequence)
+        self.head.forget(sequence)
+
+    def _begin(self, request: DraftRequest) -> GrowingDraft:
+        """Read what is new of a sequence, and begin its draft."""
+        start, states = self.context.unread(request)
+        if len(states):
+            self.head.read(request.sequence, request.tokens, start, states)
+        most = min(request.most, self.head.drafts)
+        branches = self.branches if request.siblings else 1
+        ids = list(request.tokens)
+        return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
