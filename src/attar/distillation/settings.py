@@ -11,7 +11,7 @@ from typing import Any
 
 from attar.checkpoint.licence_gate import LicenceSettings
 from attar.distillation.feature_settings import FeatureSettings
-from attar.distillation.head_settings import HEAD_SETTINGS, HeadSettings, check_head
+from attar.distillation.head_settings import HEAD_SETTINGS, DraftHeadSettings, NoHeadSettings, check_head
 from attar.distillation.student_settings import StudentSettings
 from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
@@ -387,8 +387,8 @@ class DistillSettings(LearnSettings):
         + ", ".join(HEAD_SETTINGS),
         tuple(HEAD_SETTINGS),
     )
-    head_options: HeadSettings = field(
-        default_factory=HeadSettings,
+    head_options: DraftHeadSettings | NoHeadSettings = field(
+        default_factory=NoHeadSettings,
         metadata={"variants": HEAD_SETTINGS, "by": "head", "title": "A draft head"},
     )
 

@@ -15,7 +15,7 @@ from attar.distillation.fused import head_loss
 from attar.distillation.head_settings import MedusaSettings
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.objectives import hard
-from attar.distillation.objectives.chunked import blockwise
+from attar.distillation.objectives.chunked import ChunkLoss, blockwise
 from attar.models.draft_heads.medusa import MedusaHeads
 from attar.models.head import Head
 
@@ -27,13 +27,13 @@ def loss(heads: MedusaHeads, target: TargetPass, settings: MedusaSettings) -> Te
         labels = _later(target.batch.targets, k + 1)
         where = labels != PADDING
         chosen, states = labels[where], heads.states(target.final[where], k)
-        value = head_loss(
-            states,
-            Head(linear.weight),
-            lambda z, part, y=chosen: blockwise(hard.slopes, z, y[part], out=z),
-        )
-        total = total + settings.decay ** (k + 1) * value
+        total = total + settings.decay ** (k + 1) * head_loss(states, Head(linear.weight), _hard(chosen))
     return total
+
+
+def _hard(labels: Tensor) -> ChunkLoss:
+    """Cross-entropy of labels (n,)."""
+    return lambda z, part: blockwise(hard.slopes, z, labels[part], out=z)
 
 
 def _later(targets: Tensor, k: int) -> Tensor:

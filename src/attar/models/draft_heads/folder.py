@@ -40,7 +40,7 @@ def load_draft_head(checkpoint: Checkpoint) -> Any:
     """
     file, described = str(checkpoint.path / "config.json"), checkpoint.config.get("head")
     kind = described.get("kind") if isinstance(described, dict) else None
-    if kind not in DRAFT_HEADS:
+    if not isinstance(described, dict) or kind not in DRAFT_HEADS:
         raise CheckpointError(f"{file}: head.kind is {kind!r}", hint=f"one of {', '.join(DRAFT_HEADS)}")
     config_class, module = DRAFT_HEADS[kind]
     head = module(config_class.from_dict(described, file))

@@ -42,7 +42,7 @@ class HiddenPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.states.nbytes
+        return int(self.states.nbytes)
 
     def read(self, slots: NDArray[np.int64]) -> Tensor:
         """States float32 (len(slots), m, H)."""
