@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from attar.checkpoint.hashing import sha256_file
+from attar.checkpoint.open import open_checkpoint
 from attar.data.examples import Examples
+from attar.distillation.learn import student_rollouts
 from attar.distillation.rollouts import teacher as rollouts
 from attar.distillation.rollouts.buffer import RolloutBuffer
 from attar.distillation.rollouts.sampling import Rollouts
 from attar.distillation.settings import distill_settings, recover_settings
+from attar.distillation.signals.alignment.route import TokenizerPair
+from attar.distillation.signals.target import SignalSource
 from attar.distillation.stage import distill, recover
 from attar.errors import SettingsError
 from attar.progress import SILENT
@@ -123,6 +127,15 @@ def short(monkeypatch):
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("teacher") / "teacher")
+
+
+def test_a_token_that_the_teacher_lacks_is_never_drawn(teacher, tmp_path):
+    """The student's tokenizer has special tokens of its own, beyond the teacher's vocabulary."""
+    text, settings = open_checkpoint(teacher), recover_settings(objective="reverse-kl", on_policy=1.0)
+    for vocabulary, drawn in ((300, 300), (None, tiny_models.VOCABULARY)):
+        source = SignalSource(None, None, tmp_path, tmp_path, TokenizerPair(vocabulary=vocabulary))
+        rows = Examples.of_text(torch.arange(40).view(4, 10))
+        assert student_rollouts(rows, text, source, settings, SILENT).writer.vocabulary == drawn
 
 
 METHODS = {
