@@ -367,6 +367,12 @@ def test_exceptions_hold_no_key(tmp_path, prompts, monkeypatch):
         ({"teacher": "https://u:p@h/v1"}, UsageError, "more than host and path"),
         ({"prompts": "nosuch.txt"}, DataError, "cannot be read"),
         ({"systems": ("nosuch",)}, SettingsError, "NAME=WEIGHT"),
+        (
+            {"filters": "auto", "evaluation": ("nosuch.txt",)},
+            DataError,
+            "evaluation: nosuch.txt: cannot be read",
+        ),
+        ({"filters": "auto", "refusals": "nosuch.txt"}, DataError, "nosuch.txt"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(tmp_path, prompts, change, error, problem):

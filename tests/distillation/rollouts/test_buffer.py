@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,6 +79,28 @@ def test_rows_are_written_every_few_steps_and_used_once(tmp_path):
     assert [count for _, count, _ in source.writer.calls] == [6] * 4
     seeds = [seed for _, _, seed in source.writer.calls]
     assert [later - seed for seed, later in pairwise(seeds)] == [6] * 3
+
+
+class Numbering(Recorder):
+    """In place of a student: every row is of a number of its own."""
+
+    def write(self, model, text, seed):
+        rows = super().write(model, text, seed)
+        numbers = torch.arange(seed, seed + len(text))
+        return replace(rows, tokens=numbers[:, None].expand_as(rows.tokens).clone())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_row_of_a_round_is_in_one_batch(tmp_path, monkeypatch, ranks):
+    """Processes share the rows out."""
+    answers = {"is_initialized": ranks > 1, "get_world_size": ranks, "get_rank": 0, "barrier": None}
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    source = replace(buffer(tmp_path), writer=Numbering())
+    batches = [source.batch(number, None) for number in range(6 * ranks)]
+    numbers = [int(token) for batch in batches for token in batch.tokens[:, 0]]
+    assert len(set(numbers)) == len(numbers) == 6 * 2 * ranks
+    assert [count for _, count, _ in source.writer.calls] == 2 * [3 * 2 * ranks]
 
 
 def test_older_rows_are_used_up_to_their_staleness(tmp_path):

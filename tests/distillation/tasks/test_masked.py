@@ -120,7 +120,9 @@ def test_distilberts_loss_is_soft_hard_and_cosine():
 
 def test_held_out_text_of_which_nothing_is_hidden_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("a")
-    settings = distill_settings(layers=1, **{**SMALL, "data": str(tmp_path / "text.txt"), "packing": "separate"})
+    settings = distill_settings(
+        layers=1, **{**SMALL, "data": str(tmp_path / "text.txt"), "packing": "separate"}
+    )
     with pytest.raises(DataError, match=r"text\.txt: nothing is predicted in the held-out text"):
         distill(save(tmp_path), tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
