@@ -91,6 +91,21 @@ def test_padding_of_the_vocabulary_is_neither_kept_nor_learned(tmp_path, top):
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
+def test_what_the_numbers_depend_on_names_their_folder(tmp_path):
+    """Stages with one cache share what is the same, and never another teacher's."""
+    folders = {}
+    for seed in (0, 1):
+        model = tiny_models.build("llama3", seed=seed)
+        checkpoint = open_checkpoint(tiny_models.save(model, tmp_path / str(seed)))
+        source = SignalSource(model, checkpoint, tmp_path / "cache", tmp_path, TokenizerPair(vocabulary=320))
+        for options in ({}, {"temperature": 2.0}, {"teacher_samples": 3}, {"teacher_top": 9}):
+            settings = recover_settings(**{"teacher_top": 8, "precision": "fp32", **options})
+            stores = [cached_signal(source, model, settings).store.folder for _ in range(2)]
+            assert stores[0] == stores[1]
+            folders[seed, *options] = stores[0]
+    assert len(set(folders.values())) == len(folders) == 8
+
+
 def drawn(top, draws):
     """One position's distribution and its prediction, drawn 10^5 times: student's logits, p, p' (.., V)."""
     generator = numbered_generator(1, 0)
