@@ -365,6 +365,7 @@ def test_exceptions_hold_no_key(tmp_path, prompts, monkeypatch):
         ({"teacher": "https://u:p@h/v1"}, UsageError, "more than host and path"),
         ({"prompts": "nosuch.txt"}, DataError, "cannot be read"),
         ({"systems": ("nosuch",)}, SettingsError, "NAME=WEIGHT"),
+        ({"top_p": 0.0}, SettingsError, "above 0, and at most 1"),
         (
             {"filters": "auto", "evaluation": ("nosuch.txt",)},
             DataError,
