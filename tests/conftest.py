@@ -48,7 +48,6 @@ def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def imported_stays() -> None:
-    """Modules loaded by the files before are no longer scanned for garbage: that took a tenth of the time, and
-    half a second of every ``gc.collect()``."""
+    """What the files before have loaded is not scanned for garbage again: half a second of every full scan."""
     gc.collect()
     gc.freeze()
