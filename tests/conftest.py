@@ -48,6 +48,6 @@ def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def imported_stays() -> None:
-    """What the files before have loaded is not scanned for garbage again: half a second of every full scan."""
+    """What the files before have loaded is not scanned for garbage again: half a second of every scan."""
     gc.collect()
     gc.freeze()

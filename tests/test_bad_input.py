@@ -218,7 +218,7 @@ def test_a_bug_of_ours_is_called_one(refused, model, tmp_path, monkeypatch):
     monkeypatch.setattr("attar.quantization.stage.write", None)
     small = ["--method", "rtn", "--group-size", "32", *TEXT]
     message = refused("quantize", model, "-o", tmp_path / "out", *small, code=1)
-    assert "bug" in message and "--debug" in message
+    assert "a bug of attar" in message and "--debug" in message
 
 
 def small_tokenizer(model, content):

@@ -1,5 +1,7 @@
 """``benchmarks/collect.py``: its endpoint, the rows it makes up, its tables."""
 
+import asyncio
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +15,11 @@ if BENCHMARKS not in sys.path:
 import collect as benchmark  # noqa: E402
 
 
+class Pipe:
+    def send(self, seen):
+        self.seen = seen
+
+
 def cells(table):
     """The rows below the head of a Markdown table."""
     lines = [line for line in table.splitlines() if line.startswith("|")]
@@ -23,8 +30,35 @@ def test_answers_come_after_the_delay_and_the_journal_asks_nothing():
     arguments = Namespace(prompts=6, delay=0.05, concurrency=3, words=5)
     first, again = cells(benchmark.answers(arguments))
     assert first[:2] == ["first", "6"] and again[:2] == ["again", "0"] and again[4] == "–"
-    assert 0 < float(first[4].rstrip("%")) <= 100  # two turns of three: the delay is waited for
-    assert float(first[2]) >= 0.1
+    assert 0 < float(first[4].rstrip("%")) <= 100 and float(first[2]) >= 0.1  # two turns of three
+
+
+def test_the_endpoint_waits_before_every_answer_of_a_connection(monkeypatch):
+    waited, pipe, body = [], Pipe(), b'{"model": "m", "messages": [{"role": "user", "content": "Why?"}]}'
+
+    async def sleep(seconds):
+        waited.append(seconds)
+
+    async def ask(times):
+        serving = asyncio.create_task(benchmark._serve(pipe, 7.5, 5))
+        while not hasattr(pipe, "seen"):
+            await yielded(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", pipe.seen)
+        for _ in range(times):
+            writer.write(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            answer = json.loads(await reader.readexactly(int(head.split()[-1])))
+        writer.close()
+        serving.cancel()
+        return answer
+
+    yielded = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    answer = asyncio.run(ask(2))
+    assert waited == [7.5, 7.5]
+    assert (
+        len(answer["choices"][0]["message"]["content"].split()) == answer["usage"]["completion_tokens"] == 5
+    )
 
 
 def test_the_part_that_is_made_up_is_of_each_kind():
@@ -48,11 +82,6 @@ def test_the_kind_of_a_row_is_by_its_runs_of_words(text, kind):
     original = {"prompt": prompt, "completion": answer}
     assert benchmark.kind_of({"prompt": other, "completion": changed}, original) == kind  # J = 5/7
     assert benchmark.kind_of(original, None) == "strangers"
-
-
-class Pipe:
-    def send(self, seen):
-        self.seen = seen
 
 
 def test_what_the_filter_misses_and_wrongly_drops_is_counted(monkeypatch):
