@@ -222,16 +222,25 @@ def dying(function, after):
     return run
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A teacher, its pruned copy, and the run that nothing kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    teacher = tiny_models.save(tiny_models.build("llama3"), folder / "teacher")
+    pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), folder / "pruned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached, "FILE_ROWS", 256)
+        whole = recover(pruned, folder / "whole" / "m", recover_settings(**SMALL), teacher=teacher)
+    return teacher, pruned, whole
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 1)]
 )
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, owner, name, after):
+def test_a_killed_run_ends_with_the_same_bytes(undisturbed, tmp_path, monkeypatch, owner, name, after):
     """Five rows, sixteen times shown: over epochs whose batches hold rows of two of them."""
     monkeypatch.setattr(cached, "FILE_ROWS", 256)
-    teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
-    pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
-    settings = recover_settings(**SMALL)
-    whole = recover(pruned, tmp_path / "whole" / "m", settings, teacher=teacher)
+    (teacher, pruned, whole), settings = undisturbed, recover_settings(**SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dying(getattr(owner, name), after))
         with pytest.raises(Killed):
