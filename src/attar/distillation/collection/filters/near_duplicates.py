@@ -20,6 +20,7 @@ Differs from Broder: the orders are h_i(x) = a_i x + b_i modulo 2^64 over hashes
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -89,7 +90,7 @@ def jaccard(left: Hashes, right: Hashes) -> float:
 
 def least_equal(similarity: float) -> float:
     """How many of the k values agree at least, but for chance: SURE standard deviations below k J."""
-    return SIGNATURE * similarity - SURE * (SIGNATURE * similarity * (1 - similarity)) ** 0.5
+    return SIGNATURE * similarity - SURE * math.sqrt(SIGNATURE * similarity * (1 - similarity))
 
 
 def rows_of_band(similarity: float) -> int:
