@@ -16,7 +16,7 @@ from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
 from attar.walks.settings import TrainSettings, check_range
 
-VERSION = 4
+VERSION = 5
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
