@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from prune_cells import markdown, number
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
+from attar.distillation.student_settings import StudentSettings
 from attar.errors import AttarError
 from attar.measure.evaluate import measure_quality
 from attar.measure.reference import Reference, make_reference
@@ -49,6 +50,7 @@ TRAINING: dict[str, Any] = {
     "checkpoint_every": 4,
     "device": "cpu",
 }
+SHAPE = frozenset(option.name for option in fields(StudentSettings))  # settings of the first stage alone
 FARTHER = 10  # times the text, that the curve is asked for
 _TITLE = re.compile(r"(?m)^ = [^=].*[^=] = $")
 
@@ -149,11 +151,15 @@ def train(
     args = teacher.args
     options = {**TRAINING, "steps": tokens // (TRAINING["batch_size"] * args.length)}
     options |= {"sequence_length": args.length, "seed": args.seeds[0] + stage, "data": teacher.data}
+    asked = typed(dict(option.split("=") for option in student.split(";")))
+    shape = {name: value for name, value in asked.items() if name in SHAPE}
+    options |= {name: value for name, value in asked.items() if name not in SHAPE}
+    if "features" in asked:
+        del options["teacher_top"]  # insides are not kept
     common: dict[str, Any] = {"signal": args.work / "signal", "progress": Terminal(), "force": True}
     began = time.monotonic()
     if start is None:
-        options |= typed(dict(option.split("=") for option in student.split(";")))
-        distill(teacher.checkpoint, out, distill_settings(**options), **common)
+        distill(teacher.checkpoint, out, distill_settings(**options, **shape), **common)
     else:
         recover(start, out, recover_settings(**options), teacher=teacher.checkpoint, **common)
     seconds = time.monotonic() - began
@@ -161,11 +167,14 @@ def train(
 
 
 def typed(options: dict[str, str]) -> dict[str, Any]:
-    """Options with numbers as numbers."""
-    return {
+    """Options with numbers as numbers, and features as a list."""
+    values: dict[str, Any] = {
         name: int(value) if value.isdecimal() else float(value) if re.fullmatch(r"\d+\.\d+", value) else value
         for name, value in options.items()
     }
+    if "features" in values:
+        values["features"] = values["features"].split(",")
+    return values
 
 
 def elements(checkpoint: Checkpoint) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -35,3 +37,17 @@ def checked_whenever_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sys.modules.get("attar.runtime.engine")
     if engine is not None:
         monkeypatch.setattr(engine, "CHECK_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power cut during a test: a flush looks at its descriptor and leaves the disk alone. Those that look
+    at flushes bring their own."""
+    monkeypatch.setattr(os, "fsync", os.fstat)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_stays() -> None:
+    """What the files before have loaded is not scanned for garbage again: half a second of every scan."""
+    gc.collect()
+    gc.freeze()

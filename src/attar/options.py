@@ -92,7 +92,8 @@ def nest(cls: type[T], values: Mapping[str, Any]) -> T:
             arguments[field.name] = values[field.name]
     for name, error in misplaced(cls, values).items():
         raise SettingsError(name, values[name], error)
-    unknown = [name for name in values if name not in {one.field.name for one in option_fields(cls)}]
+    known = {option.field.name for option in option_fields(cls)}
+    unknown = [name for name in values if name not in known]
     if unknown:
         raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}")
     return cls(**arguments)
@@ -101,8 +102,9 @@ def nest(cls: type[T], values: Mapping[str, Any]) -> T:
 def misplaced(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
     """What must be done about each given option that the chosen variant lacks, by option."""
     errors = {}
-    defaults = {option.field.name: option.field.default for option in option_fields(cls)}
-    for option in option_fields(cls):
+    options = option_fields(cls)
+    defaults = {option.field.name: option.field.default for option in options}
+    for option in options:
         choice = values.get(option.by, defaults.get(option.by))
         if option.by and option.field.name in values and choice not in option.variants:
             errors[option.field.name] = (

@@ -26,6 +26,7 @@ from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.task import Task
+from attar.errors import DataError
 from attar.models.device import resolve
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
@@ -73,6 +74,8 @@ def learn(
         source.teacher.requires_grad_(False)
     features = make_features(student, source.teacher, settings.features, task.name, settings.seed)
     known = tuple(part for part in (rows, held_out) if isinstance(part, Examples))
+    if not held_out.count():
+        raise DataError(f"{settings.data}: nothing is predicted in the held-out text", hint="give more text")
     for part in known:
         check_known(part.tokens, source.tokens.missing)
     source = replace(source, rows=known, progress=progress)
@@ -115,9 +118,9 @@ def student_rollouts(
 ) -> RolloutBuffer:
     """Batches of which the student writes its share."""
     tokenizer, config = load_tokenizer(text), text.path / "generation_config.json"
-    rollouts = settings.rollouts
+    rollouts, known = settings.rollouts, source.tokens.vocabulary  # the teacher must read what is drawn
     writer = StudentWriter(
-        vocabulary=len(tokenizer),
+        vocabulary=min(len(tokenizer), known or len(tokenizer)),
         ends=end_tokens(read_json(config) if config.is_file() else None, text.config, tokenizer),
         temperature=settings.rollout_temperature,
         tokens=rollouts.rollout_tokens,

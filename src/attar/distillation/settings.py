@@ -17,7 +17,7 @@ from attar.errors import SettingsError, UsageError
 from attar.options import check_choices, nest
 from attar.walks.settings import TrainSettings, check_range
 
-VERSION = 4
+VERSION = 5
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -363,7 +363,8 @@ class RecoverSettings(LearnSettings):
     def check_alone(self) -> None:
         """Raise where training without a teacher is impossible."""
         if self.runs_teacher:
-            hint = "--teacher MODEL, or --alpha 0 to learn from the text alone"
+            less = "no --features and --alpha 0" if self.features.features else "--alpha 0"
+            hint = f"--teacher MODEL, or {less} to learn from the text alone"
             raise UsageError("recover needs a teacher, the model to agree with", hint=hint)
 
 

@@ -21,6 +21,7 @@ import logging
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -167,7 +168,9 @@ def _checkpoint_activations(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise SettingsError("gradient_checkpointing", True, f"false: {type(model).__name__} cannot do it")
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 6 will call it otherwise
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _step(

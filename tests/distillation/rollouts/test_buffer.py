@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 
 from attar.checkpoint.hashing import sha256_file
+from attar.checkpoint.open import open_checkpoint
 from attar.data.examples import Examples
+from attar.distillation.learn import student_rollouts
 from attar.distillation.rollouts import teacher as rollouts
 from attar.distillation.rollouts.buffer import RolloutBuffer
 from attar.distillation.rollouts.sampling import Rollouts
 from attar.distillation.settings import distill_settings, recover_settings
+from attar.distillation.signals.alignment.route import TokenizerPair
+from attar.distillation.signals.target import SignalSource
 from attar.distillation.stage import distill, recover
 from attar.errors import SettingsError
 from attar.progress import SILENT
@@ -76,6 +81,28 @@ def test_rows_are_written_every_few_steps_and_used_once(tmp_path):
     assert [later - seed for seed, later in pairwise(seeds)] == [6] * 3
 
 
+class Numbering(Recorder):
+    """In place of a student: every row is of a number of its own."""
+
+    def write(self, model, text, seed):
+        rows = super().write(model, text, seed)
+        numbers = torch.arange(seed, seed + len(text))
+        return replace(rows, tokens=numbers[:, None].expand_as(rows.tokens).clone())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_row_of_a_round_is_in_one_batch(tmp_path, monkeypatch, ranks):
+    """Processes share the rows out."""
+    answers = {"is_initialized": ranks > 1, "get_world_size": ranks, "get_rank": 0, "barrier": None}
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    source = replace(buffer(tmp_path), writer=Numbering())
+    batches = [source.batch(number, None) for number in range(6 * ranks)]
+    numbers = [int(token) for batch in batches for token in batch.tokens[:, 0]]
+    assert len(set(numbers)) == len(numbers) == 6 * 2 * ranks
+    assert [count for _, count, _ in source.writer.calls] == 2 * [3 * 2 * ranks]
+
+
 def test_older_rows_are_used_up_to_their_staleness(tmp_path):
     source = buffer(tmp_path, staleness=7)  # two rounds of three steps
     ages = origins(source, 12)
@@ -123,6 +150,15 @@ def short(monkeypatch):
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("teacher") / "teacher")
+
+
+def test_a_token_that_the_teacher_lacks_is_never_drawn(teacher, tmp_path):
+    """The student's tokenizer has special tokens of its own, beyond the teacher's vocabulary."""
+    text, settings = open_checkpoint(teacher), recover_settings(objective="reverse-kl", on_policy=1.0)
+    for vocabulary, drawn in ((300, 300), (None, tiny_models.VOCABULARY)):
+        source = SignalSource(None, None, tmp_path, tmp_path, TokenizerPair(vocabulary=vocabulary))
+        rows = Examples.of_text(torch.arange(40).view(4, 10))
+        assert student_rollouts(rows, text, source, settings, SILENT).writer.vocabulary == drawn
 
 
 METHODS = {

@@ -5,8 +5,10 @@ import torch
 
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
+from attar.distillation.adapters import add_adapters
 from attar.distillation.rollouts.sampling import prompt_lengths, sample_rows
 from attar.distillation.rollouts.student import StudentWriter
+from attar.distillation.stage import linears_of
 from attar.errors import NumericsError
 from attar.kernels.structures import library
 from attar.runtime.runner.compiled import Compiled
@@ -148,6 +150,25 @@ def test_the_students_rows_know_both_laws():
     torch.testing.assert_close(rows.behaviour[:, :-1][drawn], law[drawn], rtol=0.05, atol=0.05)
     alone = StudentWriter(V, (), prompt_tokens=4).write(student, text, 3)
     assert torch.equal(alone.behaviour, alone.policy)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_a_student_with_adapters_writes_by_them(family):
+    """The rows' probabilities are those of the weights with the adapters, not of the frozen ones."""
+    pytest.importorskip("peft")
+    model = tiny_models.build(family)
+    student = add_adapters(model, linears_of(model), 4)
+    with torch.no_grad():
+        for name, value in student.named_parameters():
+            if "lora_B" in name:
+                value.copy_(torch.linspace(-1, 1, value.numel()).view_as(value))
+    text = Examples.of_text(tiny_models.tokens(model, batch=3, length=10))
+    rows = StudentWriter(V, (), prompt_tokens=4).write(student, text, 3)
+    drawn = rows.predicted[:, :-1]
+    wanted = own_logprobs(student, rows.tokens)[drawn]
+    torch.testing.assert_close(rows.behaviour[:, :-1][drawn], wanted, rtol=1e-4, atol=1e-4)
+    with student.disable_adapter():
+        assert (own_logprobs(student, rows.tokens)[drawn] - wanted).abs().max() > 0.1
 
 
 def test_what_is_not_predicted_in_front_is_the_prompt():

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,26 @@ def test_every_text_byte_is_in_a_group_once():
         count.update(one.ours.last.tolist()), count.update(one.ours.earlier.tolist())
     total = Examples.of_text(rows_of(ours)).count()
     assert max(count.values()) == 1 and len(count) > 0.8 * total
+
+
+def test_text_beyond_the_teachers_context_is_not_compared(tmp_path):
+    """A row has more of the teacher's tokens than it can read; what it reads teaches as before."""
+    ours, theirs = tiny_models.tokenizer(), other_tokenizers.byte_level()
+    student = tiny_models.build("llama3")
+    teacher = tiny_models.build("gpt2", vocab_size=400, n_positions=16)
+    signal, rows = signal_of(teacher, ours, theirs), rows_of(ours, [2 * text for text in TEXTS])
+    with pytest.raises(IndexError):
+        signal.target(Examples.of_text(rows), NOTHING)
+    target = replace(signal, context=16).target(Examples.of_text(rows), NOTHING)
+    start = signal.target(Examples.of_text(rows[:, :12]), NOTHING)
+    assert max(int(one.theirs.last.max()) for one in target.comparisons) < len(target.logits) == 2 * 15
+    assert sum(len(one.ours.last) for one in start.comparisons) > 0
+    loss = DistillationLoss(replace(signal, context=16))(student, Examples.of_text(rows))
+    assert math.isfinite(loss.item())
+    folder = save(tmp_path / "teacher", "gpt2", theirs, vocab_size=400, n_positions=16)
+    damaged = save(tmp_path / "student", "smollm", ours)
+    settings = recover_settings(**{**SMALL, "steps": 1})
+    assert recover(damaged, tmp_path / "out", settings, teacher=folder).card.details["steps"] == 1
 
 
 @pytest.mark.slow

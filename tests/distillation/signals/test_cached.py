@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attar.checkpoint.open import open_checkpoint
 from attar.data.examples import Examples
 from attar.data.packing import PADDING, numbered_generator
 from attar.distillation.loss import DistillationLoss
@@ -15,10 +16,12 @@ from attar.distillation.objectives.forward_kl import sparse_slopes
 from attar.distillation.outputs import NOTHING
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.signals import cached
-from attar.distillation.signals.cached import CachedTeacher
+from attar.distillation.signals.alignment.route import TokenizerPair
+from attar.distillation.signals.cached import CachedTeacher, cached_signal
 from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.signals.prediction_store import PredictionStore, row_digest
 from attar.distillation.signals.sampling import sparse_prediction, sparse_weights
+from attar.distillation.signals.target import SignalSource
 from attar.distillation.stage import recover
 from attar.errors import SettingsError
 from attar.walks import train as walk
@@ -63,6 +66,44 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
         wanted, got = (torch.autograd.grad(loss, list(student.parameters())) for loss in (plain, kept))
         for one, other in zip(wanted, got, strict=True):
             assert (one - other).norm() <= 2e-3 * one.norm() + 1e-7
+
+
+@pytest.mark.parametrize("top", [8, 10**6])
+def test_padding_of_the_vocabulary_is_neither_kept_nor_learned(tmp_path, top):
+    """Nonsense in columns that are no tokens, on both sides and of two widths, changes nothing."""
+    student, teacher = (
+        tiny_models.build("llama3", vocab_size=336),
+        tiny_models.build("llama2", vocab_size=352),
+    )
+    folder = tiny_models.save(tiny_models.build("llama2"), tmp_path / "teacher")
+    batch, results = Examples.of_text(tiny_models.tokens(tiny_models.build("llama3"))), []
+    for nonsense in (0.0, 30.0):
+        with torch.no_grad():
+            student.lm_head.weight[320:], teacher.lm_head.weight[320:] = nonsense, nonsense
+        work = tmp_path / str(nonsense)
+        pair = TokenizerPair(vocabulary=320)
+        source = SignalSource(teacher, open_checkpoint(folder), work, work, pair)
+        loss = DistillationLoss(cached_signal(source, student, recover_settings(teacher_top=top)))
+        value = loss(student, batch)
+        (gradient,) = torch.autograd.grad(value, student.lm_head.weight)
+        assert gradient[:320].any() and not gradient[320:].any()
+        results.append((value.detach(), gradient))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_what_the_numbers_depend_on_names_their_folder(tmp_path):
+    """Stages with one cache share what is the same, and never another teacher's."""
+    folders = {}
+    for seed in (0, 1):
+        model = tiny_models.build("llama3", seed=seed)
+        checkpoint = open_checkpoint(tiny_models.save(model, tmp_path / str(seed)))
+        source = SignalSource(model, checkpoint, tmp_path / "cache", tmp_path, TokenizerPair(vocabulary=320))
+        for options in ({}, {"temperature": 2.0}, {"teacher_samples": 3}, {"teacher_top": 9}):
+            settings = recover_settings(**{"teacher_top": 8, "precision": "fp32", **options})
+            stores = [cached_signal(source, model, settings).store.folder for _ in range(2)]
+            assert stores[0] == stores[1]
+            folders[seed, *options] = stores[0]
+    assert len(set(folders.values())) == len(folders) == 8
 
 
 def drawn(top, draws):
@@ -181,16 +222,25 @@ def dying(function, after):
     return run
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A teacher, its pruned copy, and the run that nothing kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    teacher = tiny_models.save(tiny_models.build("llama3"), folder / "teacher")
+    pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), folder / "pruned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached, "FILE_ROWS", 256)
+        whole = recover(pruned, folder / "whole" / "m", recover_settings(**SMALL), teacher=teacher)
+    return teacher, pruned, whole
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 1)]
 )
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, owner, name, after):
+def test_a_killed_run_ends_with_the_same_bytes(undisturbed, tmp_path, monkeypatch, owner, name, after):
     """Five rows, sixteen times shown: over epochs whose batches hold rows of two of them."""
     monkeypatch.setattr(cached, "FILE_ROWS", 256)
-    teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
-    pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
-    settings = recover_settings(**SMALL)
-    whole = recover(pruned, tmp_path / "whole" / "m", settings, teacher=teacher)
+    (teacher, pruned, whole), settings = undisturbed, recover_settings(**SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dying(getattr(owner, name), after))
         with pytest.raises(Killed):

@@ -17,7 +17,7 @@ from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.online import OnlineTeacher, online_signal
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.stage import distill, recover
-from attar.errors import DataError
+from attar.errors import DataError, SettingsError
 from attar.walks import train as walk
 from tests import tiny_models
 
@@ -111,6 +111,14 @@ def test_padding_of_the_vocabulary_is_never_learned(objective):
             one.copy_(other[: len(one)])
     plain = DistillationLoss(OnlineTeacher(narrow, signal.objective, 1.0))(student, batch)
     assert plain.item() == pytest.approx(results[0][0].item(), rel=1e-6)
+
+
+def test_rows_longer_than_the_teachers_context_are_refused(tmp_path):
+    teacher = tiny_models.save(tiny_models.build("gpt2", n_positions=16), tmp_path / "teacher")
+    damaged = tiny_models.save(tiny_models.build("llama3"), tmp_path / "damaged")
+    with pytest.raises(SettingsError, match="sequence_length is 32, but must be at most 16, the context of"):
+        recover(damaged, tmp_path / "out", recover_settings(**SMALL), teacher=teacher)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_special_token_that_the_teacher_lacks_is_refused_in_text():

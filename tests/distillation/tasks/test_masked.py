@@ -15,7 +15,7 @@ from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import distill_settings
 from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.stage import distill
-from attar.errors import ModelError
+from attar.errors import DataError, ModelError
 from attar.models.surgery import keep_layers
 from attar.walks import train
 from tests import tiny_models
@@ -116,6 +116,16 @@ def test_distilberts_loss_is_soft_hard_and_cosine():
     ]
     expected = 0.2 * (1 - torch.stack(cosines)).mean().item()
     assert with_cosine - plain == pytest.approx(expected, rel=1e-4)
+
+
+def test_held_out_text_of_which_nothing_is_hidden_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("a")
+    settings = distill_settings(
+        layers=1, **{**SMALL, "data": str(tmp_path / "text.txt"), "packing": "separate"}
+    )
+    with pytest.raises(DataError, match=r"text\.txt: nothing is predicted in the held-out text"):
+        distill(save(tmp_path), tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_causal_model_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """SparseGPT against a float64 brute force that shares no code with it."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -23,13 +25,20 @@ def layer(rows=24, columns=160, seed=0, dead=()):
     return torch.randn(rows, columns, generator=g) * 0.1, seen.value()
 
 
+@lru_cache(8)
+def first_rows_of_inverses(H: bytes, size):
+    """[H_R^-1]_{i, R} for R from column i on, for every i; several amounts share an H."""
+    H = torch.frombuffer(bytearray(H), dtype=torch.float64).view(size, size)
+    return [torch.linalg.inv(H[i:, i:])[0] for i in range(size)]
+
+
 def obs_by_hand(W, H, sparsity, order, damp=0.01, block=128):
     """The optimal brain surgeon, one column at a time, with the inverse of the Hessian of the columns that
     are left taken afresh each time: removing w_i costs w_i^2 / [H_R^-1]_ii, and w_R loses
     w_i [H_R^-1]_{i, R} / [H_R^-1]_ii."""
     W, H = W.double().clone(), H.double().clone()
     H += damp * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
-    inverses = [torch.linalg.inv(H[order[i:]][:, order[i:]])[0] for i in range(len(H))]
+    inverses = first_rows_of_inverses(H[order][:, order].numpy().tobytes(), len(H))
     cost = torch.tensor([inverse[0] for inverse in inverses])
     stays = torch.ones(W.shape, dtype=torch.bool)
     step = sparsity.of or block

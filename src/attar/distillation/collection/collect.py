@@ -99,6 +99,7 @@ def collect(
     lineage = (asked.lineage(),)
     check_licences(lineage, settings.licence, progress, student=False)
     requests = _requests(prompts, asked, settings)
+    filter_rows([], settings.filters)  # a file of theirs that cannot be read is refused now
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(_journal_path(out)) as journal:
         before = _estimate(requests, journal, settings)
@@ -126,6 +127,7 @@ def plan_collection(
     asked = _teacher(teacher, settings)
     check_licences([asked.lineage()], settings.licence, SILENT, student=False)
     requests = _requests(prompts, asked, settings)
+    filter_rows([], settings.filters)
     return _estimate(requests, Journal(_journal_path(out)), settings)
 
 

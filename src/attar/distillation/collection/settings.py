@@ -73,9 +73,9 @@ class AnswerSettings:
     extra: tuple[str, ...] = _option((), "NAME=VALUE, a further field of an endpoint's request; JSON or text")
 
     def __post_init__(self) -> None:
-        _at_least(self, max_tokens=1, temperature=0.0, top_p=0.0)
-        if self.top_p is not None and self.top_p > 1:
-            raise SettingsError("top_p", self.top_p, "between 0 and 1")
+        _at_least(self, max_tokens=1, temperature=0.0)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise SettingsError("top_p", self.top_p, "above 0, and at most 1")
         if self.limit_name not in LIMIT_NAMES:
             raise SettingsError("limit_name", self.limit_name, " or ".join(LIMIT_NAMES))
         self.extra_fields()

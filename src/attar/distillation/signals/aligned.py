@@ -4,7 +4,7 @@ Where both tokenizations have an edge at the same byte (``alignment/spans.py``),
 compared: by an objective on what can be matched (``alignment/gold.py``), or by their sorted probabilities
 (``alignment/uld.py``). The loss is the sum over groups of tokens, divided by the student's predictions n, so
 that it does not depend on how a step is divided. Groups with a token that is not predicted (a prompt's, the
-first one) are left out.
+first one, those beyond the teacher's context) are left out.
 
 Letters: B rows a batch, n the student's predictions, V and W columns of the student's and the teacher's
 logits.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.data.packing import PADDING
+from attar.data.packing import PADDING, row_length
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.outputs import Insides, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
@@ -33,6 +33,7 @@ from attar.distillation.signals.alignment.spans import SpanGroup, groups_of
 from attar.distillation.signals.target import SignalSource
 
 GROUPS = 256  # compared at once
+UNLIMITED = 1 << 40  # tokens
 
 GroupValues = Callable[[Tensor, Tensor, GroupSide, GroupSide, Matching], Tensor]
 """``values(z, t, ours, theirs, matching)``: the loss of each group, differentiable by z."""
@@ -47,23 +48,29 @@ def aligned_signal(source: SignalSource, student: Any, settings: LearnSettings) 
     else:
         objective = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
         values = partial(gold_values, objective=objective, T=T)
-    return AlignedTeacher(source.teacher, retokenizer, Vocabularies.of(retokenizer), values)
+    context = UNLIMITED if source.checkpoint is None else row_length(UNLIMITED, source.checkpoint.config)
+    return AlignedTeacher(source.teacher, retokenizer, Vocabularies.of(retokenizer), values, context)
 
 
 @dataclass(frozen=True)
 class AlignedTeacher:
-    """A teacher that reads each batch in its own tokens."""
+    """A teacher that reads each batch in its own tokens.
+
+    Attributes:
+        context: the most tokens that it reads; a text may have more of them than of the student's.
+    """
 
     model: Any
     retokenizer: Retokenizer
     vocabularies: Vocabularies
     values: GroupValues
+    context: int = UNLIMITED
 
     def target(self, batch: Examples, insides: Insides) -> AlignedTarget:
         """See :class:`attar.distillation.signals.target.Signal`; positions differ, so no insides."""
         assert insides == Insides(), "positions of two tokenizers cannot be compared"
         rows = batch.tokens.tolist()
-        texts = [self.retokenizer(row) for row in rows]
+        texts = [self.retokenizer(row).cut(self.context) for row in rows]
         examples = _examples(texts, batch.tokens.device)
         collected = self._collect(batch, examples, rows, texts)
         with torch.no_grad():

@@ -88,6 +88,23 @@ def test_bands_propose_a_pair_at_the_limit():
     assert rows_of_band(0.8) > rows_of_band(0.5) > 1
 
 
+@pytest.mark.parametrize("own", [60, 100])
+def test_a_template_around_every_prompt_costs_little(own, monkeypatch):
+    """The bands propose most pairs; few of them are computed, and a repetition is still seen."""
+    rng, template = random.Random(0), [f"t{n}" for n in range(200)]
+    texts = [" ".join([*template, *(f"w{rng.randrange(3000)}" for _ in range(own))]) for _ in range(120)]
+    computed = []
+
+    def counting(left, right):
+        computed.append(1)
+        return jaccard(left, right)
+
+    monkeypatch.setattr("attar.distillation.collection.filters.near_duplicates.jaccard", counting)
+    originals = repeated([shingles(text) for text in [*texts, texts[7]]], 0.8)
+    assert originals == [-1] * 120 + [7]
+    assert len(computed) < 0.02 * 120 * 119 / 2
+
+
 def test_one_answer_to_two_prompts_is_no_repetition():
     answer = "it is a good idea to read the whole text before you answer any question about it"
     prompts = [

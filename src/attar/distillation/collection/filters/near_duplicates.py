@@ -11,7 +11,8 @@ Letters: A, B sets of shingles (runs of ``SHINGLE`` words); k values of a signat
 A row's text is the user's and the teacher's; one answer to two prompts is no repetition. Rows are taken in
 order; a row is dropped if it has J of at least ``similarity`` with a row that is kept. The bands only propose
 pairs, whose J is then computed exactly, so no row is dropped by chance; r is the largest for which a pair at
-the limit is proposed with :data:`RECALL`.
+the limit is proposed with :data:`RECALL`. A pair that agrees in too few of its k values is not computed:
+where every prompt has one long template around it, the bands propose nearly all pairs.
 
 Differs from Broder: the orders are h_i(x) = a_i x + b_i modulo 2^64 over hashes that are well mixed already
 (multiply-shift, Dietzfelbinger et al. 1997), not permutations drawn at random.
@@ -19,6 +20,7 @@ Differs from Broder: the orders are h_i(x) = a_i x + b_i modulo 2^64 over hashes
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -32,6 +34,7 @@ from attar.distillation.collection.filters.settings import FilterSettings
 SHINGLE = 5  # words
 SIGNATURE = 128  # k
 RECALL = 0.99
+SURE = 3.0
 _SEED = 0x5EED  # of the orders: the same on every machine
 
 
@@ -54,13 +57,16 @@ def repeated(sets: Sequence[Hashes], similarity: float) -> list[int]:
     """
     rows = rows_of_band(similarity)
     buckets: list[dict[bytes, list[int]]] = [defaultdict(list) for _ in range(SIGNATURE // rows)]
+    minima = np.zeros((len(sets), SIGNATURE), np.uint32)  # the low halves of the signatures
     originals = []
     for number, values in enumerate(sets):
-        bands = _bands(signature(values), rows) if len(values) else []
-        candidates = sorted(
-            {other for bucket, band in zip(buckets, bands, strict=False) for other in bucket.get(band, ())}
-        )
-        original = next((other for other in candidates if jaccard(values, sets[other]) >= similarity), -1)
+        own = signature(values) if len(values) else np.zeros(0, np.uint64)
+        bands = _bands(own, rows) if len(values) else []
+        proposed = [bucket.get(band, []) for bucket, band in zip(buckets, bands, strict=False)]
+        candidates = np.array(sorted(set().union(*proposed)), np.int64)
+        minima[number, : len(own)] = own.astype(np.uint32)
+        near = candidates[(minima[candidates] == minima[number]).sum(1) >= least_equal(similarity)]
+        original = next((int(other) for other in near if jaccard(values, sets[other]) >= similarity), -1)
         originals.append(original)
         if original < 0:
             for bucket, band in zip(buckets, bands, strict=False):
@@ -80,6 +86,11 @@ def jaccard(left: Hashes, right: Hashes) -> float:
         return 0.0
     common = len(np.intersect1d(left, right, assume_unique=True))
     return common / (len(left) + len(right) - common)
+
+
+def least_equal(similarity: float) -> float:
+    """How many of the k values agree at least, but for chance: SURE standard deviations below k J."""
+    return SIGNATURE * similarity - SURE * math.sqrt(SIGNATURE * similarity * (1 - similarity))
 
 
 def rows_of_band(similarity: float) -> int:

@@ -52,7 +52,7 @@ class LocalTeacher:
             params = SamplingParams(
                 max_tokens=answers.max_tokens,
                 temperature=1.0 if answers.temperature is None else answers.temperature,
-                top_p=answers.top_p or 1.0,
+                top_p=1.0 if answers.top_p is None else answers.top_p,
                 stop=answers.stop,
                 seed=request.seed,
             )

@@ -9,7 +9,7 @@ byte.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -34,6 +34,10 @@ class TwoTokenizations:
     tokens: list[int]
     ours: list[ByteSpan]
     theirs: list[ByteSpan]
+
+    def cut(self, count: int) -> TwoTokenizations:
+        """The same with at most so many of the teacher's tokens."""
+        return replace(self, tokens=self.tokens[:count], theirs=self.theirs[:count])
 
 
 @dataclass(frozen=True)

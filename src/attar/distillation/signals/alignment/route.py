@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from attar.data.packing import row_length
 from attar.distillation.settings import DistillSettings, LearnSettings
 from attar.distillation.signals.alignment.retokenize import Retokenizer
 from attar.distillation.signals.alignment.tokenizers import (
@@ -29,8 +30,7 @@ class TokenizerPair:
     Attributes:
         retokenizer: to the teacher's tokens; None: both have one tokenizer.
         vocabulary: columns of both models' logits that are tokens; the rest is padding, and never learned.
-        None:
-            the columns are no tokens, or of two tokenizers.
+            None: the columns are no tokens, or of two tokenizers.
         missing: special tokens of the student, by number, that the teacher lacks.
     """
 
@@ -48,7 +48,8 @@ def tokenizer_pair(
         task: of the student, a name of attar.distillation.tasks.TASKS.
 
     Raises:
-        SettingsError: the tokenizers differ, and a setting needs the same tokens on both sides.
+        SettingsError: the tokenizers differ, and a setting needs the same tokens on both sides; or rows are
+            longer than the teacher's context.
         ModelError: the tokenizers are of kinds that cannot be compared, or share too little.
     """
     if not settings.runs_teacher:
@@ -57,8 +58,17 @@ def tokenizer_pair(
     if not same_tokenizer(ours, theirs):
         _check(settings, teacher, task)
         return TokenizerPair(_retokenizer(ours, theirs, student, teacher))
+    _check_length(settings, student, teacher)
     size = min(vocabulary_size(ours), vocabulary_size(theirs))
     return TokenizerPair(None, None if task == "classification" else size, missing_specials(ours, theirs))
+
+
+def _check_length(settings: LearnSettings, student: Checkpoint, teacher: Checkpoint) -> None:
+    """Refuse rows that the student can read and the teacher cannot."""
+    ours, theirs = (row_length(settings.sequence_length, model.config) for model in (student, teacher))
+    if ours > theirs:
+        allowed = f"at most {theirs}, the context of {teacher.name}"
+        raise SettingsError("sequence_length", settings.sequence_length, allowed)
 
 
 def _retokenizer(ours: Any, theirs: Any, student: Checkpoint, teacher: Checkpoint) -> Retokenizer:
