@@ -7,6 +7,8 @@ Letters: B rows, S tokens a row, K heads, H hidden size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,24 @@ from attar.distillation.head_settings import MedusaSettings
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
-from attar.models.draft_heads.medusa import MedusaHeads
+from attar.models.anatomy import discover
+from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
 from attar.models.head import Head
+
+
+def make(target: Any, own: Head, options: MedusaSettings, tokens: Tensor) -> MedusaHeads:
+    """Heads before their first step.
+
+    Args:
+        own: the target's head.
+        tokens: not needed.
+    """
+    vocabulary, hidden = own.weight.shape
+    layers = (len(discover(target).blocks),)
+    config = MedusaConfig(hidden=hidden, vocabulary=vocabulary, layers=layers, drafts=options.drafts)
+    heads = MedusaHeads(config)
+    heads.start_from(own.weight.detach().float())
+    return heads.to(own.weight.device)
 
 
 def loss(heads: MedusaHeads, target: TargetPass, settings: MedusaSettings) -> Tensor:

@@ -20,16 +20,13 @@ from attar.data.examples import Examples
 from attar.data.packing import row_length
 from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
-from attar.distillation.head_settings import DraftHeadSettings
-from attar.distillation.heads import HEAD_LOSSES
+from attar.distillation.heads import HEAD_LOSSES, HEAD_MAKERS
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.learn import mean_loss, training_rows
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings
 from attar.distillation.tasks import TASKS
 from attar.errors import ModelError
-from attar.models.anatomy import discover
-from attar.models.draft_heads import DRAFT_HEADS
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head, head_of
 from attar.models.load import load_tokenizer
@@ -94,7 +91,7 @@ def distill_head(
         assert isinstance(text, Examples), "the causal task has rows"
         rows, held_out = writer.training_rows(count, text), writer.held_out_rows()
         torch.manual_seed(settings.seed)
-        drafter = make_draft_head(target, own, settings)
+        drafter = HEAD_MAKERS[settings.head](target, own, settings.head_options, rows.tokens)
         loss = HeadLoss(target, own, settings)
         history = train(
             drafter,
@@ -116,16 +113,3 @@ def distill_head(
             precision=history.precision,
         )
     return open_checkpoint(out)
-
-
-def make_draft_head(target: Any, own: Head, settings: DistillSettings) -> Any:
-    """A head before its first step, on the target's device; a kind with more needs has its own function."""
-    config_class, module = DRAFT_HEADS[settings.head]
-    options = settings.head_options
-    assert isinstance(options, DraftHeadSettings), settings.head
-    vocabulary, hidden = own.weight.shape
-    layers = len(discover(target).blocks)
-    config = config_class(hidden=hidden, vocabulary=vocabulary, layers=(layers,), drafts=options.drafts)
-    head = module(config)
-    head.start_from(own.weight.detach().float())
-    return head.to(own.weight.device)

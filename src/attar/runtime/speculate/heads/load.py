@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attar.errors import ModelError
@@ -14,8 +15,11 @@ from attar.runtime.speculate.proposer import Proposer
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-PROPOSERS: dict[str, Any] = {"medusa": MedusaProposer}
-"""The proposer of each kind of head: made of the head, a reader of its context, and the end tokens."""
+PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
+    "medusa": lambda head, context, target: MedusaProposer(head, context, ends=target.ends)
+}
+"""The proposer of each kind of head: made of the head, a reader of its context, and the target, whose own
+embedding and head it may share (``own_tensors.py``)."""
 
 
 def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
@@ -42,5 +46,4 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
     context = ContextReader(pool, runner.block_size)
-    proposer: Proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
-    return proposer
+    return PROPOSERS[config.kind](head.to(pool.states.device), context, target)
