@@ -1,6 +1,6 @@
 """EAGLE learns the next state of its target (Li et al. 2024, arXiv 2401.15077, section 4.2).
 
-    L = SmoothL1(f^_(i+1), f_(i+1)) + weight CE(p_(i+2), q_(i+2)),   p = softmax(head(f)),  q = softmax(head(f^))
+    L = SmoothL1(f^_(i+1), f_(i+1)) + weight CE(p_(i+2), q_(i+2)),  p, q = softmax(head(f)), softmax(head(f^))
 
 SmoothL1 is the mean over a state's channels. While it trains, the states that it reads have uniform noise of
 (-0.5, 0.5) noise 512 / S, because the states that it drafts from will be its own.
@@ -50,7 +50,7 @@ def make(target: Any, own: Head, options: EagleSettings, tokens: Tensor) -> Eagl
         branches=options.branches,
     )
     head = EagleHead(config)
-    head.start_from()
+    head.start_near()
     return head.to(own.weight.device)
 
 

@@ -65,7 +65,7 @@ class EagleHead(nn.Module):  # type: ignore[misc]
         self.fc = nn.Linear(2 * config.hidden, config.hidden, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
 
-    def start_from(self, weight: Tensor, tokens: Tensor | None = None) -> None:
+    def start_near(self) -> None:
         """Begin near the target: fc gives the state, and something of the embedding."""
         with torch.no_grad():
             self.fc.weight[:, self.config.hidden :].zero_().fill_diagonal_(1.0)
