@@ -8,15 +8,30 @@ from typing import TYPE_CHECKING, Any
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.medusa import MedusaProposer
+from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
+
+def _medusa(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    return MedusaProposer(head, context, ends=target.ends)
+
+
+def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    drafter = EagleDrafter(head, own_tensors(target.runner, target.name))
+    return ChainProposer(EagleChain(drafter), context, name=head.config.kind, ends=target.ends)
+
+
 PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
-    "medusa": lambda head, context, target: MedusaProposer(head, context, ends=target.ends)
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "eagle3": _eagle,
 }
 """The proposer of each kind of head: made of the head, a reader of its context, and the target, whose own
 embedding and head it may share (``own_tensors.py``)."""
