@@ -27,8 +27,8 @@ class DraftHeadSettings:
     )
     state_cache: str = _option(
         "",
-        "most bytes (2GB) of the model's hidden states that are kept on disk; 0: the model runs in every step; "
-        "empty: 1GB where the steps read each row more than twice, else 0",
+        "most bytes (2GB) of the model's hidden states that are kept on disk; 0: the model runs in every "
+        "step; empty: 1GB where the steps read each row more than twice, else 0",
     )
 
     def __post_init__(self) -> None:

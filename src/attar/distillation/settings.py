@@ -164,7 +164,8 @@ class RolloutSettings:
 
     share: float | None = _option(
         None,
-        "fraction of the rows that the teacher generates; none: all for a draft head, half for drafting, else 0",
+        "fraction of the rows that the teacher generates; none: all for a draft head, half for drafting, "
+        "else 0",
     )
     samples: int = _option(512, "rows it generates; repeated where the share asks for more")
     prompt_tokens: int = _option(32, "tokens of text in front of each row that is generated")

@@ -25,6 +25,6 @@ def test_a_label_is_the_place_of_its_token_or_nothing():
 
 
 def test_more_tokens_than_the_model_has_are_refused():
-    with pytest.raises(SettingsError, match="draft_vocabulary is 13.*at most the model's 12"):
+    with pytest.raises(SettingsError, match=r"draft_vocabulary is 13.*at most the model's 12"):
         check_draft_vocabulary(13, 12)
     check_draft_vocabulary(12, 12)

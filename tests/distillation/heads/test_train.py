@@ -162,7 +162,7 @@ def test_what_does_not_suit_a_head_is_refused_by_name(target, tmp_path, options,
 
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path):
     encoder = tiny_models.save_encoder(tiny_models.build("bert", vocab_size=322), tmp_path / "bert")
-    with pytest.raises((ModelError, SettingsError), match="predicts no next token|task masked"):
+    with pytest.raises((ModelError, SettingsError), match=r"predicts no next token|task masked"):
         attar.distill(encoder, tmp_path / "head", **SMALL)
 
 
@@ -183,7 +183,8 @@ def test_kill_9_while_training_gives_the_same_bytes(tmp_path):
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
     options = SMALL | {"steps": 40, "state_cache": "20KB"}
     code = (
-        "import sys, json, attar; from attar.distillation.rollouts import teacher; teacher.HELD_OUT_TOKENS = 64; "
+        "import sys, json, attar; from attar.distillation.rollouts import teacher; "
+        "teacher.HELD_OUT_TOKENS = 64; "
         "attar.distill(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))"
     )
 

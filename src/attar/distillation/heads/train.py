@@ -25,7 +25,7 @@ from attar.distillation.heads import HEAD_MAKERS
 from attar.distillation.heads.draft_vocabulary import check_draft_vocabulary, choose_tokens
 from attar.distillation.heads.learner import HeadLearner
 from attar.distillation.heads.rows import read_head_text
-from attar.distillation.heads.states import NumberedRows, StateCache, TargetStates, row_bytes
+from attar.distillation.heads.states import NumberedRows, TargetStates, row_bytes
 from attar.distillation.learn import mean_loss, training_rows
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings

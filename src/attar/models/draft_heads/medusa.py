@@ -34,8 +34,8 @@ class MedusaConfig(HeadConfig):
     Attributes:
         residual_layers: n.
         shared: one W2 for all heads.
-        tree: paths of the drafts, each the ranks of its tokens from 0, of head 1, 2, ... (``static_tree.py``);
-            empty: the chain of likeliest tokens.
+        tree: paths of the drafts, each the ranks of its tokens from 0, of head 1, 2, ...; empty: the chain of
+            likeliest tokens.
     """
 
     kind: ClassVar[str] = "medusa"
