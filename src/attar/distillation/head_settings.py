@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.options import check_choices
 from attar.walks.settings import check_range
+
+STATE_CACHE = 1 << 30  # bytes
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -19,10 +22,26 @@ class DraftHeadSettings:
     """Options that every head has; without a head none is used."""
 
     drafts: int = _option(4, "tokens that the head drafts at most")
+    draft_vocabulary: int = _option(
+        0, "tokens that the head can propose, the most frequent ones of its rows; 0: all of the model's"
+    )
+    state_cache: str = _option(
+        "",
+        "most bytes (2GB) of the model's hidden states that are kept on disk; 0: the model runs in every "
+        "step; empty: 1GB where the steps read each row more than twice, else 0",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("drafts", self.drafts, 1, 64, "between 1 and 64")
+        check_range("draft_vocabulary", self.draft_vocabulary, 0, 2**31, "0 (all of the model's) or more")
+        byte_count("state_cache", self.state_cache)
+
+    def cached_bytes(self, uses: float) -> int:
+        """Most bytes of the cache, where each row is read about ``uses`` times."""
+        if self.state_cache:
+            return byte_count("state_cache", self.state_cache)
+        return STATE_CACHE if uses > 2.0 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +49,15 @@ class MedusaSettings(DraftHeadSettings):
     """Medusa's heads."""
 
     decay: float = _option(0.8, "weight of each head's loss, by that of the one before")
+    residual_layers: int = _option(1, "residual layers of each head")
+    shared_head: bool = _option(
+        False, "one output matrix for all heads: smaller, for models whose vocabulary outweighs their layers"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
+        check_range("residual_layers", self.residual_layers, 0, 16, "between 0 and 16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +82,8 @@ class EagleSettings(TreeHeadSettings):
         super().__post_init__()
         check_range("token_weight", self.token_weight, 0.0, 100.0, "between 0 and 100")
         check_range("noise", self.noise, 0.0, 10.0, "between 0 and 10")
+        if self.draft_vocabulary:
+            raise SettingsError("draft_vocabulary", self.draft_vocabulary, "0: it has its model's own head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +92,6 @@ class Eagle3Settings(TreeHeadSettings):
 
     decay: float = _option(0.8, "weight of each step's loss, by that of the one before")
     unrolled: int = _option(7, "drafts one after the other that it learns from its own states")
-    draft_vocabulary: int = _option(0, "most frequent tokens that it can propose; 0: all")
     norm_before_residual: bool = _option(False, "what its layer adds to is normed")
     norm_before_fc: bool = _option(False, "the states of all layers are normed together")
     fc_norm: bool = _option(False, "the states of each layer are normed")
@@ -76,7 +101,6 @@ class Eagle3Settings(TreeHeadSettings):
         super().__post_init__()
         check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
         check_range("unrolled", self.unrolled, 1, 64, "between 1 and 64")
-        check_range("draft_vocabulary", self.draft_vocabulary, 0, 1 << 24, "0, or a number of tokens")
         if self.norm_before_fc and self.fc_norm:
             raise SettingsError("fc_norm", True, "false with norm_before_fc: states are normed once")
 

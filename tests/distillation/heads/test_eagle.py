@@ -9,7 +9,9 @@ from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.head_settings import Eagle3Settings, EagleSettings
 from attar.distillation.heads import eagle, eagle3, unroll
+from attar.distillation.heads.draft_vocabulary import choose_tokens
 from attar.distillation.heads.target_pass import run_target
+from attar.models.draft_heads.vocabulary import tokens_of
 from attar.models.head import head_of
 from tests import tiny_models
 from tests.models.draft_heads.slow_eagle import SlowEagle
@@ -34,7 +36,9 @@ def made(kind, family="llama3", **options):
     """A head with random weights in float64, and a pass of its target."""
     model = tiny_models.build(family)
     settings = (EagleSettings if kind is eagle else Eagle3Settings)(**options)
-    head = kind.make(model, head_of(model), settings, tiny_models.tokens(model, batch=8, length=64))
+    rows = Examples.of_text(tiny_models.tokens(model, batch=8, length=64))
+    chosen = choose_tokens(rows, model.config.vocab_size, settings.draft_vocabulary)
+    head = kind.make(model, head_of(model), settings, chosen)
     tiny_models.randomize(head, seed=3)
     return head.double(), passed(head, model.double()), settings
 
@@ -85,7 +89,7 @@ def divergence(p, q):
 def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     head, target, settings = made(eagle3, **{"unrolled": 3, "decay": 0.5, **options})
     slow, (B, S) = SlowEagle(head), target.tokens.shape
-    tokens = torch.arange(head.config.vocabulary) if head.tokens is None else head.tokens
+    tokens = torch.arange(head.config.vocabulary) if tokens_of(head) is None else tokens_of(head)
     chains = {
         (row, i): slow.chain(embedded(target)[row], target.states[row], i, min(3, S - 1 - i))
         for row in range(B)
@@ -104,7 +108,9 @@ def test_the_loss_of_eagle3_is_that_of_a_loop(options):
                 terms.append(divergence(logits[tokens].softmax(-1), q))
         counted.append(len(terms))
         wanted = wanted + 0.5**j * torch.stack(terms).mean()
-    assert counted[0] < B * (S - 1) - 2 or head.tokens is None, "every likeliest token is in the vocabulary"
+    assert counted[0] < B * (S - 1) - 2 or tokens_of(head) is None, (
+        "every likeliest token is in the vocabulary"
+    )
     torch.testing.assert_close(eagle3.loss(head, target, settings).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -135,9 +141,8 @@ def test_noise_is_for_training_alone():
 
 def test_a_new_head_has_the_targets_own_rows_of_its_tokens():
     model = tiny_models.build("llama3")
-    tokens = torch.tensor([[7, 7, 3, 3, 9, 9, PADDING]])
-    head = eagle3.make(model, head_of(model), Eagle3Settings(draft_vocabulary=3), tokens)
-    assert head.tokens.tolist() == [3, 7, 9]
+    head = eagle3.make(model, head_of(model), Eagle3Settings(), torch.tensor([3, 7, 9]))
+    assert tokens_of(head).tolist() == [3, 7, 9]
     torch.testing.assert_close(head.lm_head.weight, model.lm_head.weight[[3, 7, 9]].detach())
     states = torch.randn(4, 3, 64)
     torch.testing.assert_close(head.project(states), states[:, -1])

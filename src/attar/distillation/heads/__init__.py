@@ -1,8 +1,9 @@
-"""Draft heads in training: one file each, with ``make`` and ``loss``.
+"""Draft heads that are trained: one file each, with ``make`` and ``loss``.
 
-A head is made of its target, the target's own head, the options of its kind, and the tokens of its rows. A
-loss takes the head, a pass of its target over a batch, and the options; it is a mean over the predictions of
-the batch."""
+``make`` gives a head before its first step: of the target, the target's own head, the options of its kind,
+and the tokens int64 (v,) that it can propose (None: all). ``loss`` is a mean over the predictions of a batch:
+of the head, a pass of the target over the batch, and the options.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +14,8 @@ from attar.distillation.heads import eagle, eagle3, medusa
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head
 
+HeadMaker = Callable[[Any, Head, Any, Tensor | None], Any]
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
 
-HEAD_LOSSES: dict[str, HeadObjective] = {
-    "medusa": medusa.loss,
-    "eagle": eagle.loss,
-    "eagle3": eagle3.loss,
-}
-
-HEAD_MAKERS: dict[str, Callable[[Any, Head, Any, Tensor], Any]] = {
-    "medusa": medusa.make,
-    "eagle": eagle.make,
-    "eagle3": eagle3.make,
-}
+HEAD_MAKERS: dict[str, HeadMaker] = {"medusa": medusa.make, "eagle": eagle.make, "eagle3": eagle3.make}
+HEAD_LOSSES: dict[str, HeadObjective] = {"medusa": medusa.loss, "eagle": eagle.loss, "eagle3": eagle3.loss}

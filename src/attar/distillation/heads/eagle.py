@@ -33,25 +33,21 @@ from attar.models.head import Head
 LENGTH = 512  # tokens of a row that ``noise`` is for
 
 
-def make(target: Any, own: Head, options: EagleSettings, tokens: Tensor) -> EagleHead:
-    """A head before its first step, the sizes of its layer those of the target's own.
-
-    Args:
-        own: the target's head.
-        tokens: not needed.
-    """
-    V, H = own.weight.shape
+def make(target: Any, own: Head, settings: EagleSettings, chosen: Tensor | None) -> EagleHead:
+    """The head before its first step, the sizes of its layer those of the target's own."""
+    assert chosen is None, "it drafts with its target's head"
+    vocabulary, hidden = own.weight.shape
     config = EagleConfig(
-        hidden=H,
-        vocabulary=V,
+        hidden=hidden,
+        vocabulary=vocabulary,
         layers=(len(discover(target).blocks),),
-        drafts=options.drafts,
+        drafts=settings.drafts,
         shape=layer_shape(target),
-        branches=options.branches,
+        branches=settings.branches,
     )
     head = EagleHead(config)
     head.start_near()
-    return head.to(own.weight.device)
+    return head
 
 
 def loss(head: EagleHead, target: TargetPass, settings: EagleSettings) -> Tensor:

@@ -29,37 +29,30 @@ from attar.distillation.objectives import forward_kl
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
 from attar.models.anatomy import discover
 from attar.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head
-from attar.models.draft_heads.vocabulary import frequent_tokens
+from attar.models.draft_heads.vocabulary import set_vocabulary, tokens_of
 from attar.models.head import Head
 
 
-def make(target: Any, own: Head, options: Eagle3Settings, tokens: Tensor) -> Eagle3Head:
-    """A head before its first step, the sizes of its layer those of the target's own.
-
-    Args:
-        own: the target's head.
-        tokens: of the text, for a reduced vocabulary.
-    """
+def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None) -> Eagle3Head:
+    """The head before its first step, the sizes of its layer those of the target's own."""
     V, H = own.weight.shape
-    size = options.draft_vocabulary if options.draft_vocabulary < V else 0
-    head = Eagle3Head(
-        Eagle3Config(
-            hidden=H,
-            vocabulary=V,
-            layers=read_layers(len(discover(target).blocks)),
-            drafts=options.drafts,
-            draft_vocabulary=size,
-            shape=layer_shape(target),
-            branches=options.branches,
-            norm_before_residual=options.norm_before_residual,
-            norm_before_fc=options.norm_before_fc,
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-        )
+    config = Eagle3Config(
+        hidden=H,
+        vocabulary=V,
+        layers=read_layers(len(discover(target).blocks)),
+        drafts=settings.drafts,
+        draft_vocabulary=0 if chosen is None else len(chosen),
+        shape=layer_shape(target),
+        branches=settings.branches,
+        norm_before_residual=settings.norm_before_residual,
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
     )
-    chosen = frequent_tokens(tokens[tokens >= 0].cpu(), V, size) if size else None
-    head.start_from(own.weight.detach().float().cpu(), chosen)
-    return head.to(own.weight.device)
+    head = Eagle3Head(config)
+    set_vocabulary(head, chosen)
+    head.start_from(own.weight.detach().cpu().float() * own.scale)
+    return head
 
 
 def read_layers(blocks: int) -> tuple[int, ...]:
@@ -86,7 +79,7 @@ def loss(head: Eagle3Head, target: TargetPass, settings: Eagle3Settings) -> Tens
 
 def _divergence(head: Eagle3Head, target: TargetPass, where: Tensor, j: int) -> ChunkLoss:
     """KL(p || q) of step j at positions bool (B, S - 1 - j)."""
-    final, tokens = target.final[:, 1 + j :][where], head.tokens
+    final, tokens = target.final[:, 1 + j :][where], tokens_of(head)
 
     def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         return blockwise(forward_kl.slopes, z, _logits(target.head, final[part], tokens), out=z)
@@ -103,7 +96,7 @@ def _logits(own: Head, final: Tensor, tokens: Tensor | None) -> Tensor:
 def _counts(head: Eagle3Head, target: TargetPass) -> Tensor:
     """bool (B, S): at which positions the target's distribution is learned."""
     counts = target.batch.targets != PADDING
-    tokens = head.tokens
+    tokens = tokens_of(head)
     if tokens is None:
         return counts
     final, likeliest = target.final[counts], list[Tensor]()

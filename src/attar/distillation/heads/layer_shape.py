@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from attar.models.anatomy import discover, text_config
-from attar.models.draft_heads.decoder_layer import LayerShape
+from attar.models.draft_heads.decoder_layer import DraftLayerShape
 
 
-def layer_shape(target: Any, *, depth: int = 1, head_norms: bool = False) -> LayerShape:
+def layer_shape(target: Any, *, depth: int = 1, head_norms: bool = False) -> DraftLayerShape:
     """The shape of ``depth`` layers as wide as the target's first."""
     block, config = discover(target).blocks[0], text_config(target)
     rope = getattr(config, "rope_parameters", None) or {}
-    return LayerShape(
+    return DraftLayerShape(
         depth=depth,
         heads=block.attention.heads,
         kv_heads=block.attention.kv_heads,

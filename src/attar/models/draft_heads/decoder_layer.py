@@ -4,7 +4,7 @@ queries, norms of each query and key (Qwen3), rotary positions, SwiGLU.
 What a layer attends to is the caller's: its own tokens, and keys and values that were made before.
 
 Letters: T tokens, S positions attended to, H hidden size, I inputs of attention, h heads, K kv heads, d head
-dimension.
+    dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
+class DraftLayerShape:
     """Sizes of the layers of a head.
 
     Attributes:
@@ -51,7 +51,7 @@ class LayerShape:
     head_norms: bool = True
 
 
-def rotary(positions: Tensor, shape: LayerShape) -> Turn:
+def rotary(positions: Tensor, shape: DraftLayerShape) -> Turn:
     """Cosines and sines of positions int64 (..., T), float32."""
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = shape.rope_theta ** (-half / shape.head_dim)
@@ -81,9 +81,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     q = q.unflatten(-2, (K, h // K)).movedim(-4, -2).flatten(-3, -2)  # (..., K, h / K T, d)
     k, v = k.transpose(-3, -2), v.transpose(-3, -2)
     if mask is not None:
-        mask = (
-            mask[..., None, None, :, :].expand(*mask.shape[:-2], 1, h // K, *mask.shape[-2:]).flatten(-3, -2)
-        )
+        mask = mask[..., None, :, :].repeat_interleave(h // K, -3).flatten(-3, -2)[..., None, :, :]
     out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
     return out.unflatten(-2, (h // K, T)).movedim(-2, -4).reshape(*batch, T, h * d)
 
@@ -95,7 +93,7 @@ class HeadAttention(nn.Module):  # type: ignore[misc]
         inputs: columns that queries, keys and values read, I; None: H.
     """
 
-    def __init__(self, hidden: int, shape: LayerShape, inputs: int | None = None) -> None:
+    def __init__(self, hidden: int, shape: DraftLayerShape, inputs: int | None = None) -> None:
         super().__init__()
         self.shape = shape
         inputs = hidden if inputs is None else inputs
@@ -141,7 +139,7 @@ class HeadLayer(nn.Module):  # type: ignore[misc]
         index: of the layer, for ``attend``.
     """
 
-    def __init__(self, hidden: int, shape: LayerShape, index: int) -> None:
+    def __init__(self, hidden: int, shape: DraftLayerShape, index: int) -> None:
         super().__init__()
         self.index = index
         self.input_layernorm = nn.RMSNorm(hidden, eps=shape.eps)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.decoder_layer import GatedMLP, HeadAttention, LayerShape
+from attar.models.draft_heads.decoder_layer import DraftLayerShape, GatedMLP, HeadAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class EagleConfig(HeadConfig):
     """
 
     kind: ClassVar[str] = "eagle"
-    shape: LayerShape
+    shape: DraftLayerShape
     branches: int = 1
     bias: bool = True
 

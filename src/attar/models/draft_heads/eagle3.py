@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.decoder_layer import GatedMLP, HeadAttention, LayerShape
-from attar.models.draft_heads.vocabulary import chosen_of, offsets_of, spread
+from attar.models.draft_heads.decoder_layer import DraftLayerShape, GatedMLP, HeadAttention
+from attar.models.draft_heads.vocabulary import register_vocabulary, spread, tokens_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Eagle3Config(HeadConfig):
     """
 
     kind: ClassVar[str] = "eagle3"
-    shape: LayerShape
+    shape: DraftLayerShape
     branches: int = 1
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -91,8 +91,7 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = nn.RMSNorm(hidden, eps=config.shape.eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocabulary or config.vocabulary, bias=False)
-        if config.draft_vocabulary:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocabulary, dtype=torch.int64))
+        register_vocabulary(self, config.draft_vocabulary)
 
     @property
     def attention(self) -> HeadAttention:
@@ -100,20 +99,10 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         out: HeadAttention = self.layers[0].self_attn
         return out
 
-    @property
-    def tokens(self) -> Tensor | None:
-        """int64 (v,) that it can propose; None: all."""
-        return chosen_of(self.d2t) if self.config.draft_vocabulary else None
-
-    def start_from(self, weight: Tensor, tokens: Tensor | None = None) -> None:
-        """Begin near the target: W are rows of its head (V, H), and g is the state of the last layer.
-
-        Args:
-            tokens: int64 (v,) ascending, of the reduced vocabulary.
-        """
+    def start_from(self, weight: Tensor) -> None:
+        """Begin near the target: W are rows of its head (V, H), and g is the state of the last layer."""
+        tokens = tokens_of(self)
         with torch.no_grad():
-            if tokens is not None:
-                self.d2t.copy_(offsets_of(tokens))
             self.lm_head.weight.copy_(weight if tokens is None else weight[tokens])
             self.fc.weight.zero_()[:, -self.config.hidden :].fill_diagonal_(1.0)
 
@@ -143,4 +132,9 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
     def logits(self, a: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
         """(..., V) with its own W; -inf of tokens that it cannot propose."""
         own: Tensor = self.lm_head(self.norm(a))
-        return own if self.tokens is None else spread(own, self.tokens, self.config.vocabulary)
+        tokens = tokens_of(self)
+        return own if tokens is None else spread(own, tokens, self.config.vocabulary)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """W, which the optimizers treat as a head."""
+        return [self.lm_head.weight]

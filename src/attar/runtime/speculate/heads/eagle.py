@@ -126,9 +126,9 @@ class EagleDrafter:
         out: Tensor = head.output(residual, torch.cat(heads))
         return out
 
-    def logits(self, made: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
         """float32 (R, V) of what entries made (R, H); -inf: cannot be drafted."""
-        logits: Tensor = self.head.logits(made, self.own.logits)
+        logits: Tensor = self.head.logits(outputs, self.own.logits)
         return logits.float()
 
     def forget(self, sequence: int) -> None:
@@ -172,7 +172,7 @@ class EagleChain:
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter
         self._entries: dict[int, DraftEntries] = {}
-        self._made: dict[int, Tensor] = {}  # (H,) of the last entry, drafts included
+        self._outputs: dict[int, Tensor] = {}  # (H,) of the last entry, drafts included
 
     @property
     def drafts(self) -> int:
@@ -188,7 +188,7 @@ class EagleChain:
         """A round of drafts begins."""
         requests = [draft.request for draft in drafts]
         self._entries = {one.sequence: self.drafter.entries(one.sequence, one.tokens) for one in requests}
-        self._made = {one.sequence: self.drafter.last(one.sequence) for one in requests}
+        self._outputs = {one.sequence: self.drafter.last(one.sequence) for one in requests}
 
     def logits(self, drafts: Sequence[GrowingDraft]) -> Tensor:
         """float32 (R, V) of the next token of each draft."""
@@ -196,12 +196,12 @@ class EagleChain:
         for draft in drafts:
             if draft.tokens:
                 sequence, depth = draft.request.sequence, len(draft.tokens) - 1
-                entries, state = self._entries[sequence], self._made[sequence][None]
+                entries, state = self._entries[sequence], self._outputs[sequence][None]
                 levels.append(DraftLevel(entries, draft.tokens[-1:], state, depth))
         if levels:
-            made = self.drafter.run(levels)
-            self._made |= {level.entries.sequence: row for level, row in zip(levels, made, strict=True)}
-        return self.drafter.logits(torch.stack([self._made[draft.request.sequence] for draft in drafts]))
+            outputs = self.drafter.run(levels)
+            self._outputs |= {level.entries.sequence: row for level, row in zip(levels, outputs, strict=True)}
+        return self.drafter.logits(torch.stack([self._outputs[draft.request.sequence] for draft in drafts]))
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
