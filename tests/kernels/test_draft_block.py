@@ -303,7 +303,7 @@ def test_numbers_that_are_not_finite_end_a_draft():
 def test_threads_of_another_program():
     weights = drafter()
     target = DraftProgram(weights, 48, threads=2, **EXACT)
-    drafts = DraftProgram(weights, 48, beside=target, **EXACT)
+    drafts = DraftProgram(weights, 48, threads_of=target, **EXACT)
     assert drafts.threads == 2
     spans, _ = spans_of(target, [20])
     drafts.pool.copy_(target.pool)

@@ -126,7 +126,7 @@ class Program:
         threads: None: ``default_threads()``.
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale per token and head.
-        beside: a program whose threads run this one too, never both at a time; None: threads of its own.
+        threads_of: a program whose threads run this one too, never both at a time; None: threads of its own.
 
     Raises:
         ModelError: the library does not support these shapes.
@@ -142,11 +142,11 @@ class Program:
         threads: int | None = None,
         bits: int = 16,
         kv_dtype: str = "bfloat16",
-        beside: Program | None = None,
+        threads_of: Program | None = None,
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads = threads or default_threads() if beside is None else beside.threads
+        self.threads = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
         self.pool = huge_pages(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.LayerStruct * len(weights.layers))(*map(_layer, weights.layers))
@@ -156,10 +156,10 @@ class Program:
         if self._library is None:
             raise UsageError("there is no compiled kernel", hint="install a C++ compiler")
         model = ctypes.byref(self._model)
-        if beside is None:
+        if threads_of is None:
             self._handle = self._library.attar_runner(model, self.threads)
         else:
-            self._handle = self._library.attar_runner_beside(model, beside._handle)
+            self._handle = self._library.attar_runner_with(model, threads_of._handle)
         structures.raise_for(int(self._handle is None), "the compiled runner")
 
     def __del__(self) -> None:

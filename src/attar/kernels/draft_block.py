@@ -148,9 +148,9 @@ class DraftProgram(Program):
         self._check_context(int(positions.max(initial=0)))
         positions, slots = (np.ascontiguousarray(array, dtype=np.int64) for array in (positions, slots))
         for at in range(0, len(slots), CHUNK):
-            some = states[at : at + CHUNK]
+            part = states[at : at + CHUNK]
             rows = structures.ContextStruct(
-                len(some), some.data_ptr(), positions[at:].ctypes.data, slots[at:].ctypes.data
+                len(part), part.data_ptr(), positions[at:].ctypes.data, slots[at:].ctypes.data
             )
             code = self._library.attar_write_context(
                 self._handle, ctypes.byref(self._drafter), ctypes.byref(rows)
@@ -173,7 +173,7 @@ class DraftProgram(Program):
         keys = np.zeros((R, K), np.uint64)
         for row, span in enumerate(spans):
             keys[row, : len(span.keys)] = span.keys[:K]
-        given = {
+        fields = {
             "last": np.array([span.last for span in spans], np.int64),
             "most": np.array([span.most for span in spans], np.int64),
             "temperature": np.array([span.temperature for span in spans], np.float32),
@@ -183,7 +183,7 @@ class DraftProgram(Program):
             "count": drafted.counts,
             "survival": drafted.survival,
         }
-        addresses = {name: array.ctypes.data for name, array in given.items()}
+        addresses = {name: array.ctypes.data for name, array in fields.items()}
         drawn = structures.RoundStruct(R, K, **addresses)
         code = self._library.attar_draft(
             self._handle, ctypes.byref(self._drafter), ctypes.byref(batch), ctypes.byref(drawn)

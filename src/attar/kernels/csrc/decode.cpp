@@ -66,7 +66,7 @@ Runner* attar_runner(const Model* model, std::int32_t threads) {
     return runner;
 }
 // With the threads of another runner; they run one at a time.
-Runner* attar_runner_beside(const Model* model, const Runner* other) {
+Runner* attar_runner_with(const Model* model, const Runner* other) {
     Runner* runner = nullptr;
     guarded([&] { runner = new Runner(*model, other->threads()); });
     return runner;
