@@ -206,7 +206,7 @@ def library() -> Any | None:
     lib.attar_multiply.restype = INT
     lib.attar_dot_products.argtypes, lib.attar_dot_products.restype = [], INT
     lib.attar_runner.argtypes, lib.attar_runner.restype = [POINTER, INT], POINTER
-    lib.attar_runner_with.argtypes, lib.attar_runner_beside.restype = [POINTER, POINTER], POINTER
+    lib.attar_runner_with.argtypes, lib.attar_runner_with.restype = [POINTER, POINTER], POINTER
     lib.attar_write_context.argtypes, lib.attar_write_context.restype = [POINTER] * 3, INT
     lib.attar_draft.argtypes, lib.attar_draft.restype = [POINTER] * 4, INT
     lib.attar_runner_free.argtypes, lib.attar_runner_free.restype = [POINTER], None
