@@ -137,7 +137,9 @@ def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> floa
     clock, probe = StepClock(PROBED), folder.with_name(f"probe-{folder.name}")
     enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
     try:
-        distill(args.teacher, probe, settings_of(name, enough, args), progress=clock, samples=rows_folder(args))
+        distill(
+            args.teacher, probe, settings_of(name, enough, args), progress=clock, samples=rows_folder(args)
+        )
     except Probed:
         pass
     for left in (probe, *(probe.with_name(f".{probe.name}.{suffix}") for suffix in ("work", "partial"))):

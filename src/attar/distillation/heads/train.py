@@ -68,12 +68,14 @@ def distill_head(
     progress: Progress,
     force: bool,
     key: str | None,
+    samples: Path | None = None,
 ) -> Checkpoint:
     """Train a head of the source; see :func:`attar.distillation.stage.distill`.
 
     Args:
         settings: fitted to the source.
         authors: of the text.
+        samples: folder of the rows that the source writes; None: in the work folder.
 
     Raises:
         ModelError: the source's own head is more than a Linear, a scale and a cap.
@@ -89,7 +91,8 @@ def distill_head(
         note_texts(output, task.records("distill", source, settings, count), progress)
         length = row_length(settings.sequence_length, source.config)
         tokenizer = load_tokenizer(source)
-        writer = RolloutWriter(target, tokenizer, settings, length, output.work / "samples", progress)
+        written = samples or output.work / "samples"
+        writer = RolloutWriter(target, tokenizer, settings, length, written, progress)
         text = task.training(source, settings, count)
         assert isinstance(text, Examples), "the causal task has rows"
         rows, held_out = writer.training_rows(count, text), writer.held_out_rows()
