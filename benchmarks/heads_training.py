@@ -1,4 +1,4 @@
-"""Drafters for ``benchmarks/heads.py``: each trained for the same wall time on the same rows, once for a WORK.
+"""Drafters for ``benchmarks/heads.py``: each trained for the same wall time on the same rows, once.
 
 Seconds of a step are measured on the first steps of a training that is then thrown away; the run has as many
 steps as fit into the minutes, so that its learning rate ends where it should. A killed run goes on.
@@ -12,7 +12,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 PROBED = 6  # steps
 
 
-class Probed(Exception):
+class ProbedError(Exception):
     """A probe has seen enough steps."""
 
 
@@ -37,7 +37,7 @@ class StepClock:
     """A ``Progress`` that times the steps of a training.
 
     Args:
-        most: steps after which it raises :class:`Probed`; None: never.
+        most: steps after which it raises :class:`ProbedError`; None: never.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -64,7 +64,7 @@ class _TimedTask:
         self.last = now
         self.shown.advance(n, **numbers)
         if self.clock.most is not None and len(self.clock.seconds) >= self.clock.most:
-            raise Probed
+            raise ProbedError
 
 
 def known_heads() -> tuple[str, ...]:
