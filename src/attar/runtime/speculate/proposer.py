@@ -162,8 +162,8 @@ class TimedProposer(Proposer, Protocol):
 
     @property
     def trees(self) -> bool:
-        """Whether its drafts are trees: the policy chooses their levels before, and nodes of them after. Kinds
-        of group 0 (``draft.py``) are those of the chain of best nodes, by depth."""
+        """Whether its drafts are trees: the policy chooses their levels before, and nodes of them after.
+        Kinds of group 0 (``draft.py``) are those of the chain of best nodes, by depth."""
         ...
 
     def times(self) -> DraftTimes:

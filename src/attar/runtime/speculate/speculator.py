@@ -131,9 +131,7 @@ class Speculator:
         spent = now - began + self._spent
         drafting, self._spent = (spent, 0.0) if self._proposes else (0.0, spent)
         ids = tuple(one.id for one in decoding)
-        self._round = SpeculativePass(
-            drafts, ids, prompt_tokens, drafting, self._prefills, self._steps, now
-        )
+        self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, self._steps, now)
         return [(one, share + len(one.drafts)) for one, share in planned]
 
     def has(self, output: StepOutput) -> bool:
