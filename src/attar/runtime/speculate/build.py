@@ -14,6 +14,7 @@ from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftTimes, Proposer, TimedProposer
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.verify import VerificationMode
 
 FREE_DRAFTS = 40  # of a sequence in a pass at most, by default
@@ -51,6 +52,8 @@ def make_speculator(
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:
     if settings.speculate == "ngram":
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
+    if settings.speculate == "suffix":
+        return SuffixProposer(ends=target.ends)
     if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
     from attar.runtime.speculate.self_speculation import draft_of, load_self_draft
