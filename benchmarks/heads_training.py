@@ -136,12 +136,9 @@ def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> floa
     """The median of a few steps; the first is slower."""
     clock, probe = StepClock(PROBED), folder.with_name(f"probe-{folder.name}")
     enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
-    try:
-        distill(
-            args.teacher, probe, settings_of(name, enough, args), progress=clock, samples=rows_folder(args)
-        )
-    except Probed:
-        pass
+    settings = settings_of(name, enough, args)
+    with suppress(ProbedError):
+        distill(args.teacher, probe, settings, progress=clock, samples=rows_folder(args))
     for left in (probe, *(probe.with_name(f".{probe.name}.{suffix}") for suffix in ("work", "partial"))):
         shutil.rmtree(left, ignore_errors=True)
     return statistics.median(clock.seconds[1:])
