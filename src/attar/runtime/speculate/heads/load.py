@@ -60,5 +60,5 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
         raise ModelError(
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
-    context = ContextReader(pool, runner.block_size)
+    context = ContextReader(pool, runner.block_size, config.layers)
     return PROPOSERS[config.kind](head.to(pool.states.device), context, target)
