@@ -6,9 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.distillation.heads import medusa
+from attar.distillation.heads import block, medusa
 from attar.distillation.heads.target_pass import TargetPass
 
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
 
-HEAD_LOSSES: dict[str, HeadObjective] = {"medusa": medusa.loss}
+HEAD_LOSSES: dict[str, HeadObjective] = {
+    "medusa": medusa.loss,
+    "dflash": block.loss,
+    "dspark": block.loss,
+}
