@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.decoder_layer import Attend, HeadLayer, DraftLayerShape, rotary
+from attar.models.draft_heads.decoder_layer import Attend, DraftLayerShape, HeadLayer, rotary
 from attar.models.draft_heads.markov_head import MarkovHead
 from attar.models.draft_heads.vocabulary import chosen_of
 
