@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from attar.models.draft_heads.medusa import MedusaHeads
+from attar.models.draft_heads.vocabulary import tokens_of
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
@@ -29,6 +30,7 @@ class MedusaProposer:
 
     def __init__(self, heads: MedusaHeads, context: ContextReader, *, ends: Sequence[int] = ()) -> None:
         self.heads, self.context, self.ends = heads, context, frozenset(ends)
+        self.tokens = tokens_of(heads)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
@@ -38,7 +40,10 @@ class MedusaProposer:
         if not asked:
             return drafts
         h = torch.stack([self.context.last(requests[index])[-1] for index in asked])
-        chains = torch.stack([self.heads.logits(h, k).argmax(-1) for k in range(len(self.heads.heads))], 1)
+        count = self.heads.config.drafts
+        chains = torch.stack([self.heads.logits(h, k).argmax(-1) for k in range(count)], 1)
+        if self.tokens is not None:
+            chains = self.tokens[chains]
         for index, chain in zip(asked, chains.tolist(), strict=True):
             stop = next((i + 1 for i, token in enumerate(chain) if token in self.ends), len(chain))
             drafts[index] = Draft.chain(chain[: min(stop, requests[index].most)])
