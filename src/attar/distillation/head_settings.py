@@ -109,7 +109,12 @@ class NoHeadSettings:
     """Without a head there are no options."""
 
 
-HEAD_SETTINGS: dict[str, type] = {"none": NoHeadSettings, "medusa": MedusaSettings}
+HEAD_SETTINGS: dict[str, type] = {
+    "none": NoHeadSettings,
+    "medusa": MedusaSettings,
+    "dflash": BlockSettings,
+    "dspark": DSparkSettings,
+}
 """The options of each kind of head; its module is in attar.models.draft_heads, its loss in
 attar.distillation.heads."""
 

@@ -61,9 +61,9 @@ def run_blocks(drafter: BlockDrafter, target: TargetPass, anchors: Tensor) -> Te
     """States (b, A, B, H) of the blocks at anchors int64 (b, A)."""
     rows, A = anchors.shape
     B, S = drafter.config.block, target.tokens.shape[1]
-    places = torch.arange(S, device=anchors.device).expand(rows, -1)
+    read = torch.arange(S, device=anchors.device).expand(rows, -1)
     states = target.states.to(drafter.mask_embedding.dtype)
-    keys, values = drafter.context(states, places)
+    keys, values = drafter.context(states, read)
     positions = (anchors[..., None] + torch.arange(B, device=anchors.device)).flatten(1)
     mask = block_mask(anchors, S, B)
 
@@ -83,14 +83,14 @@ class BlockPredictions:
 
     Attributes:
         hidden: (b, A, K, H) of the slots that predict.
-        places: int64 (b, A, K), positions whose next token each predicts; within the row.
+        positions: int64 (b, A, K), positions whose next token each predicts; within the row.
         tokens: int64 (b, A, K), the tokens there: what comes before the predicted one.
         labels: int64 (b, A, K), the text's own next tokens; PADDING where ``counts`` is False.
         counts: bool (b, A, K), whether the text up to there goes on.
     """
 
     hidden: Tensor
-    places: Tensor
+    positions: Tensor
     tokens: Tensor
     labels: Tensor
     counts: Tensor
@@ -101,8 +101,8 @@ class BlockPredictions:
         hidden = run_blocks(drafter, target, anchors)[:, :, drafter.config.skipped :]
         K, S = hidden.shape[2], target.tokens.shape[1]
         ahead = anchors[..., None] + torch.arange(K, device=anchors.device)
-        places = ahead.clamp(max=S - 1)
-        labels = target.batch.targets.gather(1, places.flatten(1)).view_as(places)
+        positions = ahead.clamp(max=S - 1)
+        labels = target.batch.targets.gather(1, positions.flatten(1)).view_as(positions)
         counts = ((labels != PADDING) & (ahead < S) & real[..., None]).cumprod(-1).bool()
-        tokens = target.tokens.gather(1, places.flatten(1)).view_as(places)
-        return cls(hidden, places, tokens, labels.masked_fill(~counts, PADDING), counts)
+        tokens = target.tokens.gather(1, positions.flatten(1)).view_as(positions)
+        return cls(hidden, positions, tokens, labels.masked_fill(~counts, PADDING), counts)

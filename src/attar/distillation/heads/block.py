@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attar.data.packing import PADDING
 from attar.distillation.head_settings import BlockSettings, DSparkSettings
 from attar.distillation.heads.anchors import BlockPredictions, choose_anchors
 from attar.distillation.heads.draft_loss import DraftTargets, draft_loss
+from attar.distillation.heads.draft_vocabulary import draft_labels
 from attar.distillation.heads.report import DraftedChains
 from attar.distillation.heads.target_pass import TargetPass
 from attar.errors import ModelError
 from attar.models.anatomy import discover, text_config
 from attar.models.draft_heads.block_drafter import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.vocabulary import offsets_of
+from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import Head
 
 HIGHEST_RANK = 256  # of the Markov head, by default
@@ -68,10 +68,8 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
     }
     if isinstance(options, DSparkSettings):
         rank = min(H // 4, HIGHEST_RANK) if options.markov_rank is None else options.markov_rank
-        made = DSparkConfig(
-            **common, markov_rank=rank, markov=options.markov, confidence=options.confidence > 0
-        )
-        drafter = BlockDrafter(made)
+        markov = {"markov_rank": rank, "markov": options.markov, "confidence": options.confidence > 0}
+        drafter = BlockDrafter(DSparkConfig(**common, **markov))
     else:
         drafter = BlockDrafter(DFlashConfig(**common))
     with torch.no_grad():
@@ -79,7 +77,7 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
         if chosen is not None:
             if own.bias is not None:
                 raise ModelError(f"{config.model_type}: a reduced draft_vocabulary, and a head with a bias")
-            drafter.d2t.copy_(offsets_of(chosen))
+            set_vocabulary(drafter, chosen)
             drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
     return drafter.to(own.weight.device)
 
@@ -127,8 +125,8 @@ def _compared(
     blocks = BlockPredictions.of(drafter, target, anchors, real)
     counts, S = blocks.counts, target.tokens.shape[1]
     rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-    places = (rows * S + blocks.places)[counts]
-    order = places.argsort(stable=True)
+    positions = (rows * S + blocks.positions)[counts]
+    order = positions.argsort(stable=True)
     back = order.argsort()
     K = counts.shape[-1]
     decay = torch.exp(-torch.arange(K, device=counts.device) / settings.gamma).expand_as(counts)[counts]
@@ -141,8 +139,8 @@ def _compared(
         _head(drafter, target.head),
         DraftTargets(
             target.final.flatten(0, 1),
-            places[order],
-            _own(drafter, blocks.labels[counts])[order],
+            positions[order],
+            draft_labels(blocks.labels[counts], drafter.chosen, drafter.config.vocabulary)[order],
             target.head,
             drafter.chosen,
         ),
@@ -168,13 +166,3 @@ def _head(drafter: BlockDrafter, own: Head) -> Head:
     if not drafter.config.draft_vocabulary:
         return own
     return Head(drafter.lm_head.weight.detach(), None, own.scale, own.softcap)
-
-
-def _own(drafter: BlockDrafter, labels: Tensor) -> Tensor:
-    """Labels in the drafter's tokens; PADDING where it has none."""
-    chosen = drafter.chosen
-    if chosen is None:
-        return labels
-    tokens = labels.new_full((drafter.config.vocabulary,), PADDING)
-    tokens[chosen] = torch.arange(len(chosen), device=labels.device)
-    return tokens[labels]

@@ -39,22 +39,22 @@ class DraftTargets:
 
     Attributes:
         final: (positions, H), what the target's head reads.
-        places: int64 (n,), the position of each prediction in ``final``, ascending.
+        positions: int64 (n,), the position of each prediction in ``final``, ascending.
         labels: int64 (n,), the head's own tokens; PADDING: none.
         head: the target's.
         chosen: int64 (v,), the target's tokens that the head has; None: all.
     """
 
     final: Tensor
-    places: Tensor
+    positions: Tensor
     labels: Tensor
     head: Head
     chosen: Tensor | None = None
 
     def probabilities(self, part: slice, dtype: torch.dtype) -> Tensor:
         """p (c, v) of predictions, in at least float32; their sums are below 1 where v < V."""
-        places, inverse = torch.unique_consecutive(self.places[part], return_inverse=True)
-        logits = self.head.logits(self.final[places].to(dtype))
+        positions, inverse = torch.unique_consecutive(self.positions[part], return_inverse=True)
+        logits = self.head.logits(self.final[positions].to(dtype))
         p = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         return (p if self.chosen is None else p[:, self.chosen])[inverse]
 
@@ -133,7 +133,7 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
         with torch.autocast(hidden.device.type, enabled=False):
             h, e, w2 = (None if x is None else x.detach().to(product) for x in sources)
             own, full = head.to(product), targets.head.to(product)
-            goal = DraftTargets(targets.final, targets.places, targets.labels, full, targets.chosen)
+            goal = DraftTargets(targets.final, targets.positions, targets.labels, full, targets.chosen)
             rows = max(1, BYTES // (4 * max(len(own.weight), len(full.weight))))
             for start in range(0, len(hidden), rows):
                 part = slice(start, min(start + rows, len(hidden)))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.decoder_layer import Attend, DraftLayerShape, HeadLayer, rotary
 from attar.models.draft_heads.markov_head import MarkovHead
-from attar.models.draft_heads.vocabulary import chosen_of
+from attar.models.draft_heads.vocabulary import register_vocabulary, tokens_of
 
 SPREAD = 0.02  # standard deviation of new weights
 
@@ -119,7 +119,7 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
             self.confidence_head = ConfidenceHead(H + config.markov_rank)
         if config.draft_vocabulary:
             self.lm_head = nn.Linear(H, size, bias=False).requires_grad_(False)
-            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        register_vocabulary(self, config.draft_vocabulary)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=SPREAD)
@@ -129,7 +129,7 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
     @property
     def chosen(self) -> Tensor | None:
         """The tokens int64 (v,) that can be drafted; None: all."""
-        return chosen_of(self.d2t) if self.config.draft_vocabulary else None
+        return tokens_of(self)
 
     def context(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the context, (l, ..., S, K, d).
