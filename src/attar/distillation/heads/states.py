@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from attar.checkpoint import atomic
 from attar.data.examples import Examples
-from attar.distillation.heads.target_pass import TargetPass, embedding_of, run_target
+from attar.distillation.heads.target_pass import TargetPass, run_target
 from attar.models.head import Head
 from attar.progress import Progress
 
@@ -112,7 +112,7 @@ class TargetStates:
         if not bool(cached.all()):
             return self._mixed(batch, cached)
         states, final = self._read(batch)
-        return TargetPass(batch, states, final, self.head, embedding_of(self.target))
+        return TargetPass(batch, states, final, self.head, self.embedding)
 
     def cached(
         self, folder: Path, rows: Examples, most: int, batch_size: int, progress: Progress
@@ -123,6 +123,12 @@ class TargetStates:
             return self
         cache.fill(self, rows, batch_size, progress)
         return replace(self, cache=cache)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's own (V, H)."""
+        weight: Tensor = self.target.get_input_embeddings().weight
+        return weight
 
     @property
     def rows(self) -> int:
@@ -146,7 +152,7 @@ class TargetStates:
         beyond = width - passed.final.shape[1]
         whole_states[~cached] = F.pad(passed.states, (0, 0, 0, 0, 0, beyond))
         whole_final[~cached] = F.pad(passed.final, (0, 0, 0, beyond))
-        return replace(passed, batch=batch, states=whole_states, final=whole_final)
+        return TargetPass(batch, whole_states, whole_final, self.head, self.embedding)
 
     def _read(self, batch: Examples) -> tuple[Tensor, Tensor]:
         assert self.cache is not None and isinstance(batch, NumberedRows)

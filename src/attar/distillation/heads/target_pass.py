@@ -51,10 +51,5 @@ def run_target(target: Any, head: Head, layers: tuple[int, ...], batch: Examples
     batch = batch.trimmed()
     with recording_states(target, layers) as states, without_logits(target) as final:
         target(**model_inputs(target, batch))
-    return TargetPass(batch, torch.stack(states, 2), final[-1], head, embedding_of(target))
-
-
-def embedding_of(target: Any) -> Tensor:
-    """(V, H) as it is stored, also where the target scales it."""
-    embedding: Tensor = target.get_input_embeddings().weight
-    return embedding
+    embedding = target.get_input_embeddings().weight
+    return TargetPass(batch, torch.stack(states, 2), final[-1], head, embedding)
