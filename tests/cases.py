@@ -9,7 +9,7 @@ import pytest
 
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Parameters for ``pytest.mark.parametrize``; tuples for several names. Not in ``fast``: slow."""
+    """Cases for ``pytest.mark.parametrize`` (tuples: several names); those not in ``fast`` are slow."""
     values = list(values)
     assert all(value in values for value in fast), f"{fast} are not all among {values}"
     return [value if value in fast else _slow(value) for value in values]

@@ -14,7 +14,8 @@ from attar.models.draft_heads.medusa import MedusaHeads
 from attar.models.draft_heads.vocabulary import tokens_of
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.context import ContextReader
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.heads.times import measure_rounds
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes
 
 
 class MedusaProposer:
@@ -25,11 +26,12 @@ class MedusaProposer:
         ends: nothing is drafted after one.
     """
 
-    free, draws, learns_tree = True, False, False
-    name = "medusa"
+    free, draws, learns_tree, confident, trees = False, False, False, False, False
+    name, branches = "medusa", 1
 
     def __init__(self, heads: MedusaHeads, context: ContextReader, *, ends: Sequence[int] = ()) -> None:
         self.heads, self.context, self.ends = heads, context, frozenset(ends)
+        self.most = heads.config.drafts
         self.tokens = tokens_of(heads)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -48,6 +50,10 @@ class MedusaProposer:
             stop = next((i + 1 for i, token in enumerate(chain) if token in self.ends), len(chain))
             drafts[index] = Draft.chain(chain[: min(stop, requests[index].most)])
         return drafts
+
+    def times(self) -> DraftTimes:
+        """Of rounds without an end."""
+        return measure_rounds(MedusaProposer(self.heads, self.context), self.context, self.most)
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Nothing: the states are read with the next request."""
