@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint import open_checkpoint
+from attar.checkpoint.card import Parent
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
@@ -17,6 +20,8 @@ from attar.runtime.speculate.proposer import Proposer
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def _medusa(head: Any, context: ContextReader, target: Loaded) -> Proposer:
@@ -37,8 +42,11 @@ PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
 embedding and head it may share (``own_tensors.py``)."""
 
 
-def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
+def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None) -> Proposer:
     """The proposer of a head; the target's runner keeps the states that it reads from now on.
+
+    Args:
+        model: what the target was loaded from; a warning is logged where the head was trained for another.
 
     Raises:
         CheckpointError: the head cannot be read.
@@ -61,4 +69,29 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
     context = ContextReader(pool, runner.block_size, config.layers)
+    if model is not None and not trained_for(checkpoint, open_checkpoint(model)):
+        logger.warning(
+            "%s was trained for another model than %s: few of its drafts will be accepted",
+            checkpoint.name,
+            target.name,
+        )
     return PROPOSERS[config.kind](head.to(pool.states.device), context, target)
+
+
+def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
+    """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
+    of the head's acceptance); a head without a card is taken as it is."""
+    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    known.discard("")
+    if not known:
+        return True
+    ancestors = set(_fingerprints(model.card.parents)) if model.card is not None else set()
+    return bool(known & ancestors) or model.fingerprint() in known
+
+
+def _fingerprints(parents: tuple[Parent, ...]) -> Iterator[str]:
+    """Of all ancestors by weights."""
+    for parent in parents:
+        if parent.role == "weights":
+            yield parent.fingerprint
+            yield from _fingerprints(parent.parents)
