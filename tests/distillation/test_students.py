@@ -22,6 +22,7 @@ from attar.models.cut_plan import CutPlan
 from attar.models.masking import masked_units
 from attar.models.plan_space import plan_space
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 
 def config_of(model):
@@ -175,7 +176,7 @@ def test_random_weights_of_the_same_shape():
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "smollm", "gemma3", "bert"])
-@pytest.mark.parametrize("share", [0.9, 0.75, 0.5, 0.3])
+@pytest.mark.parametrize("share", mostly_slow([0.9, 0.75, 0.5, 0.3], [0.75, 0.3]))
 def test_a_size_is_kept_and_nearly_reached(family, share):
     """As many parameters as the plan says, by cutting; depth first, down to half."""
     teacher = tiny_models.build(family, **({"n_layer": 6} if family == "gpt2" else {"num_hidden_layers": 6}))

@@ -19,6 +19,7 @@ from attar.models.parts import weight_of
 from attar.walks import train as module
 from attar.walks.masks import Masks
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 DATA = str(Path(json.__file__).parent)
 SETTINGS = {
@@ -90,7 +91,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, ["adamw", "muon", "cached teacher", "adapters"]))
 def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
     teacher, pruned = models
     recovered = recover(

@@ -28,6 +28,7 @@ from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize
 from attar.quantization.stage import quantize
 from attar.sparsity import parse_sparsity
 from tests import tiny_models
+from tests.cases import mostly_slow
 from tests.quantization.packing import settings_for
 
 SMALL = {
@@ -96,7 +97,7 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
 
 
 @pytest.mark.parametrize("act_order", ["off", "group"])
-@pytest.mark.parametrize("method", list(METHOD_SETTINGS))
+@pytest.mark.parametrize("method", mostly_slow(METHOD_SETTINGS, ["rtn", "gptq", "awq", "yaqa"]))
 def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_path, method, act_order):
     if act_order == "group" and method not in GROUP_ORDERED:
         refused = rf"(off or static with {method}; group goes|left out with method {method}: it belongs)"
@@ -210,7 +211,7 @@ def sparse(folder, out):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
+@pytest.mark.parametrize("scheme", mostly_slow(["W4A16", "W4A16_ASYM"], ["W4A16_ASYM"]))
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "qronos", "autoround", "qat"])
 def test_pruned_weights_stay_zero(folder, tmp_path, method, scheme):
     """By default: the default sees that half of each weight is zero."""

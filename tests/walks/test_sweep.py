@@ -12,6 +12,7 @@ from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.sweep import Solution, sweep
 from benchmarks import memory
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 
 def save_family(family, folder, **changes):
@@ -171,7 +172,7 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", mostly_slow(["fp32", "bf16"], ["bf16"]))
 def test_waiting_passes_and_repeated_ones_give_the_same_bytes(tmp_path, family, precision):
     checkpoint = open_checkpoint(save_family(family, tmp_path / "model"))
     tokens = batches(250)

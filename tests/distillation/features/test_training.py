@@ -16,6 +16,7 @@ from attar.errors import SettingsError, UsageError
 from attar.progress import SILENT
 from attar.walks import train as module
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 SETTINGS = {
     "steps": 8,
@@ -60,7 +61,7 @@ def losses(checkpoint):
     return [row["loss"] for row in checkpoint.card.details["curve"] if "loss" in row]
 
 
-@pytest.mark.parametrize("name", FEATURE_NAMES)
+@pytest.mark.parametrize("name", mostly_slow(FEATURE_NAMES, ["hidden", "attention", "relation"]))
 def test_the_feature_falls_and_leaves_no_projection(name, teacher, tmp_path):
     """By the feature alone; of a narrow student, but for what is flat in it."""
     options = {
