@@ -78,7 +78,9 @@ def _same_head(head: HeadContent, written: HeadContent) -> list[str]:
         NumericsError: they differ.
     """
     if written.values != head.values or written.tensors.keys() != head.tensors.keys():
-        raise NumericsError("the folder reads back as another head", hint="the disk may be failing; run it again")
+        raise NumericsError(
+            "the folder reads back as another head", hint="the disk may be failing; run it again"
+        )
     for name, tensor in head.tensors.items():
         compare(name, tensor, written.tensors[name], None)
     return [f"{len(head.tensors)} tensors and the config of the {head.kind} head read back equal"]

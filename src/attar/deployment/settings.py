@@ -42,8 +42,9 @@ class ExportSettings:
         default="compressed-tensors",
         metadata={
             "help": "dense: ordinary safetensors; gguf: llama.cpp; compressed-tensors, gptq, awq, "
-            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2; draft heads: "
-            "speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM; medusa: Medusa's own",
+            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2; "
+            "draft heads: speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; "
+            "medusa: Medusa",
             "choices": FORMATS,
         },
     )
@@ -106,7 +107,8 @@ class ExportSettings:
     target: str = field(
         default="",
         metadata={
-            "help": "draft heads: the model that the head drafts for, where its folder names none that is here"
+            "help": "draft heads: the model that the head drafts for, where its folder names none that is "
+            "here"
         },
     )
     head_bits: int = field(default=6, metadata={"help": "exl2: bits of the head", "choices": (6, 8, 16)})

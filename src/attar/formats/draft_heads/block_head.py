@@ -10,11 +10,12 @@ the mask in the row of the last token that the head cannot draft, or of the last
 or one that pads the vocabulary. Engines read a block behind that very token with a wrong input; what they
 write stays the target's.
 
-Numbers of layers: ours n is the state after block n; ``target_layer_ids`` are ours, ``aux_hidden_state_layer_ids``
-(the state that enters a block) ours plus 1. The state after the final norm has no number there.
+Numbers of layers: ours n is the state after block n; ``target_layer_ids`` are ours,
+``aux_hidden_state_layer_ids`` (the state that enters a block) ours plus 1. The state after the final norm has
+no number there.
 
-Slots: DSpark drafts from the anchor's slot on (``sample_from_anchor``), so B slots are B drafts; DFlash has one
-fewer. The key is always written: its default differs between readers.
+Slots: DSpark drafts from the anchor's slot on (``sample_from_anchor``), so B slots are B drafts; DFlash has
+one fewer. The key is always written: its default differs between readers.
 
 Letters: B slots, H hidden size.
 """
@@ -162,13 +163,13 @@ def block_content(
     return HeadContent(values, reduced, target)
 
 
-def _mask(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget, where: str
-) -> Tensor:
+def _mask(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget, where: str) -> Tensor:
     """(H,)."""
     token = entry(config, "mask_token_id", int, where)
     if "fc.weight" not in tensors:
-        raise CheckpointError(f"{where}: no tensor 'fc.weight'", hint="the folder is incomplete; copy it again")
+        raise CheckpointError(
+            f"{where}: no tensor 'fc.weight'", hint="the folder is incomplete; copy it again"
+        )
     if TABLE in tensors:
         table = tensors[TABLE]
     elif target.embedding is not None:

@@ -75,15 +75,18 @@ class HeadContent:
         return str(self.values["kind"])
 
 
-def with_rest(config: dict[str, Any], stated: HeadContent, head: HeadContent) -> dict[str, Any]:
+def with_rest(
+    config: dict[str, Any], stated: HeadContent, head: HeadContent, says: Sequence[str]
+) -> dict[str, Any]:
     """A layout's config with what it does not state.
 
     Args:
         stated: the head as it is read from the config.
+        says: what the layout states of the target.
     """
     values = {key: value for key, value in head.values.items() if stated.values.get(key) != value}
-    before, after = stated.target.to_dict(), head.target.to_dict()
-    target = {key: value for key, value in after.items() if before[key] != value}
+    known = {key: value for key, value in head.target.to_dict().items() if value}
+    target = {key: value for key, value in known.items() if key not in says}
     rest = {key: value for key, value in (("head", values), ("target", target)) if value}
     return {**config, OURS: rest} if rest else config
 
@@ -96,9 +99,7 @@ def rest_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return head, target
 
 
-def rename(
-    tensors: Mapping[str, Tensor], rules: Sequence[tuple[str, str]], layout: str
-) -> dict[str, Tensor]:
+def rename(tensors: Mapping[str, Tensor], rules: Sequence[tuple[str, str]], layout: str) -> dict[str, Tensor]:
     """Tensors under other names.
 
     Args:

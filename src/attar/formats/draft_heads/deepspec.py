@@ -35,6 +35,7 @@ from attar.formats.draft_heads.decoder_config import DecoderLayers
 
 __all__ = ["KINDS", "WEIGHTS", "decode", "encode"]
 
+SAYS = ("layers", "context")  # of the target
 WEIGHTS = "model.safetensors"
 LAYOUT = "DeepSpec's layout"
 ANCHORS = 512  # DeepSpec's number of anchors a row in training, which its loader asks for
@@ -60,7 +61,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "num_anchors": ANCHORS,
         "dflash_config": {**inner, "projector_type": "dspark"} if dspark else inner,
     }
-    return with_rest(config, decode(config, tensors, head.target), head), tensors
+    return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors
 
 
 def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget) -> HeadContent:

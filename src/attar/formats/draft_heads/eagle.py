@@ -39,6 +39,7 @@ from attar.formats.draft_heads.content import (
 from attar.formats.draft_heads.decoder_config import DecoderLayers
 
 KINDS = ("eagle", "eagle3")
+SAYS = ("layers", "context")  # of the target
 WEIGHTS = "model.safetensors"
 LAYOUT = "EAGLE's layout"
 DRAFTS = 5  # of a folder that says nothing: EAGLE's own depth of trees
@@ -71,7 +72,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config["architectures"] = ["LlamaForCausalLMEagle" if values["bias"] else "LlamaForCausalLM"]
         config |= {} if values["bias"] else {"bias": False}
         tensors = dict(head.tensors)
-    return with_rest(config, decode(config, tensors, head.target), head), tensors
+    return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors
 
 
 def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget) -> HeadContent:

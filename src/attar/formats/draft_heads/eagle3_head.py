@@ -48,7 +48,10 @@ def encode(head: HeadContent, offset: int, prefix: str) -> tuple[dict[str, Any],
     """
     keys = {name: head.values[name] for name in SWITCHES}
     keys["eagle_aux_hidden_state_layer_ids"] = layer_ids(head, offset)
-    rules = ((r"layers\.0\.(.+)", prefix + r"\1"), (r"([^.]+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+)", r"\1"))
+    rules = (
+        (r"layers\.0\.(.+)", prefix + r"\1"),
+        (r"([^.]+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+)", r"\1"),
+    )
     return keys, rename(with_mask(head.tensors, head.values["vocabulary"]), rules, "EAGLE-3's layout")
 
 
@@ -77,7 +80,9 @@ def decode(
         raise ModelError(f"{where}: EAGLE-3 of {decoder.depth} layers: those of one are read")
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     if config.get("target_hidden_size") not in (None, hidden):
-        raise ModelError(f"{where}: a head of {hidden} channels on a target of {config['target_hidden_size']}")
+        raise ModelError(
+            f"{where}: a head of {hidden} channels on a target of {config['target_hidden_size']}"
+        )
     rules = (
         (r"embed_tokens\.weight", ""),  # the target's
         (r"midlayer\.(.+)", r"layers.0.\1"),
@@ -88,7 +93,9 @@ def decode(
         raise CheckpointError(f"{where}: no tensor 'fc.weight' or 'lm_head.weight'")
     layers = layers or default_layers(target, where)
     if ours["fc.weight"].shape[1] != len(layers) * hidden:
-        raise CheckpointError(f"{where}: fc.weight reads {ours['fc.weight'].shape[1]} channels, not {len(layers)} states")
+        raise CheckpointError(
+            f"{where}: fc.weight reads {ours['fc.weight'].shape[1]} channels, not {len(layers)} states"
+        )
     values = {
         "kind": "eagle3",
         "hidden": hidden,

@@ -20,9 +20,17 @@ from typing import Any
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.draft_heads.content import HeadContent, HeadTarget, known_layers, rename, rest_of, with_rest
+from attar.formats.draft_heads.content import (
+    HeadContent,
+    HeadTarget,
+    known_layers,
+    rename,
+    rest_of,
+    with_rest,
+)
 
 KINDS = ("medusa",)
+SAYS = ("name",)  # of the target
 WEIGHTS = "medusa_lm_head.safetensors"
 LAYOUT = "Medusa's layout"
 
@@ -47,10 +55,8 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "vocab_size": head.values["vocabulary"],
     }
     rules = ((r"blocks\.(\d+\.\d+\.linear\.\w+)", r"\1"), (r"heads\.(\d+)\.weight", rf"\1.{layers}.weight"))
-    tensors = rename(
-        {**head.tensors, **shared} if head.values["shared"] else head.tensors, rules, LAYOUT
-    )
-    return with_rest(config, decode(config, tensors, head.target), head), tensors
+    tensors = rename({**head.tensors, **shared} if head.values["shared"] else head.tensors, rules, LAYOUT)
+    return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors
 
 
 def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget) -> HeadContent:
@@ -83,5 +89,7 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
         "tree": [],
     }
     if stated.get("shared"):
-        ours = {name: x for name, x in ours.items() if not name.startswith("heads.") or name == "heads.0.weight"}
+        ours = {
+            name: x for name, x in ours.items() if not name.startswith("heads.") or name == "heads.0.weight"
+        }
     return HeadContent({**values, **stated}, ours, target)

@@ -35,7 +35,9 @@ def without_mask(tensors: Mapping[str, Tensor], vocabulary: int, where: str) -> 
     head, offsets = kept.get("lm_head.weight"), kept.get("d2t")
     if offsets is None:
         if head is not None and len(head) < vocabulary:
-            raise CheckpointError(f"{where}: lm_head.weight has {len(head)} rows of {vocabulary}, without d2t")
+            raise CheckpointError(
+                f"{where}: lm_head.weight has {len(head)} rows of {vocabulary}, without d2t"
+            )
         return kept
     tokens = _tokens(offsets)
     if head is None or len(head) != len(tokens):

@@ -2,8 +2,8 @@
 
 The config has the keys of the transformer layers under ``transformer_layer_config``, how to draft and the
 target under ``speculators_config``, and those of the kind at the top; there is no ``model_type``, by which
-vLLM knows the layout. What vLLM 0.33 assumes where a key is missing is not always what speculators assumes, so
-these are always written:
+vLLM knows the layout. What vLLM 0.33 assumes where a key is missing is not always what speculators assumes,
+so these are always written:
 
     sample_from_anchor         DSpark: speculators True, vLLM False
     sliding_window_non_causal  speculators False, by which vLLM makes every block causal: True
@@ -30,6 +30,7 @@ from attar.formats.draft_heads.content import HeadContent, HeadTarget, entry, re
 from attar.formats.draft_heads.decoder_config import DecoderLayers
 
 KINDS = (*block_head.KINDS, "eagle3")
+SAYS = ("name", "architectures", "context")  # of the target
 WEIGHTS = "model.safetensors"
 LAYOUT = "speculators' layout"
 _CLASSES = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator"}
@@ -70,7 +71,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         **own,
         "dtype": "bfloat16",
     }
-    return with_rest(config, decode(config, tensors, head.target), head), tensors
+    return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors
 
 
 def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget) -> HeadContent:
@@ -85,7 +86,9 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
     """
     kind = config.get("speculators_model_type")
     if kind not in _CLASSES:
-        raise ModelError(f"{LAYOUT}: heads of type {kind!r} are not read", hint=f"one of {', '.join(_CLASSES)}")
+        raise ModelError(
+            f"{LAYOUT}: heads of type {kind!r} are not read", hint=f"one of {', '.join(_CLASSES)}"
+        )
     inner = entry(config, "transformer_layer_config", dict, LAYOUT)
     flat = {**inner, **config}
     stated, of_target = rest_of(config)

@@ -33,7 +33,14 @@ def medusa(layers=1, shared=False, tree=()):
             tensors[f"blocks.{k}.{j}.linear.bias"] = random(H)
         if not (shared and k):
             tensors[f"heads.{k}.weight"] = random(V, H)
-    values = {"kind": "medusa", "hidden": H, "vocabulary": V, "layers": [L], "drafts": K, "draft_vocabulary": 0}
+    values = {
+        "kind": "medusa",
+        "hidden": H,
+        "vocabulary": V,
+        "layers": [L],
+        "drafts": K,
+        "draft_vocabulary": 0,
+    }
     more = {"residual_layers": layers, "shared": shared, "tree": [list(path) for path in tree]}
     return HeadContent({**values, **more}, tensors, TARGET)
 
@@ -70,7 +77,14 @@ def eagle(bias=True):
     shape = eagle_shape()
     tensors = {"fc.weight": random(H, 2 * H), **layer("layers.0.", H, shape)}
     tensors |= {"fc.bias": random(H)} if bias else {}
-    values = {"kind": "eagle", "hidden": H, "vocabulary": V, "layers": [L], "drafts": K, "draft_vocabulary": 0}
+    values = {
+        "kind": "eagle",
+        "hidden": H,
+        "vocabulary": V,
+        "layers": [L],
+        "drafts": K,
+        "draft_vocabulary": 0,
+    }
     return HeadContent({**values, "shape": shape, "branches": 4, "bias": bias}, tensors, TARGET)
 
 
