@@ -1,6 +1,7 @@
 """Speculative decoding: speedups, compared with the cost model and with transformers.
 
     python benchmarks/speculate.py --parts ngram            n-grams over code, text only (seconds)
+    python benchmarks/speculate.py --parts suffix           suffix trees over code, text only (seconds)
     python benchmarks/speculate.py --parts tiny             attar:tiny, each method and K, and as chosen
     python benchmarks/speculate.py --parts oracle           a 1.1 B-shaped target, acceptance as given
     python benchmarks/speculate.py --parts random           where drafts fail, or are always wrong
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
-from speculate_cases import Oracle, print_ngram_figures
+from speculate_cases import Oracle, print_ngram_figures, print_suffix_figures
 from speculate_pair import generated, print_pair
 
 from attar.cli.bench import profile_text
@@ -76,9 +77,15 @@ def ngram(arguments: argparse.Namespace) -> None:
     print_ngram_figures(count=arguments.prompts * 2, length=1500, most=40)
 
 
+def suffix(arguments: argparse.Namespace) -> None:
+    """No model."""
+    for most in (4, 8, 16):
+        print_suffix_figures(count=arguments.prompts * 2, length=1500, most=most)
+
+
 def tiny(arguments: argparse.Namespace) -> None:
     """With K fixed, then as the policy chooses."""
-    methods: dict[str, Any] = {"speculate": ("ngram", "lookahead")}
+    methods: dict[str, Any] = {"speculate": ("ngram", "suffix", "lookahead")}
     if arguments.draft:
         methods["draft"] = (arguments.draft,)
     for more in ({"drafts": tuple(arguments.drafts), "fixed": True}, {}):
@@ -192,7 +199,14 @@ def transformers(arguments: argparse.Namespace) -> None:
     print_pair(arguments.prompts, arguments.tokens, arguments.rounds, arguments.draft)
 
 
-PARTS = {"ngram": ngram, "tiny": tiny, "oracle": oracle, "random": noise, "transformers": transformers}
+PARTS = {
+    "ngram": ngram,
+    "suffix": suffix,
+    "tiny": tiny,
+    "oracle": oracle,
+    "random": noise,
+    "transformers": transformers,
+}
 
 if __name__ == "__main__":
     main()

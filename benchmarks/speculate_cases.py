@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from attar.data.python_text import texts
@@ -12,7 +14,8 @@ from attar.models.load import load_tokenizer
 from attar.runtime.speculate import ngram
 from attar.runtime.speculate.draft import LEVELS, Draft, DraftBuilder
 from attar.runtime.speculate.ngram import NgramIndex, NgramProposer, SharedNgrams
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
+from attar.runtime.speculate.suffix import SuffixProposer
 
 START = 64  # tokens of a prompt
 
@@ -108,11 +111,45 @@ def print_ngram_figures(count: int, length: int, most: int) -> None:
     _print_by_match(ids)
 
 
-def _followed(proposer: NgramProposer, number: int, text: Sequence[int], most: int) -> int:
+def print_suffix_figures(count: int, length: int, most: int) -> None:
+    """Suffix trees and n-grams: tokens a pass as if the target generated the text, and the time of asking."""
+    ids = code(count, length)
+    print(f"{len(ids)} files of code, {length} tokens each, {most} drafts at most")
+    ways: dict[str, Callable[[], Proposer]] = {
+        "n-grams, 3 branches, shared": lambda: NgramProposer(branches=3, shared=SharedNgrams()),
+        "suffix trees": SuffixProposer,
+        "suffix trees, factor 1": lambda: SuffixProposer(factor=1.0),
+    }
+    for name, make in ways.items():
+        proposer, tokens, passes, clock = make(), 0, 0, Clock()
+        for number, text in enumerate(ids):
+            tokens += len(text) - START
+            passes += _followed(proposer, number, text, most, clock)
+        seconds, drafts = clock.seconds / passes, clock.drafts / passes
+        print(
+            f"  {name:28}{tokens / passes:6.2f} tokens, {drafts:5.2f} drafts,{1e6 * seconds:5.0f} us a pass"
+        )
+
+
+@dataclass
+class Clock:
+    """What a proposer took and gave."""
+
+    seconds: float = 0.0
+    drafts: int = 0
+
+
+def _followed(
+    proposer: Proposer, number: int, text: Sequence[int], most: int, clock: Clock | None = None
+) -> int:
     """Passes that a sequence takes."""
-    done, passes = START, 0
+    done, passes, clock = START, 0, clock or Clock()
     while done < len(text):
-        draft = proposer.propose([DraftRequest(number, text[:done], most)])[0]
+        request = DraftRequest(number, text[:done], most)
+        began = time.perf_counter()
+        draft = proposer.propose([request])[0]
+        clock.seconds += time.perf_counter() - began
+        clock.drafts += len(draft or ())
         node = 0
         while draft is not None and done < len(text) - 1:
             hits = [child for child in draft.children(node) if draft.tokens[child - 1] == text[done]]

@@ -9,7 +9,11 @@ import pytest
 
 
 def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Parameters for ``pytest.mark.parametrize``: those not in ``fast`` are marked slow (``make test-all``)."""
+    """Cases for ``pytest.mark.parametrize`` (tuples: several names); those not in ``fast`` are slow."""
     values = list(values)
     assert all(value in values for value in fast), f"{fast} are not all among {values}"
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [value if value in fast else _slow(value) for value in values]
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)

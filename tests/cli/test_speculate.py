@@ -30,7 +30,13 @@ def models_that_are_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = ["--tokens", "10", "--rounds", "1", "--kv-tokens", "4096", "-q"]
 BENCH = ["bench", "attar:tiny", *SMALL]
 PROMPT = "def area(width, height):\n    return width * height\n\ndef area(width"
-WAYS = ("--speculate=ngram", "--speculate=lookahead", "--speculate=self", "--draft=attar:tiny")
+WAYS = (
+    "--speculate=ngram",
+    "--speculate=suffix",
+    "--speculate=lookahead",
+    "--speculate=self",
+    "--draft=attar:tiny",
+)
 FLAGS = ("speculate", "draft", "drafts", "verification")
 
 
@@ -109,7 +115,7 @@ def _check_help(
         assert f"--{name.replace('_', '-')} " in shown and setting.help.split(";")[0] in shown, name
         if not setting.flag:
             assert f"[default: {short(setting.default)}]" in shown
-    assert "ngram|lookahead|self" in shown and "coupled|exact" in shown
+    assert "ngram|suffix|lookahead|self" in shown and "coupled|exact" in shown
 
 
 def test_serve_hands_speculation_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +193,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--picture", "p.svg"], 2, "--picture goes with --speculate or --draft"),
         (["--prompts", "3"], 2, "--prompts goes with --speculate or --draft"),
         (["--drafts", "3"], 2, "--drafts goes with --speculate or --draft"),
-        (["--speculate", "ngrm"], 2, "--speculate is 'ngrm', but must be ngram, lookahead or self"),
+        (["--speculate", "ngrm"], 2, "--speculate is 'ngrm', but must be ngram, suffix, lookahead or self"),
         (["--speculate", "ngram", "--drafts", "0"], 2, "--drafts is 0, but must be at least 1"),
         (["--speculate", "ngram", "--fixed"], 2, "--fixed is True, but must be given with drafts"),
         (["--speculate", "ngram", "--prompts", "0"], 2, "--prompts is 0, but must be at least 1"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.options import check_choices
 from attar.walks.settings import check_range
+
+STATE_CACHE = 1 << 30  # bytes
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -19,10 +22,26 @@ class DraftHeadSettings:
     """Options that every head has; without a head none is used."""
 
     drafts: int = _option(4, "tokens that the head drafts at most")
+    draft_vocabulary: int = _option(
+        0, "tokens that the head can propose, the most frequent ones of its rows; 0: all of the model's"
+    )
+    state_cache: str = _option(
+        "",
+        "most bytes (2GB) of the model's hidden states that are kept on disk; 0: the model runs in every "
+        "step; empty: 1GB where the steps read each row more than twice, else 0",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("drafts", self.drafts, 1, 64, "between 1 and 64")
+        check_range("draft_vocabulary", self.draft_vocabulary, 0, 2**31, "0 (all of the model's) or more")
+        byte_count("state_cache", self.state_cache)
+
+    def cached_bytes(self, uses: float) -> int:
+        """Most bytes of the cache, where each row is read about ``uses`` times."""
+        if self.state_cache:
+            return byte_count("state_cache", self.state_cache)
+        return STATE_CACHE if uses > 2.0 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +49,59 @@ class MedusaSettings(DraftHeadSettings):
     """Medusa's heads."""
 
     decay: float = _option(0.8, "weight of each head's loss, by that of the one before")
+    residual_layers: int = _option(1, "residual layers of each head")
+    shared_head: bool = _option(
+        False, "one output matrix for all heads: smaller, for models whose vocabulary outweighs their layers"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
+        check_range("residual_layers", self.residual_layers, 0, 16, "between 0 and 16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings(DraftHeadSettings):
+    """DFlash, and what DSpark shares with it."""
+
+    drafts: int = _option(7, "tokens that the head drafts at most")
+    head_layers: int = _option(2, "transformer layers of the head")
+    context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
+    anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
+    gamma: float = _option(4.0, "weight of a draft in the loss: exp(-(k - 1) / gamma) at position k")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("head_layers", self.head_layers, 1, 64, "between 1 and 64")
+        check_range("context_layers", self.context_layers, 1, 64, "between 1 and 64")
+        check_range("anchors", self.anchors, 1, 2**24, "at least 1")
+        check_range("gamma", self.gamma, 0.01, 1e6, "at least 0.01")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSettings(BlockSettings):
+    """DSpark."""
+
+    markov_rank: int | None = _option(
+        None, "rank of the Markov head; 0: none; none: a quarter of the model's channels, at most 256"
+    )
+    markov: str = _option(
+        "plain",
+        "what the Markov head reads: plain (the token before), gated (and the slot's state), rnn (and all "
+        "tokens of the block)",
+        ("plain", "gated", "rnn"),
+    )
+    ce_weight: float = _option(0.1, "weight of the cross-entropy of the text")
+    l1_weight: float = _option(0.9, "weight of the distance to the model's distribution")
+    confidence: float = _option(1.0, "weight of the confidence head's loss; 0: no confidence head")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("markov_rank", self.markov_rank or 0, 0, 2**16, "0 (none) or more")
+        for name in ("ce_weight", "l1_weight", "confidence"):
+            check_range(name, getattr(self, name), 0.0, 1e6, "0 or more")
+        if not self.ce_weight + self.l1_weight:
+            raise SettingsError("l1_weight", self.l1_weight, "above 0 where ce_weight is 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +109,12 @@ class NoHeadSettings:
     """Without a head there are no options."""
 
 
-HEAD_SETTINGS: dict[str, type] = {"none": NoHeadSettings, "medusa": MedusaSettings}
+HEAD_SETTINGS: dict[str, type] = {
+    "none": NoHeadSettings,
+    "medusa": MedusaSettings,
+    "dflash": BlockSettings,
+    "dspark": DSparkSettings,
+}
 """The options of each kind of head; its module is in attar.models.draft_heads, its loss in
 attar.distillation.heads."""
 

@@ -163,7 +163,9 @@ class RolloutSettings:
     """Rows that a model writes, and the student learns from."""
 
     share: float | None = _option(
-        None, "fraction of the rows that the teacher generates; none: half for drafting, else 0"
+        None,
+        "fraction of the rows that the teacher generates; none: all for a draft head, half for drafting, "
+        "else 0",
     )
     samples: int = _option(512, "rows it generates; repeated where the share asks for more")
     prompt_tokens: int = _option(32, "tokens of text in front of each row that is generated")
@@ -412,6 +414,11 @@ class DistillSettings(LearnSettings):
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 raise SettingsError(name, getattr(self, name), f"left out with head {self.head}")
+        if self.student_share:
+            raise SettingsError("on_policy", self.student_share, f"0 with head {self.head}")
+        for name in ("teacher_top", "teacher_samples"):
+            if value := getattr(self.predictions, name):
+                raise SettingsError(name, value, f"0 with head {self.head}: a head needs hidden states")
         for group, name in ((self.student, "student"), (self.features, "features")):
             if group != type(group)():
                 raise SettingsError(name, "changed", f"left out with head {self.head}: no student is made")
@@ -420,7 +427,8 @@ class DistillSettings(LearnSettings):
     def teacher_share(self) -> float:
         """Fraction of the rows that the teacher generates."""
         share = self.rollouts.share
-        return float(self.for_drafting or self.trains_head) / 2 if share is None else share
+        default = 1.0 if self.trains_head else 0.5 if self.for_drafting else 0.0
+        return default if share is None else share
 
     @property
     def soft_loss(self) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.settings import SpeculationSettings
+from attar.runtime.speculate.settings import METHODS as DRAFTING_METHODS
+from attar.runtime.speculate.settings import MODES, SpeculationSettings
 
 METHODS = {
     "reread": ("capacity", "recent"),
@@ -52,7 +53,7 @@ class EngineSettings:
     speculate: str | None = _option(
         None,
         "how tokens are drafted, which one pass verifies together",
-        choices=("ngram", "lookahead", "self"),
+        choices=DRAFTING_METHODS,
     )
     draft: str | None = _option(None, "a model that drafts: a folder, a .gguf file, a hub id or attar:tiny")
     drafts: int | None = _option(None, "most tokens drafted for a sequence in a pass; none: by the method")
@@ -60,7 +61,7 @@ class EngineSettings:
         None,
         "coupled: a seeded completion is the same without drafts; exact: more sampled drafts are accepted; "
         "none: coupled where there is a seed",
-        choices=("coupled", "exact"),
+        choices=MODES,
     )
     step_tokens: int = _option(512, "most tokens of a step")
     sequences: int = _option(64, "most sequences that run at the same time")

@@ -56,6 +56,7 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], lis
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         outer.add(id(head.weight))
+    outer |= {id(weight) for weight in getattr(model, "output_weights", tuple)()}
     hidden, matrices, rest = [], [], []
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -11,23 +11,33 @@ from attar.distillation.heads import medusa
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.rollouts import teacher as rollouts
 from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import head_of
 from tests import tiny_models
 
 OPTIONS = {"steps": 6, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
 
 
-def heads_of(model, drafts=3):
+CHOSEN = torch.arange(0, 320, 2)  # every other token
+
+
+def heads_of(model, drafts=3, chosen=None, **changes):
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
-    config = MedusaConfig(hidden=hidden, vocabulary=model.config.vocab_size, layers=(layers,), drafts=drafts)
+    changes |= {"draft_vocabulary": 0 if chosen is None else len(chosen)}
+    config = MedusaConfig(
+        hidden=hidden, vocabulary=model.config.vocab_size, layers=(layers,), drafts=drafts, **changes
+    )
     heads = MedusaHeads(config)
+    set_vocabulary(heads, chosen)
     heads.start_from(model.lm_head.weight.detach())
     return heads
 
 
-def test_the_loss_is_that_of_a_loop_over_heads_and_positions():
+@pytest.mark.parametrize("chosen", [None, CHOSEN])
+@pytest.mark.parametrize("changes", [{}, {"shared": True, "residual_layers": 2}])
+def test_the_loss_is_that_of_a_loop_over_heads_and_positions(chosen, changes):
     model = tiny_models.build("llama3")
-    heads = heads_of(model).double()
+    heads = heads_of(model, chosen=chosen, **changes).double()
     model = model.double()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -42,26 +52,48 @@ def test_the_loss_is_that_of_a_loop_over_heads_and_positions():
         terms = []
         for row in range(len(tokens)):
             for s in range(tokens.shape[1] - k):
-                if (batch.targets[row, s : s + k + 1] != PADDING).all():
-                    logits = heads.logits(h[row, s], k - 1)
-                    terms.append(-logits.log_softmax(-1)[batch.targets[row, s + k]])
+                label = int(batch.targets[row, s + k])
+                if (batch.targets[row, s : s + k + 1] == PADDING).any():
+                    continue
+                if chosen is not None and label % 2:  # the head has no such token
+                    continue
+                logits = heads.logits(h[row, s], k - 1)
+                terms.append(-logits.log_softmax(-1)[label if chosen is None else label // 2])
         wanted = wanted + 0.5**k * torch.stack(terms).mean()
     torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_head_starts_as_the_targets_own():
+@pytest.mark.parametrize("changes", [{}, {"shared": True}, {"residual_layers": 3}])
+def test_a_head_starts_as_the_targets_own(changes):
     model = tiny_models.build("llama3")
-    heads = heads_of(model)
     h = torch.randn(2, model.config.hidden_size)
-    torch.testing.assert_close(heads.logits(h, 2), model.lm_head(h))
+    torch.testing.assert_close(heads_of(model, **changes).logits(h, 2), model.lm_head(h))
+    reduced = heads_of(model, chosen=CHOSEN, **changes)
+    torch.testing.assert_close(reduced.logits(h, 1), model.lm_head(h)[:, CHOSEN])
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch):
+def test_no_two_blocks_share_their_weights():
+    heads = heads_of(tiny_models.build("llama3"), residual_layers=2)
+    assert len({id(parameter) for parameter in heads.parameters()}) == 3 * (2 * 2 + 1)
+    with torch.no_grad():
+        heads.blocks[1][0].linear.bias.fill_(1.0)
+    h = torch.randn(2, 64)
+    assert torch.equal(heads.logits(h, 0), heads.logits(h, 2))
+    assert not torch.equal(heads.logits(h, 0), heads.logits(h, 1))
+
+
+def test_a_shared_output_matrix_is_one():
+    heads = heads_of(tiny_models.build("llama3"), shared=True)
+    assert len(heads.heads) == 1 and heads.weight(0) is heads.weight(2)
+    assert len(list(heads.output_weights())) == 1
+
+
+@pytest.fixture(params=[{}, {"draft_vocabulary": 100, "shared_head": True}])
+def trained(tmp_path, monkeypatch, request):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
-    head = attar.distill(target, tmp_path / "head", head="medusa", data="python-stdlib", **OPTIONS)
-    return target, head
+    options = OPTIONS | {"head": "medusa", "data": "python-stdlib"} | request.param
+    return target, attar.distill(target, tmp_path / "head", **options)
 
 
 def test_from_training_to_drafts(trained):

@@ -58,6 +58,7 @@ class Known:
     """Two drafts in every pass: the text's own next token, and one that is never right."""
 
     name, free, draws, learns_tree = "known", False, False, False
+    branches, confident, trees = 1, False, False
 
     def __init__(self, text):
         self.text = text

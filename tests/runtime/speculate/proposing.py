@@ -33,6 +33,9 @@ class Eager(DraftPolicy):
     def select(self, sequences, drafts, prompt_tokens=0, whole=False):
         return list(drafts)
 
+    def trim(self, sequences, drafts, prompt_tokens=0):
+        return list(drafts)
+
 
 class Oracle:
     """Trees of up to ``size`` tokens, of which some are those of ``texts`` (prompt and answer in one).
@@ -43,6 +46,7 @@ class Oracle:
     """
 
     name, free, draws, learns_tree = "oracle", True, False, False
+    most, branches, confident, trees = 8, 1, False, False
 
     def __init__(self, texts, *, right=0.7, size=6, vocabulary=50, chains=False, seed=0):
         self.texts, self.right, self.size = [list(text) for text in texts], right, size

@@ -23,6 +23,7 @@ from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate.latency import measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.ngram import NgramProposer
+from attar.runtime.speculate.suffix import SuffixProposer
 from tests import tiny_models
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator
@@ -72,7 +73,12 @@ def test_families(family: str) -> None:
     want = answers(llm_of(family), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model(family).config.vocab_size
-    for proposer in (Oracle(texts, vocabulary=vocabulary), NgramProposer(), LookaheadProposer(2, 3, 2)):
+    for proposer in (
+        Oracle(texts, vocabulary=vocabulary),
+        NgramProposer(),
+        SuffixProposer(),
+        LookaheadProposer(2, 3, 2),
+    ):
         llm = llm_of(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
         assert answers(llm, asked) == want
         assert llm.engine.speculator.counts.drafts > 5
@@ -145,8 +151,14 @@ def drafting(**options) -> LLM:
     return llm
 
 
-WAYS = [{"speculate": "ngram"}, {"speculate": "lookahead"}, {"speculate": "self"}, {"draft": "attar:tiny"}]
-NAMES = ["ngram", "lookahead", "self", "draft"]
+WAYS = [
+    {"speculate": "ngram"},
+    {"speculate": "suffix"},
+    {"speculate": "lookahead"},
+    {"speculate": "self"},
+    {"draft": "attar:tiny"},
+]
+NAMES = ["ngram", "suffix", "lookahead", "self", "draft"]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
@@ -164,7 +176,7 @@ def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
     llm.engine.check()
 
 
-@pytest.mark.parametrize("options", WAYS[:2], ids=NAMES[:2])
+@pytest.mark.parametrize("options", WAYS[:3], ids=NAMES[:3])
 def test_grammars(tiny: LLM, options) -> None:
     pytest.importorskip("llguidance")
     pattern = r"(ab){3,9}(, [a-c]{2,6}){1,3}\."

@@ -102,7 +102,12 @@ class ToldPolicy(Eager):
         self.gone: list[int] = []
 
     def note(
-        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self,
+        news: Sequence[DraftFeedback],
+        seconds: float,
+        drafting: float = 0.0,
+        prompt_tokens: int = 0,
+        steps: int = 0,
     ) -> None:
         self.passes.append(([one.sequence for one in news], seconds, drafting, prompt_tokens))
 
@@ -223,7 +228,7 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     heard, note = [], policy.note
-    policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
+    policy.note = lambda news, target, draft, prompts, steps: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
     policy.passes_to_skip = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]

@@ -1,14 +1,21 @@
-"""Losses of draft heads: one file each. A loss takes the head, a pass of its target over a batch, and the
-options of its kind; it is a mean over the predictions of the batch."""
+"""Draft heads that are trained: one file each, with ``make`` and ``loss``.
+
+``make`` gives a head before its first step: of the target, the target's own head, the options of its kind,
+and the tokens int64 (v,) that it can propose (None: all). ``loss`` is a mean over the predictions of a batch:
+of the head, a pass of the target over the batch, and the options.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from attar.distillation.heads import medusa
+from attar.distillation.heads import block, medusa
 from attar.distillation.heads.target_pass import TargetPass
+from attar.models.head import Head
 
+HeadMaker = Callable[[Any, Head, Any, Tensor | None], Any]
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
 
-HEAD_LOSSES: dict[str, HeadObjective] = {"medusa": medusa.loss}
+HEAD_MAKERS: dict[str, HeadMaker] = {"medusa": medusa.make, "dflash": block.make, "dspark": block.make}
+HEAD_LOSSES: dict[str, HeadObjective] = {"medusa": medusa.loss, "dflash": block.loss, "dspark": block.loss}

@@ -7,27 +7,52 @@ Letters: B rows, S tokens a row, K heads, H hidden size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attar.data.packing import PADDING
 from attar.distillation.fused import head_loss
 from attar.distillation.head_settings import MedusaSettings
+from attar.distillation.heads.draft_vocabulary import draft_labels
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
-from attar.models.draft_heads.medusa import MedusaHeads
+from attar.models.anatomy import discover
+from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.vocabulary import set_vocabulary, tokens_of
 from attar.models.head import Head
+
+
+def make(target: Any, own: Head, settings: MedusaSettings, chosen: Tensor | None) -> MedusaHeads:
+    """The heads before their first step."""
+    vocabulary, hidden = own.weight.shape
+    config = MedusaConfig(
+        hidden=hidden,
+        vocabulary=vocabulary,
+        layers=(len(discover(target).blocks),),
+        drafts=settings.drafts,
+        draft_vocabulary=0 if chosen is None else len(chosen),
+        residual_layers=settings.residual_layers,
+        shared=settings.shared_head,
+    )
+    heads = MedusaHeads(config)
+    set_vocabulary(heads, chosen)
+    heads.start_from(own.weight.detach().cpu().float() * own.scale)
+    return heads
 
 
 def loss(heads: MedusaHeads, target: TargetPass, settings: MedusaSettings) -> Tensor:
     """The mean over the positions of each head, weighted and summed."""
     total = target.final.new_zeros((), dtype=torch.float32)
-    for k, linear in enumerate(heads.heads):
-        labels = _later(target.batch.targets, k + 1)
+    chosen = tokens_of(heads)
+    for k in range(heads.config.drafts):
+        labels = draft_labels(_later(target.batch.targets, k + 1), chosen, heads.config.vocabulary)
         where = labels != PADDING
-        chosen, states = labels[where], heads.states(target.final[where], k)
-        total = total + settings.decay ** (k + 1) * head_loss(states, Head(linear.weight), _hard(chosen))
+        states = heads.states(target.final[where], k)
+        value = head_loss(states, Head(heads.weight(k)), _hard(labels[where]))
+        total = total + settings.decay ** (k + 1) * value
     return total
 
 

@@ -66,9 +66,9 @@ class RolloutWriter:
         if not own:
             return text
         settings = self.settings
-        prompts = _repeat(text, min(settings.rollouts.samples, own))
-        rollouts = self._rollouts(prompts, settings.rollout_temperature, settings.seed, "train")
-        return joined([_repeat(rollouts, own), _repeat(text, count - own)])
+        prompts = repeated(text, min(settings.rollouts.samples, own))
+        rollouts = self.after_text(prompts, settings.rollout_temperature, settings.seed, "train")
+        return joined([repeated(rollouts, own), repeated(text, count - own)])
 
     def held_out_rows(self) -> Examples:
         """About ``HELD_OUT_TOKENS`` tokens generated after held-out text at temperature 1; the same rows
@@ -76,13 +76,19 @@ class RolloutWriter:
         rows = max(HELD_OUT_TOKENS // (self.length - self.prompt), 1)
         data, bos = self.settings.data, self.settings.bos
         packed = pack(self.tokenizer, data, "calibration", length=self.length, rows=rows, seed=0, bos=bos)
-        return self._rollouts(Examples.of_text(packed.rows), 1.0, HELD_OUT_SEED, "held-out")
+        return self.after_text(Examples.of_text(packed.rows), 1.0, HELD_OUT_SEED, "held-out")
 
-    def _rollouts(self, text: Examples, temperature: float, seed: int, folder: str) -> Examples:
-        lengths = prompt_lengths(text, self.prompt)
+    def after_text(self, text: Examples, temperature: float, seed: int, folder: str) -> Examples:
+        """Rows after the prompts of rows of text."""
+        lengths = prompt_lengths(text, self.prompt).tolist()
+        prompts = [row[:n].tolist() for row, n in zip(text.tokens, lengths, strict=True)]
+        return self.after(prompts, temperature, seed, folder)
+
+    def after(self, prompts: Sequence[Sequence[int]], temperature: float, seed: int, folder: str) -> Examples:
+        """A row after each prompt; only what the teacher wrote is predicted."""
         rows = write_rows(
             self.teacher,
-            [row[:n].tolist() for row, n in zip(text.tokens, lengths.tolist(), strict=True)],
+            prompts,
             self.length,
             vocabulary=len(self.tokenizer),
             ends=end_tokens(
@@ -93,10 +99,11 @@ class RolloutWriter:
             work=self.work / folder,
             progress=self.progress,
         )
-        return completions(rows, lengths)
+        return completions(rows, torch.tensor([len(prompt) for prompt in prompts]))
 
 
-def _repeat(rows: Examples, count: int) -> Examples:
+def repeated(rows: Examples, count: int) -> Examples:
+    """``count`` rows, one after the other and again from the first."""
     return rows[torch.arange(count) % len(rows)]
 
 

@@ -38,7 +38,9 @@ class DecoderLayers:
     bias: bool = False
 
     def to_config(self, hidden: int, vocabulary: int, target: HeadTarget, model_type: str) -> dict[str, Any]:
-        """The keys of a config."""
+        """The keys of a config; of a Llama without ``layer_types``, in which vLLM looks for the layer's place
+        in the target."""
+        own = {"layer_types": ["full_attention"] * self.depth} if model_type == "qwen3" else {"mlp_bias": False}
         return {
             "model_type": model_type,
             "vocab_size": vocabulary,
@@ -55,9 +57,9 @@ class DecoderLayers:
             "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
             "attention_bias": self.bias,
             "attention_dropout": 0.0,
-            "layer_types": ["full_attention"] * self.depth,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
+            **own,
         }
 
     @classmethod

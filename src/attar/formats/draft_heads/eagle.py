@@ -56,7 +56,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ModelError(f"{LAYOUT} has no norms of queries and keys", hint="--format speculators has")
     layers = eagle3_head.decoder_layers(values)
     config = layers.to_config(values["hidden"], values["vocabulary"], head.target, "llama")
-    config |= {"mlp_bias": False, "num_target_layers": head.target.layers}
+    config["num_target_layers"] = head.target.layers
     if head.kind == "eagle3":
         keys, tensors = eagle3_head.encode(head, 1, "midlayer.")
         ours = [layer - 1 for layer in keys["eagle_aux_hidden_state_layer_ids"]]

@@ -48,7 +48,6 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         layers = eagle3_head.decoder_layers(values)
         more = {"num_aux_hidden_states": len(values["layers"])}
         model_type = "qwen3" if values["shape"]["head_norms"] else "llama"
-        more |= {"mlp_bias": False} if model_type == "llama" else {}
     else:
         kind, (own, tensors) = "dspark" if block_head.sequential(values) else "dflash", _block(head)
         layers, more, model_type = block_head.block_layers(values), {}, "qwen3"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError
@@ -31,13 +32,14 @@ def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype 
 
     Args:
         target: the name of the model that it was trained for.
-        dtype: of its tensors.
+        dtype: of its weights.
     """
     config: HeadConfig = head.config
     described = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "target": target}
     write_config(folder / "config.json", {**described, "head": config.to_dict()})
-    tensors = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: value.detach().to("cpu").contiguous() for name, value in head.state_dict().items()}
+    stored = {name: _as(value, dtype) for name, value in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_draft_head(checkpoint: Checkpoint, target: HeadTarget | None = None) -> Any:
@@ -56,9 +58,14 @@ def load_draft_head(checkpoint: Checkpoint, target: HeadTarget | None = None) ->
         raise CheckpointError(f"{file}: head.kind is {kind!r}", hint=f"one of {', '.join(DRAFT_HEADS)}")
     config_class, module = DRAFT_HEADS[kind]
     head = module(config_class.from_dict(content.values, file))
-    tensors = {name: x.float() if x.is_floating_point() else x for name, x in content.tensors.items()}
+    tensors = {name: _as(tensor, torch.float32) for name, tensor in content.tensors.items()}
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint.path}: {str(error).splitlines()[-1].strip()}") from error
     return head.eval().requires_grad_(False)
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in a type; whole numbers (d2t) stay what they are."""
+    return value.to(dtype) if value.is_floating_point() else value

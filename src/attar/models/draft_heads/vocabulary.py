@@ -8,8 +8,10 @@ Letters: V tokens of the target, v of the head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def frequent_tokens(tokens: Tensor, vocabulary: int, count: int) -> Tensor:
@@ -35,3 +37,21 @@ def spread(logits: Tensor, chosen: Tensor, vocabulary: int) -> Tensor:
     out = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
     out[..., chosen] = logits
     return out
+
+
+def register_vocabulary(head: nn.Module, count: int) -> None:
+    """Give a head its d2t, int64 (v,), where it has a vocabulary of its own; ``count`` 0: the target's."""
+    if count:
+        head.register_buffer("d2t", torch.zeros(count, dtype=torch.int64))
+
+
+def set_vocabulary(head: Any, chosen: Tensor | None) -> None:
+    """The tokens int64 (v,), ascending, of a head with a vocabulary of its own."""
+    if chosen is not None:
+        head.d2t.copy_(offsets_of(chosen))
+
+
+def tokens_of(head: Any) -> Tensor | None:
+    """The tokens int64 (v,) that a head can propose; None: all of its target's."""
+    offsets = getattr(head, "d2t", None)
+    return None if offsets is None else chosen_of(offsets)

@@ -211,12 +211,12 @@ class BlockManager:
     def readable(self, sequence: int) -> tuple[int, ...]:
         """The blocks that hold a sequence's entries now: where a copy is due, its source."""
         row = self._tables[sequence].row
-        return tuple(map(self._source, row)) if self._copies else row
-
-    def _source(self, block: int) -> int:
-        while block in self._copies:
-            block = self._copies[block]
-        return block
+        if not self._copies:
+            return row
+        sources: dict[int, int] = {}  # a source may be a target too, of an earlier copy or of a later one
+        for target, source in self._copies.items():
+            sources[target] = sources.get(source, source)
+        return tuple(sources.get(block, block) for block in row)
 
     def copies(self) -> tuple[tuple[int, int], ...]:
         """(from, to) blocks to copy before the next step, in order; each is returned once."""

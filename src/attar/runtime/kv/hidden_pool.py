@@ -20,7 +20,7 @@ from torch import Tensor
 DTYPE = torch.bfloat16  # the range of float32: a residual stream may leave that of float16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HiddenPool:
     """The states.
 
@@ -31,6 +31,12 @@ class HiddenPool:
 
     layers: tuple[int, ...]
     states: Tensor
+
+    def add(self, layers: Sequence[int]) -> None:
+        """Keep the states of further layers, for another proposer; all that were kept are lost."""
+        self.layers = tuple(sorted({*self.layers, *layers}))
+        slots, _, hidden = self.states.shape
+        self.states = self.states.new_zeros(slots, len(self.layers), hidden)
 
     @classmethod
     def of(
@@ -44,9 +50,12 @@ class HiddenPool:
         """Bytes of all slots."""
         return int(self.states.nbytes)
 
-    def read(self, slots: NDArray[np.int64]) -> Tensor:
-        """States float32 (len(slots), m, H)."""
-        return self.states[torch.from_numpy(slots).to(self.states.device)].float()
+    def read(self, slots: NDArray[np.int64], layers: Sequence[int] | None = None) -> Tensor:
+        """States float32 (len(slots), m, H), of some of the layers or of all."""
+        states = self.states[torch.from_numpy(slots).to(self.states.device)]
+        if layers is not None and tuple(layers) != self.layers:
+            states = states[:, [self.layers.index(layer) for layer in layers]]
+        return states.float()
 
     def write(self, slots: Tensor, index: int, states: Tensor) -> None:
         """States (T, H) of a layer, by its place in ``layers``, to slots int64 (T,)."""

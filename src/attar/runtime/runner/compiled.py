@@ -65,6 +65,7 @@ class Compiled:
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
+        self._hidden: HiddenPool | None = None
 
     repeats = True
     """A failed step may be run again: the pool is the only state."""
@@ -116,10 +117,14 @@ class Compiled:
         )
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
-        """Keep hidden states of the tokens that are run from now on; see ``kv/hidden_pool.py``."""
-        pool = HiddenPool.of(layers, self.capacity * self.block_size, self.weights.hidden)
-        self._program.keep_hidden(layers, pool.states)
-        return pool
+        """Keep hidden states of the tokens that are run from now on, with those that are kept already; see
+        ``kv/hidden_pool.py``."""
+        if self._hidden is None:
+            self._hidden = HiddenPool.of(layers, self.capacity * self.block_size, self.weights.hidden)
+        elif not set(layers) <= set(self._hidden.layers):
+            self._hidden.add(layers)
+        self._program.keep_hidden(self._hidden.layers, self._hidden.states)
+        return self._hidden
 
     def fork(self, sequence: int, child: int) -> None:
         """No state per sequence."""

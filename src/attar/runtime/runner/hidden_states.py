@@ -28,7 +28,15 @@ class HiddenWriter:
     def __init__(self, model: Any, layers: Sequence[int], slots: int) -> None:
         self.pool = HiddenPool.of(layers, slots, discover(model).hidden_size, model.device)
         self._slots: Tensor | None = None  # of the tokens that run
-        hook_states(model, layers, self._write)
+        self._model, self._hooks = model, hook_states(model, layers, self._write)
+
+    def add(self, layers: Sequence[int]) -> None:
+        """See :meth:`HiddenPool.add`."""
+        hooks = hook_states(self._model, sorted({*self.pool.layers, *layers}), self._write)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = hooks
+        self.pool.add(layers)
 
     def begin(self, step: StepInput, block_size: int) -> None:
         """Before a step is run: make its copies."""

@@ -139,9 +139,13 @@ class Modules:
             self._hidden.pool.move(pairs)
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
-        """Keep hidden states of the tokens that are run from now on; see ``kv/hidden_pool.py``."""
+        """Keep hidden states of the tokens that are run from now on, with those that are kept already; see
+        ``kv/hidden_pool.py``."""
         assert self.eviction is None, "hidden states of an evicted cache"
-        self._hidden = HiddenWriter(self.model, layers, self.capacity * self.block_size)
+        if self._hidden is None:
+            self._hidden = HiddenWriter(self.model, layers, self.capacity * self.block_size)
+        elif not set(layers) <= set(self._hidden.pool.layers):
+            self._hidden.add(layers)
         return self._hidden.pool
 
     def pack(self, packing: Packing) -> None:

@@ -11,13 +11,13 @@ from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.ngram import NgramProposer, SharedNgrams
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import Proposer
+from attar.runtime.speculate.proposer import DraftTimes, Proposer, TimedProposer
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.verify import VerificationMode
 
-FREE_DRAFTS, MODEL_DRAFTS = 40, 8  # of a sequence in a pass at most, by default
-PREFILL = 64  # prompt tokens, for the time of a draft model's prefill
+FREE_DRAFTS = 40  # of a sequence in a pass at most, by default
 SETTLE = 12  # plain passes before the first drafts
 
 
@@ -38,13 +38,13 @@ def make_speculator(
         return None
     settings.check_with(getattr(target.runner, "features", {}))
     proposer = _proposer(settings, target, model, options)
-    most = settings.drafts or (FREE_DRAFTS if proposer.free else MODEL_DRAFTS)
-    drafting, reading = {}, 0.0
+    most, times = FREE_DRAFTS, DraftTimes({})
     if not proposer.free:
-        times = measure(cast(Any, proposer).runner, {1: (1, PREFILL), 8: (8,)})
-        drafting = {batch: points[batch] for batch, points in times.items()}
-        reading = times[1].get(PREFILL, PREFILL * times[1][1]) / PREFILL
-    latency = Latency(by_tokens(measure(target.runner)), drafting, SETTLE, reading)
+        timed = cast(TimedProposer, proposer)
+        most, times = timed.most, timed.times()
+    most = settings.drafts or most
+    passes = by_tokens(measure(target.runner))
+    latency = Latency(passes, times.step, SETTLE, times.reading, times.begin)
     mode = cast("VerificationMode | None", settings.verification)
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
 
@@ -52,6 +52,8 @@ def make_speculator(
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:
     if settings.speculate == "ngram":
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
+    if settings.speculate == "suffix":
+        return SuffixProposer(ends=target.ends)
     if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
     from attar.runtime.speculate.self_speculation import draft_of, load_self_draft

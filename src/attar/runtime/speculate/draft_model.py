@@ -38,12 +38,14 @@ from attar.runtime.sampling.sample import draw_distinct
 from attar.runtime.sampling.warp import SamplingRow, adjust, check_finite, largest_indices, likeliest, warp
 from attar.runtime.speculate.draft import LEVELS, Draft, Floats, kind_of
 from attar.runtime.speculate.draft_tables import DraftTables
+from attar.runtime.speculate.latency import measure
 from attar.runtime.speculate.noise import DraftRules
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes
 from attar.runtime.speculate.vocabulary import SameVocabulary, TokenTranslator, VocabularyMapping
 from attar.runtime.step import Runner, StepInput
 
 BRANCHES = 4  # a fifth adds almost no tokens (benchmarks/siblings.py)
+PREFILL = 64  # prompt tokens, for the time of a prefill
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
@@ -57,6 +59,7 @@ class GrowingDraft:
         most: K.
         ends: nothing is drafted after one.
         doubt, branches: see :class:`DraftModel`.
+        survival: chance that all its tokens are accepted, where the proposer says so.
     """
 
     request: DraftRequest
@@ -70,6 +73,14 @@ class GrowingDraft:
     siblings: list[list[int]] = field(default_factory=list)
     q: list[Floats] = field(default_factory=list)
     open: bool = True
+    survival: float = 1.0
+
+    def doubts(self, chance: float) -> bool:
+        """Close the draft if it does not pay that its next token is accepted with this chance: before that
+        token is drawn. Says whether it is closed."""
+        self.survival *= chance
+        self.open = self.survival >= self.request.least
+        return not self.open
 
     def extend(self, logits: Tensor) -> None:
         """Add a draft and its siblings from the logits (1, V) after the last one; or close the draft."""
@@ -127,7 +138,8 @@ class DraftModel:
         nbytes: memory in addition to the target, for logs; 0: unknown.
     """
 
-    free, draws, learns_tree = False, True, False
+    free, draws, learns_tree, confident, trees = False, True, False, False, False
+    most = 8
 
     def __init__(
         self,
@@ -177,6 +189,12 @@ class DraftModel:
         """A sequence ended."""
         self._translators.pop(sequence, None)
         self._drop(sequence)
+
+    def times(self) -> DraftTimes:
+        """Of its runner."""
+        passes = measure(self.runner, {1: (1, PREFILL), 8: (8,)})
+        reading = passes[1].get(PREFILL, PREFILL * passes[1][1]) / PREFILL
+        return DraftTimes({batch: points[batch] for batch, points in passes.items()}, reading=reading)
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong, such as blocks that leaked."""

@@ -43,6 +43,7 @@ class Latency:
         draft: {sequences: seconds} of a step of the draft model; empty: 0.
         settle: plain passes before anything is drafted.
         reading: seconds a prompt token of the draft model's prefill.
+        begin: {sequences: seconds} of a round of drafts in addition to its steps; empty: 0.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Latency:
         draft: Mapping[int, float] | None = None,
         settle: int = 0,
         reading: float = 0.0,
+        begin: Mapping[int, float] | None = None,
     ) -> None:
-        self._target, self._draft = _Curve(target or {}), _Curve(draft or {})
+        self._target, self._draft, self._begin = (_Curve(points or {}) for points in (target, draft, begin))
         self._settle, self.reading = settle, reading
 
     @property
@@ -75,9 +77,10 @@ class Latency:
             seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
         return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
 
-    def draft(self, width: int) -> float:
-        """Seconds of a step of the draft model for ``width`` sequences."""
-        return self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
+    def draft(self, width: int, first: bool = False) -> float:
+        """Seconds of a step of the draft model for ``width`` sequences; the ``first`` begins the round."""
+        curves = (self._draft, self._begin) if first else (self._draft,)
+        return sum(curve.seconds(width, width, width) for curve in curves if width and curve.known)
 
     def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
         """Seconds that drafts added to a pass: measured, outliers clipped; with prompts as expected."""
@@ -96,9 +99,13 @@ class Latency:
         elif self._settle <= 0:
             self._target.note(batch, tokens, seconds)
 
-    def note_draft(self, width: int, seconds: float) -> None:
-        """Learn from a step of the draft model."""
-        self._draft.note(width, width, seconds)
+    def note_draft(self, width: int, seconds: float, steps: int = 1) -> None:
+        """Learn from a round of drafts: what its steps are not expected to take is that of its beginning,
+        where it has one."""
+        if self._begin.known:
+            self._begin.note(width, width, max(seconds - steps * self.draft(width), 0.0))
+        else:
+            self._draft.note(width, width, seconds / steps)
 
 
 class _Curve:

@@ -2,7 +2,7 @@
 
     a_l        acceptance rate of level l: (accepted + PRIOR a') / (drafted + PRIOR), a' the prior rate
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
-    speed      (B + sum of survivals) / (t(B, n) + steps of the draft model)
+    speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
     left       min(left + (1 + LOSS) tokens - cost, BUDGET) after each pass: plain passes that may be lost
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
@@ -10,6 +10,9 @@ list consists of whole paths; the prefix with the highest speed is run. For one 
 the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
 2211.17192, section 3.5). Drafts run only where rejecting all costs at most ``left``: T tokens of a sequence
 lose at most BUDGET + LOSS T. Where none pays, one is tried after ``gap`` passes, which a rejection doubles.
+
+A proposer that knows more about a draft than rates do, before it is drawn, gets ``least``: a draft with this
+chance of being accepted is worth what the chosen ones take in the mean, at the speed that they reach.
 
 Letters: B sequences that decode, n tokens of a pass, t seconds (``latency.py``), l level of a kind of draft.
 """
@@ -123,6 +126,7 @@ class DraftPolicy:
     def __init__(self, latency: Latency, most: int = 16, budget: LossBudget | None = None) -> None:
         self.latency, self.most, self.budget = latency, most, budget or LossBudget()
         self.acceptance = AcceptanceRates()
+        self.least = 0.0  # of the round that was chosen last
         self._trials: dict[int, Trial] = {}
         self._since_plain = 0
 
@@ -145,17 +149,38 @@ class DraftPolicy:
     ) -> list[Draft | None]:
         """The drafts of a free proposer, cut to the nodes that pay; None where none does. ``whole``: trees
         are run completely or not at all, for lookahead, which learns from all their nodes."""
-        rows = enumerate(zip(sequences, drafts, strict=True))
-        trees = [self._nodes(row, sequence, draft, whole) for row, (sequence, draft) in rows if draft]
+        trees = self._all_nodes(sequences, drafts, whole)
         limits = [len(draft or ()) for draft in drafts]
-        kept = self._best(sequences, [one for tree in trees for one in tree], limits, prompt_tokens, math.inf)
+        kept = self._best(sequences, trees, limits, prompt_tokens, math.inf)
         pairs = zip(drafts, kept, strict=True)
         return [draft and (draft if whole and run else draft.pruned(run)) for draft, run in pairs]
 
+    def trim(
+        self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0
+    ) -> list[Draft | None]:
+        """Trees that were chosen and made, cut to the nodes that pay: their first node at least, and drawn
+        ones whole."""
+        if not self.latency.known:
+            return list(drafts)
+        fixed = [draft if draft is not None and draft.q is None else None for draft in drafts]
+        limits = [len(draft or ()) for draft in fixed]
+        front = self._front(sequences, self._all_nodes(sequences, fixed), limits, prompt_tokens, math.inf)
+        kept: list[list[int]] = [[] for _ in sequences]
+        for one in front:
+            kept[one.row].append(one.node)
+        rows = zip(drafts, fixed, kept, strict=True)
+        return [draft if tree is None else tree.pruned(run or [1]) for draft, tree, run in rows]
+
     def note(
-        self, feedback: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self,
+        feedback: Sequence[DraftFeedback],
+        seconds: float,
+        drafting: float = 0.0,
+        prompt_tokens: int = 0,
+        steps: int = 0,
     ) -> None:
-        """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer."""
+        """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer, in
+        ``steps``; 0: as deep as the drafts are."""
         if not feedback:
             return
         batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
@@ -167,7 +192,8 @@ class DraftPolicy:
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
         if drafts and drafting > 0:
-            self.latency.note_draft(len(drafts), drafting / max(len(draft.counts) for draft in drafts))
+            depth = steps or max(len(draft.counts) for draft in drafts)
+            self.latency.note_draft(len(drafts), drafting, depth)
         self._since_plain = self._since_plain + 1 if drafts else 0
         for one in feedback:
             self._learn(one)
@@ -201,6 +227,13 @@ class DraftPolicy:
             candidates.append(Candidate(survival, row, depth, depth, steps=True))
         return candidates
 
+    def _all_nodes(
+        self, sequences: Ints, drafts: Sequence[Draft | None], whole: bool = False
+    ) -> list[Candidate]:
+        rows = enumerate(zip(sequences, drafts, strict=True))
+        trees = [self._nodes(row, sequence, draft, whole) for row, (sequence, draft) in rows if draft]
+        return [one for tree in trees for one in tree]
+
     def _nodes(self, row: int, sequence: int, draft: Draft, whole: bool = False) -> list[Candidate]:
         """Every node of a draft with its survival; ``whole``: all nodes as one candidate."""
         survivals, kinds = [1.0], kinds_of(draft)
@@ -219,6 +252,24 @@ class DraftPolicy:
         kept: list[list[int]] = [[] for _ in sequences]
         if not (nodes and self.latency.known and self.open):
             return kept
+        front = self._front(sequences, nodes, limits, prompt_tokens, free)
+        run = _Pass(self.latency, len(sequences), prompt_tokens)
+        for one in front:
+            run.add(one)
+            kept[one.row].append(one.node)
+        self.least = run.least
+        firsts = {one.row: one for one in reversed(nodes) if one.depth == 1 and not one.sibling}
+        for row, first in sorted(firsts.items()):
+            if kept[row]:
+                self._trials.pop(sequences[row], None)
+            else:
+                kept[row] += self._try(self._trials.setdefault(sequences[row], Trial()), first, run)
+        return kept
+
+    def _front(
+        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, free: float
+    ) -> list[Candidate]:
+        """The first nodes, by survival, with the highest speed; ``nodes`` is sorted."""
         nodes.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
         run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
         best, count, counts, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
@@ -234,17 +285,7 @@ class DraftPolicy:
             chain[one.row] += one.steps
             if run.speed > best:
                 best, count = run.speed, len(front)
-        run = _Pass(self.latency, len(sequences), prompt_tokens)
-        for one in front[:count]:
-            run.add(one)
-            kept[one.row].append(one.node)
-        firsts = {one.row: one for one in reversed(nodes) if one.depth == 1 and not one.sibling}
-        for row, first in sorted(firsts.items()):
-            if kept[row]:
-                self._trials.pop(sequences[row], None)
-            else:
-                kept[row] += self._try(self._trials.setdefault(sequences[row], Trial()), first, run)
-        return kept
+        return front[:count]
 
     def _try(self, trial: Trial, first: Candidate, run: _Pass) -> list[int]:
         """The trial node of a sequence without drafts, if ``gap`` passes are over and the budget allows."""
@@ -286,12 +327,18 @@ class _Pass:
         """Add a draft; with ``sign`` -1 remove it."""
         self.tokens, self.gain = self.tokens + sign * one.size, self.gain + sign * one.survival
         if one.steps:
-            before = self.latency.draft(self.widths[one.depth])
+            before = self.latency.draft(self.widths[one.depth], one.depth == 1)
             self.widths[one.depth] += sign
-            self.steps += self.latency.draft(self.widths[one.depth]) - before
+            self.steps += self.latency.draft(self.widths[one.depth], one.depth == 1) - before
         self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
         self.speed, self.loss = (self.batch + self.gain) / self.seconds, self.seconds / self.plain - 1
         return self
+
+    @property
+    def least(self) -> float:
+        """Survival of a draft that is worth its part of the pass; 0 where there are none."""
+        drafts, verifying = self.tokens - self.batch, self.seconds - self.steps - self.plain
+        return min(self.speed * verifying / drafts, 1.0) if drafts else 0.0
 
 
 def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:

@@ -9,14 +9,20 @@ state per sequence, and updates it from the tokens: a request has all of them, a
 proposal or before a preemption.
 
 A ``free`` proposer (n-grams, lookahead) takes almost no time: it proposes all it has, the policy keeps the
-nodes that pay (``DraftPolicy.select``). Other proposers run a model for every draft: the policy first chooses
-how many (``DraftPolicy.choose``), passed in ``most``.
+nodes that pay (``DraftPolicy.select``). A ``TimedProposer`` runs a model: the policy first chooses how deep
+its drafts are (``DraftPolicy.choose``), from its times and from what was accepted at each depth:
+
+    a chain            has as many drafts as were chosen
+    a confident one    ends where it doubts, before it draws the next token: ``least``
+    a tree             has as many levels, and the policy keeps the nodes that pay (``DraftPolicy.trim``)
+
+Whether drafts may be dropped after they are made depends on the draft alone: those without q may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from attar.runtime.speculate.draft import Draft
@@ -50,6 +56,9 @@ class DraftRequest:
         siblings: whether a draft model adds siblings to its chain.
         blocks: block table of the target; the hidden states of all tokens but the last are in its slots, for
             proposers that read them (``heads/context.py``).
+        depth: levels of a tree at most.
+        least: chance of being accepted below which a draft does not pay. It was chosen before the round, so
+            a drawn draft may end at it if that is decided before the next token is drawn.
     """
 
     sequence: int
@@ -59,6 +68,8 @@ class DraftRequest:
     rules: SamplingRules | None = None
     siblings: bool = False
     blocks: Sequence[int] = ()
+    depth: int = 1 << 30
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,21 @@ class DraftFeedback:
     path: tuple[int, ...]
     tokens: Sequence[int]
     choices: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class DraftTimes:
+    """Seconds of a proposer that runs a model, by the number of sequences, measured when it is loaded.
+
+        t(K) = begin + K step        a round of drafts, K deep
+        reading                      a token of a sequence that the proposer has not seen
+
+    A draft model and EAGLE take a step for each depth; a block drafter has all depths when it has begun.
+    """
+
+    step: Mapping[int, float]
+    begin: Mapping[int, float] = field(default_factory=dict)
+    reading: float = 0.0
 
 
 class Proposer(Protocol):
@@ -113,4 +139,33 @@ class Proposer(Protocol):
 
     def forget(self, sequence: int) -> None:
         """A sequence ended; unknown ids are ignored."""
+        ...
+
+
+class TimedProposer(Proposer, Protocol):
+    """A proposer that is not free."""
+
+    @property
+    def most(self) -> int:
+        """Drafts of a sequence in a pass at most, where the settings do not say."""
+        ...
+
+    @property
+    def branches(self) -> int:
+        """Drafts after one token at most, for a chain with siblings; else 1."""
+        ...
+
+    @property
+    def confident(self) -> bool:
+        """Whether its chains end by themselves, at ``least``."""
+        ...
+
+    @property
+    def trees(self) -> bool:
+        """Whether its drafts are trees: the policy chooses their levels before, and nodes of them after.
+        Kinds of group 0 (``draft.py``) are those of the chain of best nodes, by depth."""
+        ...
+
+    def times(self) -> DraftTimes:
+        """Measured now, on an empty pool."""
         ...

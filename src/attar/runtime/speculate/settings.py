@@ -8,7 +8,7 @@ from typing import Any
 from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
-METHODS = ("ngram", "lookahead", "self")
+METHODS = ("ngram", "suffix", "lookahead", "self")
 MODES = ("coupled", "exact")
 
 

@@ -11,7 +11,7 @@ from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.noise import DraftRules, Noise
-from attar.runtime.speculate.proposer import DraftRequest, Proposer, SamplingRules
+from attar.runtime.speculate.proposer import SamplingRules
 from attar.runtime.speculate.verify import VerificationMode
 
 
@@ -25,6 +25,7 @@ class SpeculativePass:
         prompt_tokens: of the pass.
         drafting: seconds of the proposer; 0 if it was not called.
         prefills: whether a draft model prefilled a sequence.
+        steps: of the proposer: levels of the deepest draft that it made.
         began: start of the pass on the speculator's clock.
     """
 
@@ -33,6 +34,7 @@ class SpeculativePass:
     prompt_tokens: int = 0
     drafting: float = 0.0
     prefills: bool = False
+    steps: int = 0
     began: float = 0.0
 
 
@@ -90,22 +92,10 @@ class GuardedRules:
         return self.completion.key(ahead)
 
 
-def draft_request(
-    sequence: Running,
-    most: int,
-    proposer: Proposer,
-    rules: GuardedRules,
-    mode: VerificationMode,
-    siblings: bool,
-    blocks: Sequence[int] = (),
-) -> DraftRequest:
-    """The draft request of a sequence; with rules only if the proposer draws."""
-    passed: SamplingRules | None = None
-    if proposer.draws:
-        exact = mode == "exact" and not rules.completion.params.greedy
-        passed = DraftRules(rules, noise_of(sequence, rules.completion)) if exact else rules
-    salt = sequence.request.salt
-    return DraftRequest(sequence.id, sequence.tokens, most, salt, passed, siblings, blocks)
+def drawing_rules(sequence: Running, rules: GuardedRules, mode: VerificationMode) -> SamplingRules:
+    """The rules by which drafts of a sequence are drawn."""
+    exact = mode == "exact" and not rules.completion.params.greedy
+    return DraftRules(rules, noise_of(sequence, rules.completion)) if exact else rules
 
 
 @dataclass

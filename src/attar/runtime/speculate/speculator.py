@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import DraftFeedback, Proposer
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
 from attar.runtime.speculate.speculative_pass import (
     RESTING,
     GuardedRules,
@@ -40,7 +41,7 @@ from attar.runtime.speculate.speculative_pass import (
     SpeculativePass,
     decodes_one,
     draft_limit,
-    draft_request,
+    drawing_rules,
     mode_of,
     noise_of,
 )
@@ -81,6 +82,7 @@ class Speculator:
         self._known: dict[int, None] = {}
         self._round = SpeculativePass()
         self._proposes = self._prefills = False  # of this pass
+        self._steps = 0
         self._uncut: dict[int, Draft] = {}  # drafts of the pass with all siblings
         self._since_siblings = SIBLINGS_EVERY
         self._spent = 0.0  # own seconds, charged with the next proposal
@@ -107,6 +109,7 @@ class Speculator:
             return planned
         began = self.clock()
         self._proposes = self._prefills = False
+        self._steps = 0
         self.follow(scheduler.running)
         decoding = [one for one, _ in planned if decodes_one(one)]
         total = sum(share for _, share in planned)
@@ -115,11 +118,10 @@ class Speculator:
         limits = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
         drafts: dict[int, Draft] = {}
         if self.failure is None and not rested and any(limits):
-            for one, draft in zip(
-                decoding,
-                self._proposed(decoding, limits, left, prompt_tokens, completion, scheduler.manager.readable),
-                strict=True,
-            ):
+            proposed = self._proposed(
+                decoding, limits, left, prompt_tokens, completion, scheduler.manager.readable
+            )
+            for one, draft in zip(decoding, proposed, strict=True):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
                     drafts[one.id], left = draft, left - len(draft)
@@ -129,7 +131,7 @@ class Speculator:
         spent = now - began + self._spent
         drafting, self._spent = (spent, 0.0) if self._proposes else (0.0, spent)
         ids = tuple(one.id for one in decoding)
-        self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, now)
+        self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, self._steps, now)
         return [(one, share + len(one.drafts)) for one, share in planned]
 
     def has(self, output: StepOutput) -> bool:
@@ -172,7 +174,7 @@ class Speculator:
         if self._round.prefills:
             self.prefill.charge(self.policy, len(self._round.decoding), drafting)
             drafting = 0.0
-        self.policy.note(decoded, seconds, drafting, self._round.prompt_tokens)
+        self.policy.note(decoded, seconds, drafting, self._round.prompt_tokens, self._round.steps)
         count_siblings(self.policy.acceptance, decoded, self._uncut)
         self._uncut = {}
         if self.failure is None:
@@ -220,39 +222,51 @@ class Speculator:
         ids, nothing = [one.id for one in decoding], [None] * len(decoding)
         if not self.policy.open:
             return [*nothing]
-        self._proposes, free, siblings = True, self.proposer.free, False
-        if not free:
-            limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
-            branches = getattr(self.proposer, "branches", 1)
-            kinds = self.policy.choose(ids, limits, prompt_tokens, branches, left)
-            limits = [sum(kind < LEVELS for kind in one) for one in kinds]
-            if not any(limits):
-                return [*nothing]
-            siblings = self._with_siblings(kinds)
-            self._prefills = self.prefill.begin(ids, limits, [len(one.tokens) for one in decoding])
+        self._proposes = True
+        if self.proposer.free:
+            pairs = zip(decoding, limits, strict=True)
+            requests = [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
+            drafts = self._asked(requests, ())
+            return self.policy.select(ids, drafts, prompt_tokens, whole=self.proposer.learns_tree)
+        proposer = cast(TimedProposer, self.proposer)
+        limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
+        kinds = self.policy.choose(ids, limits, prompt_tokens, proposer.branches, left)
+        depths = [sum(kind < LEVELS for kind in one) for one in kinds]
+        if not any(depths):
+            return [*nothing]
+        siblings = self._with_siblings(kinds)
+        self._prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
+        least = self.policy.least
+        whole = proposer.trees or (proposer.confident and least > 0)
+        limits = [most if whole and depth else depth for most, depth in zip(limits, depths, strict=True)]
         rules = [GuardedRules(completion(one)) for one in decoding]
-        requests = [
-            draft_request(
-                one,
-                most,
-                self.proposer,
-                its,
-                mode_of(its.completion, self.verification),
-                siblings,
-                blocks(one.id),
-            )
-            for one, most, its in zip(decoding, limits, rules, strict=True)
+        drawing = [
+            drawing_rules(one, its, mode_of(its.completion, self.verification)) if proposer.draws else None
+            for one, its in zip(decoding, rules, strict=True)
         ]
+        requests = [
+            DraftRequest(
+                one.id, one.tokens, most, one.request.salt, its, siblings, blocks(one.id), depth, least
+            )
+            for one, most, depth, its in zip(decoding, limits, depths, drawing, strict=True)
+        ]
+        drafts = self._asked(requests, rules)
+        self._steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
+        if proposer.trees:
+            return self.policy.trim(ids, drafts, prompt_tokens)
+        self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
+        return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
+
+    def _asked(
+        self, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules]
+    ) -> Sequence[Draft | None]:
+        """The proposer's drafts; none where it fails, or the rules of a completion."""
         try:
-            drafts = self.proposer.propose(requests)
+            return self.proposer.propose(requests)
         except Exception as failure:
             if not any(its.failed for its in rules):
                 self._fail(failure)
-            return [*nothing]
-        if not free:
-            self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
-            return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
-        return self.policy.select(ids, drafts, prompt_tokens, whole=self.proposer.learns_tree)
+            return [None] * len(requests)
 
     def _with_siblings(self, kinds: Sequence[set[int]]) -> bool:
         """Whether to draft siblings: where some pay, and every few passes to learn their rates."""

@@ -28,6 +28,7 @@ class Knows:
     """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number."""
 
     name, free, draws, learns_tree = "knows", False, False, False
+    branches, confident, trees = 1, False, False
 
     def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:
         self.texts, self.right = texts, right

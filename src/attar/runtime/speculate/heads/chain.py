@@ -6,7 +6,7 @@
     x_i        as in ``draft_model.py``: the likeliest token, or drawn by the request's rules with its q
 
 A head sees decided tokens, their states, and its own drafts. Whether a draft goes on is decided before its
-next token is drawn.
+next token is drawn: a head with ``confidence`` ends it where it does not pay (``DraftRequest.least``).
 
 Letters: R drafts, m layers, H hidden size, V vocabulary of the target.
 """
@@ -14,7 +14,7 @@ Letters: R drafts, m layers, H hidden size, V vocabulary of the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch import Tensor
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.draft_model import GrowingDraft
 from attar.runtime.speculate.heads.context import ContextReader
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.heads.times import measure_rounds
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes
 
 
 class ChainHead(Protocol):
@@ -55,6 +56,15 @@ class ChainHead(Protocol):
         ...
 
 
+class ConfidentHead(ChainHead, Protocol):
+    """A head that knows how likely its tokens are accepted."""
+
+    def confidence(self, drafts: Sequence[GrowingDraft]) -> Sequence[float]:
+        """The chance that the next token of each draft is accepted if those before it are, from all that is
+        known before it is drawn; called before ``logits``."""
+        ...
+
+
 class ChainProposer:
     """A ``Proposer`` (see ``proposer.py``) of a chain head.
 
@@ -65,7 +75,7 @@ class ChainProposer:
         doubt: a draft ends after a row whose likeliest token has a lower probability; 0: never.
     """
 
-    free, draws, learns_tree = False, True, False
+    free, draws, learns_tree, trees = False, True, False, False
 
     def __init__(
         self,
@@ -79,6 +89,7 @@ class ChainProposer:
     ) -> None:
         self.head, self.context, self.name = head, context, name
         self.ends, self.branches, self.doubt = frozenset(ends), branches, doubt
+        self.most, self.confident = head.drafts, hasattr(head, "confidence")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
@@ -90,6 +101,12 @@ class ChainProposer:
         if growing:
             self.head.begin(growing)
         while growing:
+            if self.confident:
+                chances = cast(ConfidentHead, self.head).confidence(growing)
+                pairs = zip(growing, chances, strict=True)
+                growing = [draft for draft, chance in pairs if not draft.doubts(float(chance))]
+                if not growing:
+                    break
             for row, draft in zip(self.head.logits(growing), growing, strict=True):
                 draft.extend(row[None])
             growing = [draft for draft in growing if draft.open]
@@ -102,6 +119,12 @@ class ChainProposer:
         """A sequence ended."""
         self.context.forget(sequence)
         self.head.forget(sequence)
+
+    def times(self) -> DraftTimes:
+        """Of rounds on states that are not there yet, with no end."""
+        endless = ChainProposer(self.head, self.context, name=self.name, branches=self.branches)
+        endless.confident = False
+        return measure_rounds(endless, self.context, self.head.drafts)
 
     def _begin(self, request: DraftRequest) -> GrowingDraft:
         """Read what is new of a sequence, and begin its draft."""

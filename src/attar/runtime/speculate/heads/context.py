@@ -25,10 +25,12 @@ class ContextReader:
 
     Args:
         block_size: B.
+        layers: of the pool, whose states are read; None: all that it has now.
     """
 
-    def __init__(self, pool: HiddenPool, block_size: int) -> None:
+    def __init__(self, pool: HiddenPool, block_size: int, layers: Sequence[int] | None = None) -> None:
         self.pool, self.block_size = pool, block_size
+        self.layers = pool.layers if layers is None else tuple(layers)
         self._read: dict[int, tuple[tuple[int, ...], int]] = {}  # the blocks, and how many positions
 
     def unread(self, request: DraftRequest) -> tuple[int, Tensor]:
@@ -37,7 +39,7 @@ class ContextReader:
         stop, blocks = len(request.tokens) - 1, tuple(request.blocks)
         before, count = self._read.get(request.sequence, ((), 0))
         pairs = enumerate(zip(before, blocks, strict=False))
-        changed = next((i for i, (old, new) in pairs if old != new), len(before))
+        changed = next((i for i, (old, new) in pairs if new not in (old, FREED)), len(before))
         start = max(min(count, changed * self.block_size), self._first(blocks))
         self._read[request.sequence] = blocks, stop
         return start, self.states(blocks, start, stop)
@@ -50,8 +52,8 @@ class ContextReader:
     def states(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """float32 (stop - start, m, H)."""
         if stop <= start:
-            return self.pool.read(np.empty(0, dtype=np.int64))
-        return self.pool.read(slots(blocks, start, stop, self.block_size))
+            return self.pool.read(np.empty(0, dtype=np.int64), self.layers)
+        return self.pool.read(slots(blocks, start, stop, self.block_size), self.layers)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""

@@ -41,6 +41,6 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
         raise ModelError(
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
-    context = ContextReader(pool, runner.block_size)
+    context = ContextReader(pool, runner.block_size, config.layers)
     proposer: Proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
     return proposer

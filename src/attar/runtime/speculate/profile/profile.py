@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from attar.progress import SILENT, Progress
 from attar.runtime.bench import decoded, run_timed
@@ -64,8 +65,18 @@ class FixedPolicy(DraftPolicy):
     ) -> list[Draft | None]:
         return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
 
+    def trim(
+        self, sequences: Sequence[int], drafts: Sequence[Draft | None], prompt_tokens: int = 0
+    ) -> list[Draft | None]:
+        return [draft and draft.cut(self.most) for draft in drafts]
+
     def note(
-        self, feedback: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self,
+        feedback: Sequence[DraftFeedback],
+        seconds: float,
+        drafting: float = 0.0,
+        prompt_tokens: int = 0,
+        steps: int = 0,
     ) -> None:
         if feedback and not prompt_tokens:
             drafts = sum(len(one.draft) for one in feedback if one.draft is not None)
@@ -103,6 +114,9 @@ class MeteredProposer:
     @property
     def learns_tree(self) -> bool:
         return self.proposer.learns_tree
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.proposer, name)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         began = time.perf_counter()

@@ -1,0 +1,90 @@
+"""What a head is trained on: rows that its target writes after prompts, and with a smaller ``--share`` text.
+
+A head drafts in contexts that its target has written, so by default all rows are the target's. Prompts are
+those of any source (``rollouts/prompts.py``).
+
+Letters: S tokens a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attar.data.examples import Examples
+from attar.data.packing import row_length
+from attar.distillation.rollouts import teacher
+from attar.distillation.rollouts.prompts import PromptRows, read_prompts
+from attar.distillation.rollouts.sampling import joined
+from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, repeated
+from attar.distillation.settings import DistillSettings
+from attar.distillation.tasks import TASKS
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class HeadText:
+    """The text behind the rows of a head.
+
+    Attributes:
+        count: rows of the training, repeated ones included.
+        prompts: of the training.
+        held_out: of the rows that measure it.
+        text: rows that are learned as they are; None: there are none.
+        records: of what was read, see :func:`attar.data.seen.note_texts`.
+    """
+
+    settings: DistillSettings
+    count: int
+    prompts: PromptRows | None
+    held_out: PromptRows
+    text: Examples | None
+    records: list[dict[str, Any]]
+
+    @property
+    def written(self) -> int:
+        """Rows of the training that the target writes, repeated ones included."""
+        return round(self.settings.teacher_share * self.count)
+
+    def training_rows(self, writer: RolloutWriter) -> Examples:
+        """The rows of the training; with text as many as its steps take, otherwise each once."""
+        settings, parts = self.settings, list[Examples]()
+        if self.prompts is not None:
+            wanted = min(settings.rollouts.samples, self.written)
+            prompts = [self.prompts.prompts[n % len(self.prompts.prompts)] for n in range(wanted)]
+            rows = writer.after(prompts, settings.rollout_temperature, settings.seed, "train")
+            parts.append(rows if self.text is None else repeated(rows, self.written))
+        if self.text is not None:
+            parts.append(repeated(self.text, self.count - self.written))
+        return joined(parts)
+
+    def held_out_rows(self, writer: RolloutWriter) -> Examples:
+        """Rows of the target after held-out prompts, at temperature 1."""
+        return writer.after(self.held_out.prompts, 1.0, HELD_OUT_SEED, "held-out")
+
+
+def read_head_text(source: Checkpoint, tokenizer: Any, settings: DistillSettings, count: int) -> HeadText:
+    """Read the prompts and the text.
+
+    Raises:
+        DataError: there are none, or none that fit into a row.
+    """
+    length, task = row_length(settings.sequence_length, source.config), TASKS["causal"]
+    prompt = min(settings.rollouts.prompt_tokens, length - 1)
+    held_out_rows = max(teacher.HELD_OUT_TOKENS // (length - prompt), 1)
+    options: dict[str, Any] = {"length": length, "bos": settings.bos, "tokens": prompt}
+    held_out = read_prompts(tokenizer, settings.data, "calibration", count=held_out_rows, seed=0, **options)
+    records = [held_out.record("distill", tokenizer, settings.data, "calibration")]
+    written, prompts, text = round(settings.teacher_share * count), None, None
+    if written:
+        wanted = min(settings.rollouts.samples, written)
+        options |= {"count": wanted, "seed": settings.seed, "packing": settings.packing}
+        prompts = read_prompts(tokenizer, settings.data, "train", **options)
+        records.append(prompts.record("distill", tokenizer, settings.data, "train"))
+    if written < count:
+        text = task.training(source, settings, count - written)
+        assert isinstance(text, Examples), "the causal task has rows"
+        records += task.records("distill", source, settings, count - written)[:1]
+    return HeadText(settings, count, prompts, held_out, text, records)

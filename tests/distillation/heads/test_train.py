@@ -1,0 +1,205 @@
+"""``attar distill --head``: what it refuses, what its card says, and a run that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import attar
+from attar.checkpoint.hashing import sha256_file
+from attar.checkpoint.open import open_checkpoint
+from attar.distillation.heads import train as module
+from attar.distillation.rollouts import teacher as rollouts
+from attar.errors import DataError, ModelError, SettingsError
+from attar.models.draft_heads.folder import load_draft_head
+from tests import tiny_models
+
+SMALL = {
+    "head": "medusa",
+    "drafts": 2,
+    "steps": 6,
+    "batch_size": 2,
+    "sequence_length": 32,
+    "samples": 4,
+    "prompt_tokens": 4,
+    "checkpoint_every": 2,
+    "evaluate_every": 3,
+    "precision": "fp32",
+    "data": str(Path(json.__file__).parent),
+}
+FILES = ("model.safetensors", "config.json", "attar.json", "README.md")
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
+    return tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
+
+
+def hashes(folder):
+    return {name: sha256_file(folder / name) for name in FILES}
+
+
+class Killed(BaseException):
+    """Stands for a process that dies between two steps."""
+
+
+def die_after(monkeypatch, calls):
+    count, run = [0], module.HeadLoss.__call__
+
+    def deadly(self, model, batch):
+        count[0] += 1
+        if count[0] > calls:
+            raise Killed
+        return run(self, model, batch)
+
+    monkeypatch.setattr(module.HeadLoss, "__call__", deadly)
+
+
+@pytest.mark.parametrize("cache", ["0", "20KB", "1MB"])
+def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path, monkeypatch, cache):
+    options = SMALL | {"state_cache": cache, "draft_vocabulary": 100}
+    attar.distill(target, tmp_path / "a" / "head", **options)
+    with monkeypatch.context() as patch:
+        die_after(patch, 4)
+        with pytest.raises(Killed):
+            attar.distill(target, tmp_path / "b" / "head", **options)
+    work = tmp_path / "b" / ".head.work"
+    assert (work / "train" / "state-00000002").is_dir()
+    states = sorted((work / "states").glob("*.safetensors")) if cache != "0" else []
+    assert bool(states) == (cache != "0")
+    torch.manual_seed(99)
+    attar.distill(target, tmp_path / "b" / "head", **options)
+    assert hashes(tmp_path / "a" / "head") == hashes(tmp_path / "b" / "head")
+
+
+def test_the_source_of_the_states_does_not_change_what_is_learned(target, tmp_path):
+    """Beyond the last bits: a pass over other rows at once."""
+    heads = [
+        load_draft_head(attar.distill(target, tmp_path / cache, **SMALL | {"state_cache": cache}))
+        for cache in ("0", "20KB", "1MB")
+    ]
+    for head in heads[1:]:
+        for one, other in zip(head.parameters(), heads[0].parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "cached"),
+    [({}, 0), ({"steps": 20}, 6), ({"steps": 20, "state_cache": "0"}, 0), ({"state_cache": "20KB"}, 2)],
+)
+def test_states_are_kept_where_rows_are_read_several_times_or_it_is_asked_for(
+    target, tmp_path, options, cached
+):
+    """A row takes 32 tokens of 2 times 64 numbers in 2 bytes: 8,192."""
+    details = attar.distill(target, tmp_path / "head", **SMALL | {"samples": 6} | options).card.details
+    assert details["rows"]["states_on_disk"] == cached
+
+
+def test_the_head_is_trained_on_what_the_model_writes(target, tmp_path, monkeypatch):
+    seen = []
+    train = module.train
+    monkeypatch.setattr(module, "train", lambda learner, loss, rows, *rest, **more: (
+        seen.append(rows), train(learner, loss, rows, *rest, **more))[1])  # fmt: skip
+    attar.distill(target, tmp_path / "head", **SMALL)
+    rows = seen[0]
+    assert len(rows) == 4 and not rows.predicted[:, :3].any()
+    params = attar.SamplingParams(max_tokens=28, temperature=1.0, seed=0)  # the first row's, seed 0 + 0
+    alone = attar.LLM(target, dtype="float32").generate(rows.tokens[:1, :4].tolist(), params)[0]
+    length = int(rows.mask[0].sum())
+    assert tuple(rows.tokens[0, 4:length].tolist()) == tuple(alone.token_ids)
+    attar.distill(target, tmp_path / "half", **SMALL | {"share": 0.5})
+    written = (~seen[1].predicted[:, 0]).sum()
+    assert len(seen[1]) == 12 and written == 6
+    attar.distill(target, tmp_path / "text", **SMALL | {"share": 0.0})
+    assert seen[2].predicted[:, 0].all()
+
+
+def test_a_reduced_vocabulary_is_counted_once_and_recorded(target, tmp_path):
+    head = attar.distill(target, tmp_path / "head", **SMALL | {"draft_vocabulary": 50})
+    loaded = load_draft_head(head)
+    assert loaded.d2t.dtype == torch.int64 and loaded.weight(0).shape == (50, 64)
+    assert head.card.details["draft_vocabulary"]["tokens"] == 50
+    assert 0.0 < head.card.details["draft_vocabulary"]["held_out_share"] < 1.0
+    full = attar.distill(target, tmp_path / "full", **SMALL)
+    assert "draft_vocabulary" not in full.card.details
+
+
+def test_the_card_names_its_model_with_its_hash(target, tmp_path):
+    head = attar.distill(target, tmp_path / "head", **SMALL)
+    parents = head.card.parents
+    assert {parent.fingerprint for parent in parents} == {open_checkpoint(target).fingerprint()}
+    assert {parent.name for parent in parents} == {"target"}
+    assert head.card.details["steps"] == 6 and head.card.details["rows"]["different"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"for_drafting": True}, "for_drafting is True.*left out with head medusa"),
+        ({"student": "x"}, "student"),
+        ({"features": "hidden"}, "features"),
+        ({"adapter_rank": 4}, "adapter_rank is 4"),
+        ({"teacher_top": 8}, "teacher_top is 8.*0 with head medusa"),
+        ({"on_policy": 1.0}, "on_policy is 1.0.*0 with head medusa"),
+        ({"objective": "tv"}, "objective"),
+        ({"task": "masked"}, "task"),
+        ({"draft_vocabulary": 1000}, "at most the model's 320"),
+        ({"state_cache": "much"}, "state_cache"),
+    ],
+)
+def test_what_does_not_suit_a_head_is_refused_by_name(target, tmp_path, options, message):
+    with pytest.raises(SettingsError, match=message):
+        attar.distill(target, tmp_path / "head", **SMALL | options)
+    assert not (tmp_path / "head").exists() and not (tmp_path / ".head.work").exists()
+
+
+def test_a_model_that_predicts_no_next_token_is_refused(tmp_path):
+    encoder = tiny_models.save_encoder(tiny_models.build("bert", vocab_size=322), tmp_path / "bert")
+    with pytest.raises((ModelError, SettingsError), match=r"predicts no next token|task masked"):
+        attar.distill(encoder, tmp_path / "head", **SMALL)
+
+
+def test_a_head_that_is_no_linear_is_refused_before_any_work(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "head_of", lambda model: None)
+    with pytest.raises(ModelError, match="no plain Linear"):
+        attar.distill(target, tmp_path / "head", **SMALL)
+
+
+def test_text_without_a_prompt_is_one_line(target, tmp_path):
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "' + "x y " * 90 + '", "completion": "z"}\n')
+    with pytest.raises(DataError, match="leaves room for an answer"):
+        attar.distill(target, tmp_path / "head", **SMALL | {"data": str(tmp_path / "chats.jsonl")})
+
+
+@pytest.mark.slow
+def test_kill_9_while_training_gives_the_same_bytes(tmp_path):
+    target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
+    options = SMALL | {"steps": 40, "state_cache": "20KB"}
+    code = (
+        "import sys, json, attar; from attar.distillation.rollouts import teacher; "
+        "teacher.HELD_OUT_TOKENS = 64; "
+        "attar.distill(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))"
+    )
+
+    def start(out):
+        words = [sys.executable, "-c", code, str(target), str(out), json.dumps(options)]
+        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert start(tmp_path / "a" / "head").wait() == 0
+    killed, work = start(tmp_path / "b" / "head"), tmp_path / "b" / ".head.work" / "train"
+    while not list(work.glob("state-0000000*")):
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert start(tmp_path / "b" / "head").wait() == 0
+    assert hashes(tmp_path / "a" / "head") == hashes(tmp_path / "b" / "head")
