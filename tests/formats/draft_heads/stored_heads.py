@@ -45,13 +45,12 @@ def medusa(layers=1, shared=False, tree=()):
     return HeadContent({**values, **more}, tensors, TARGET)
 
 
-def block(kind, markov="plain", rank=0, confidence=False, draft_vocabulary=0, mask=None, depth=2):
-    shape = {"depth": depth, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 20}
-    shape |= {"eps": 1e-5, "rope_theta": 50000.0}
+def block(kind, markov="plain", rank=0, confidence=False, draft_vocabulary=0, mask=None, depth=2, bias=False):
+    shape = shape_of(depth=depth, head_norms=True, bias=bias)
     v = draft_vocabulary or V
     tensors = {"fc.weight": random(H, 3 * H), "hidden_norm.weight": random(H), "norm.weight": random(H)}
     for i in range(depth):
-        tensors |= layer(f"layers.{i}.", H, shape, norms=True)
+        tensors |= layer(f"layers.{i}.", H, shape, norms=True, bias=bias)
         tensors[f"layers.{i}.input_layernorm.weight"] = random(H)
     tensors["mask_embedding"] = random(H) if mask is None else mask
     if rank:
@@ -74,7 +73,7 @@ def block(kind, markov="plain", rank=0, confidence=False, draft_vocabulary=0, ma
 
 
 def eagle(bias=True):
-    shape = eagle_shape()
+    shape = shape_of()
     tensors = {"fc.weight": random(H, 2 * H), **layer("layers.0.", H, shape)}
     tensors |= {"fc.bias": random(H)} if bias else {}
     values = {
@@ -89,7 +88,7 @@ def eagle(bias=True):
 
 
 def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, **switches):
-    shape, count, v = eagle_shape(bias=bias, head_norms=norms), len(layers), draft_vocabulary or V
+    shape, count, v = shape_of(bias=bias, head_norms=norms), len(layers), draft_vocabulary or V
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     switches = {name: switches.get(name, False) for name in names}
     tensors = {"fc.weight": random(H, count * H), **layer("layers.0.", 2 * H, shape, norms=norms, bias=bias)}
@@ -107,9 +106,9 @@ def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, **swi
     return HeadContent(values, tensors, TARGET)
 
 
-def eagle_shape(**more):
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 20, "theta": 50000.0, "eps": 1e-5}
-    return {**shape, "bias": False, "head_norms": False, **more}
+def shape_of(**more):
+    shape = {"depth": 1, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 20, "eps": 1e-5}
+    return {**shape, "rope_theta": 50000.0, "bias": False, "head_norms": False, **more}
 
 
 def layer(prefix, inputs, shape, norms=False, bias=False):

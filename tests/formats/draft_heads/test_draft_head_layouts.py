@@ -18,7 +18,7 @@ CASES = {
         block("dspark", rank=4, confidence=True),
         block("dspark", rank=4, markov="gated", draft_vocabulary=9),
         block("dspark", rank=4, markov="rnn"),
-        block("dspark", rank=0, depth=1),
+        block("dspark", rank=0, depth=1, bias=True),
         block("dflash"),
         block("dflash", draft_vocabulary=11, mask=table()[17].clone()),
         block("dflash", rank=4, confidence=True),

@@ -23,6 +23,7 @@ Letters: B slots, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadContent, HeadTarget, entry
-from attar.formats.draft_heads.decoder_config import DecoderLayers
+from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
 from attar.formats.draft_heads.reduced import with_mask, without_mask
 
 KINDS = ("dflash", "dspark")
@@ -44,10 +45,17 @@ def sequential(values: Mapping[str, Any]) -> bool:
 
 
 def block_layers(values: Mapping[str, Any]) -> DecoderLayers:
-    """The layers of our config."""
-    shape = values["shape"]
-    names = ("depth", "heads", "kv_heads", "head_dim", "intermediate", "eps")
-    return DecoderLayers(**{name: shape[name] for name in names}, theta=shape["rope_theta"])
+    """The layers of our config.
+
+    Raises:
+        ModelError: they have no norms of queries and keys, which all published ones have.
+    """
+    layers = DecoderLayers(**values["shape"])
+    if not layers.head_norms:
+        raise ModelError(
+            f"published {values['kind']} heads have norms of queries and keys, this one has none"
+        )
+    return layers
 
 
 def layer_ids(head: HeadContent, offset: int) -> list[int]:
@@ -88,6 +96,7 @@ def stored_tensors(head: HeadContent) -> tuple[dict[str, Tensor], int]:
         ModelError: the target's embedding is not known.
     """
     tensors = {name: x for name, x in head.tensors.items() if name != MASK}
+    tensors = with_output_bias(tensors, block_layers(head.values))
     if head.target.embedding is None:
         raise ModelError(
             f"the mask of {head.kind} is a row of the target's embedding, which is not here",
@@ -132,9 +141,7 @@ def block_content(
     confidence = bool(config.get("enable_confidence_head") and "confidence_head.proj.weight" in tensors)
     if confidence and rank and not config.get("confidence_head_with_markov"):
         raise ModelError(f"{where}: a confidence head that does not see the Markov embedding is not read")
-    if decoder.bias:
-        raise ModelError(f"{where}: attention_bias: block drafters without biases alone are read")
-    kept = {name: x for name, x in tensors.items() if name != TABLE}
+    kept = without_output_bias({name: x for name, x in tensors.items() if name != TABLE}, where)
     if len(kept.get("lm_head.weight", ())) == vocabulary and "d2t" not in kept:
         del kept["lm_head.weight"]  # the target's own, which trainers store
     mask = _mask(config, tensors, target, where)
@@ -146,15 +153,7 @@ def block_content(
         "layers": layers,
         "drafts": entry(config, "block_size", int, where) - (not anchor),
         "draft_vocabulary": len(reduced["d2t"]) if "d2t" in reduced else 0,
-        "shape": {
-            "depth": decoder.depth,
-            "heads": decoder.heads,
-            "kv_heads": decoder.kv_heads,
-            "head_dim": decoder.head_dim,
-            "intermediate": decoder.intermediate,
-            "eps": decoder.eps,
-            "rope_theta": decoder.theta,
-        },
+        "shape": asdict(decoder),
         "markov_rank": rank,
         "markov": types.get(markov, "plain"),
         "confidence": confidence,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from attar.errors import ModelError
 from attar.formats.draft_heads.content import HeadTarget, entry
 
@@ -24,8 +26,8 @@ class DecoderLayers:
     Attributes:
         depth: how many.
         intermediate: neurons of the MLP.
-        theta: base of the rotary frequencies.
-        bias: of attention's projections.
+        bias: of the projections to queries, keys and values.
+        head_norms: of each query and key: a Qwen3; without them a Llama.
     """
 
     depth: int
@@ -34,15 +36,16 @@ class DecoderLayers:
     head_dim: int
     intermediate: int
     eps: float
-    theta: float
-    bias: bool = False
+    rope_theta: float
+    bias: bool
+    head_norms: bool
 
-    def to_config(self, hidden: int, vocabulary: int, target: HeadTarget, model_type: str) -> dict[str, Any]:
+    def to_config(self, hidden: int, vocabulary: int, target: HeadTarget) -> dict[str, Any]:
         """The keys of a config; of a Llama without ``layer_types``, in which vLLM looks for the layer's place
         in the target."""
-        own = {"layer_types": ["full_attention"] * self.depth} if model_type == "qwen3" else {"mlp_bias": False}
+        own = {"layer_types": ["full_attention"] * self.depth} if self.head_norms else {"mlp_bias": False}
         return {
-            "model_type": model_type,
+            "model_type": "qwen3" if self.head_norms else "llama",
             "vocab_size": vocabulary,
             "hidden_size": hidden,
             "intermediate_size": self.intermediate,
@@ -53,8 +56,8 @@ class DecoderLayers:
             "hidden_act": "silu",
             "max_position_embeddings": target.context or CONTEXT,
             "rms_norm_eps": self.eps,
-            "rope_theta": self.theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "attention_bias": self.bias,
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
@@ -91,9 +94,30 @@ class DecoderLayers:
             head_dim=config.get("head_dim") or hidden // heads,
             intermediate=intermediate,
             eps=config.get("rms_norm_eps", 1e-6),
-            theta=_theta(config, where),
+            rope_theta=_theta(config, where),
             bias=bool(config.get("attention_bias", False)),
+            head_norms=config.get("model_type") == "qwen3",
         )
+
+
+def with_output_bias(tensors: Mapping[str, Tensor], layers: DecoderLayers) -> dict[str, Tensor]:
+    """Tensors with the bias behind attention that a Llama or a Qwen3 has where it has those before: zeros."""
+    if not layers.bias:
+        return dict(tensors)
+    weights = {name: x for name, x in tensors.items() if name.endswith("o_proj.weight")}
+    return {**tensors, **{f"{name[:-6]}bias": x.new_zeros(len(x)) for name, x in weights.items()}}
+
+
+def without_output_bias(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Tensors without it.
+
+    Raises:
+        ModelError: it is not zero.
+    """
+    biases = [name for name in tensors if name.endswith("o_proj.bias")]
+    if any(tensors[name].any() for name in biases):
+        raise ModelError(f"{where}: {biases[0]}: heads without a bias behind attention alone are read")
+    return {name: x for name, x in tensors.items() if name not in biases}
 
 
 def _theta(config: Mapping[str, Any], where: str) -> float:

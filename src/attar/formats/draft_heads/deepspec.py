@@ -49,7 +49,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     values, dspark = head.values, sequential(head.values)
     tensors, mask = stored_tensors(head)
-    decoder = block_layers(values).to_config(values["hidden"], values["vocabulary"], head.target, "qwen3")
+    decoder = block_layers(values).to_config(values["hidden"], values["vocabulary"], head.target)
     inner = {"mask_token_id": mask, "target_layer_ids": layer_ids(head, 0), **slots(values)}
     inner |= sequential_config(values) if dspark else {}
     config = {

@@ -21,6 +21,7 @@ llama.cpp of llama-cpp-python 0.3.36, conversion/llama.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +37,7 @@ from attar.formats.draft_heads.content import (
     rest_of,
     with_rest,
 )
-from attar.formats.draft_heads.decoder_config import DecoderLayers
+from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
 
 KINDS = ("eagle", "eagle3")
 SAYS = ("layers", "context")  # of the target
@@ -54,8 +55,8 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     values = head.values
     if values["shape"]["head_norms"]:
         raise ModelError(f"{LAYOUT} has no norms of queries and keys", hint="--format speculators has")
-    layers = eagle3_head.decoder_layers(values)
-    config = layers.to_config(values["hidden"], values["vocabulary"], head.target, "llama")
+    layers = DecoderLayers(**values["shape"])
+    config = layers.to_config(values["hidden"], values["vocabulary"], head.target)
     config["num_target_layers"] = head.target.layers
     if head.kind == "eagle3":
         keys, tensors = eagle3_head.encode(head, 1, "midlayer.")
@@ -71,7 +72,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     else:
         config["architectures"] = ["LlamaForCausalLMEagle" if values["bias"] else "LlamaForCausalLM"]
         config |= {} if values["bias"] else {"bias": False}
-        tensors = dict(head.tensors)
+        tensors = with_output_bias(head.tensors, layers)
     return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors
 
 
@@ -90,7 +91,7 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
     facts.setdefault("context", config.get("max_position_embeddings") or target.context)
     target, decoder = target.stated(facts), DecoderLayers.from_config(config, LAYOUT)
     if any(name.startswith("midlayer.") for name in tensors) or "d2t" in tensors:
-        head = eagle3_head.decode(config, _layers(config), DRAFTS, tensors, target, decoder, False, LAYOUT)
+        head = eagle3_head.decode(config, _layers(config), DRAFTS, tensors, target, decoder, LAYOUT)
     else:
         head = _first(config, tensors, target, decoder)
     return HeadContent({**head.values, **stated}, head.tensors, head.target)
@@ -111,7 +112,7 @@ def _first(
     if decoder.depth != 1:
         raise ModelError(f"{LAYOUT}: EAGLE of {decoder.depth} layers: those of one are read")
     rules = ((r"(?:embed_tokens|lm_head)\.weight", ""), (r"(fc\..+|layers\.0\..+)", r"\1"))
-    ours = rename(tensors, rules, LAYOUT)
+    ours = without_output_bias(rename(tensors, rules, LAYOUT), LAYOUT)
     if "layers.0.input_layernorm.weight" in ours:
         raise CheckpointError(f"{LAYOUT}: EAGLE's layer has no input_layernorm, this one has")
     values = {
@@ -121,16 +122,7 @@ def _first(
         "layers": [known_layers(target, LAYOUT)],
         "drafts": DRAFTS,
         "draft_vocabulary": 0,
-        "shape": {
-            "heads": decoder.heads,
-            "kv_heads": decoder.kv_heads,
-            "head_dim": decoder.head_dim,
-            "intermediate": decoder.intermediate,
-            "theta": decoder.theta,
-            "eps": decoder.eps,
-            "bias": decoder.bias,
-            "head_norms": False,
-        },
+        "shape": asdict(decoder),
         "branches": 1,
         "bias": "fc.bias" in ours,
     }

@@ -10,6 +10,7 @@ Letters: L blocks of the target.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.block_head import layer_ids
 from attar.formats.draft_heads.content import HeadContent, HeadTarget, known_layers, rename
-from attar.formats.draft_heads.decoder_config import DecoderLayers
+from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
 from attar.formats.draft_heads.reduced import with_mask, without_mask
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -27,13 +28,6 @@ def default_layers(target: HeadTarget, where: str) -> list[int]:
     """Ours, of a config that states none."""
     count = known_layers(target, where)
     return [1, count // 2 - 1, count - 4]
-
-
-def decoder_layers(values: Mapping[str, Any]) -> DecoderLayers:
-    """The only layer of our config."""
-    shape = values["shape"]
-    names = ("heads", "kv_heads", "head_dim", "intermediate", "eps", "theta", "bias")
-    return DecoderLayers(depth=1, **{name: shape[name] for name in names})
 
 
 def encode(head: HeadContent, offset: int, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -46,13 +40,11 @@ def encode(head: HeadContent, offset: int, prefix: str) -> tuple[dict[str, Any],
     Raises:
         ModelError: the head reads the state after the target's final norm.
     """
+    tensors = with_output_bias(head.tensors, DecoderLayers(**head.values["shape"]))
     keys = {name: head.values[name] for name in SWITCHES}
     keys["eagle_aux_hidden_state_layer_ids"] = layer_ids(head, offset)
-    rules = (
-        (r"layers\.0\.(.+)", prefix + r"\1"),
-        (r"([^.]+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+)", r"\1"),
-    )
-    return keys, rename(with_mask(head.tensors, head.values["vocabulary"]), rules, "EAGLE-3's layout")
+    rules = ((r"layers\.0\.(.+)", prefix + r"\1"), (r"(.+)", r"\1"))
+    return keys, rename(with_mask(tensors, head.values["vocabulary"]), rules, "EAGLE-3's layout")
 
 
 def decode(
@@ -62,7 +54,6 @@ def decode(
     tensors: Mapping[str, Tensor],
     target: HeadTarget,
     decoder: DecoderLayers,
-    norms: bool,
     where: str,
 ) -> HeadContent:
     """The head of a folder.
@@ -70,7 +61,6 @@ def decode(
     Args:
         config: ``vocab_size``, ``hidden_size`` and the switches.
         layers: ours; None: the usual ones.
-        norms: whether queries and keys are normed.
 
     Raises:
         CheckpointError: a key or a tensor is missing or wrong.
@@ -88,7 +78,8 @@ def decode(
         (r"midlayer\.(.+)", r"layers.0.\1"),
         (r"(layers\.0\..+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+|d2t|t2d)", r"\1"),
     )
-    ours = without_mask(rename(tensors, rules, where), vocabulary, where)
+    ours = without_output_bias(rename(tensors, rules, where), where)
+    ours = without_mask(ours, vocabulary, where)
     if "fc.weight" not in ours or "lm_head.weight" not in ours:
         raise CheckpointError(f"{where}: no tensor 'fc.weight' or 'lm_head.weight'")
     layers = layers or default_layers(target, where)
@@ -103,16 +94,7 @@ def decode(
         "layers": layers,
         "drafts": drafts,
         "draft_vocabulary": len(ours["d2t"]) if "d2t" in ours else 0,
-        "shape": {
-            "heads": decoder.heads,
-            "kv_heads": decoder.kv_heads,
-            "head_dim": decoder.head_dim,
-            "intermediate": decoder.intermediate,
-            "theta": decoder.theta,
-            "eps": decoder.eps,
-            "bias": decoder.bias,
-            "head_norms": norms,
-        },
+        "shape": asdict(decoder),
         "branches": 1,
         **{name: bool(config.get(name, False)) for name in SWITCHES},
     }

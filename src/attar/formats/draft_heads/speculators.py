@@ -45,13 +45,11 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     values = head.values
     if head.kind == "eagle3":
         kind, own, tensors = "eagle3", *eagle3_head.encode(head, 1, "layers.0.")
-        layers = eagle3_head.decoder_layers(values)
         more = {"num_aux_hidden_states": len(values["layers"])}
-        model_type = "qwen3" if values["shape"]["head_norms"] else "llama"
     else:
-        kind, (own, tensors) = "dspark" if block_head.sequential(values) else "dflash", _block(head)
-        layers, more, model_type = block_head.block_layers(values), {}, "qwen3"
-    decoder = layers.to_config(values["hidden"], values["vocabulary"], head.target, model_type)
+        kind, (own, tensors), more = "dspark" if block_head.sequential(values) else "dflash", _block(head), {}
+    layers = DecoderLayers(**values["shape"])
+    decoder = layers.to_config(values["hidden"], values["vocabulary"], head.target)
     config = {
         "architectures": [_CLASSES[kind]],
         "speculators_model_type": kind,
@@ -103,10 +101,9 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
     if kind == "eagle3":
         methods = method.get("proposal_methods") or [{}]
         drafts = entry(methods[0], "speculative_tokens", int, LAYOUT)
-        norms = inner.get("model_type", "qwen3") == "qwen3"
         ids = config.get("eagle_aux_hidden_state_layer_ids")
         layers = None if ids is None else [layer - 1 for layer in ids]
-        head = eagle3_head.decode(flat, layers, drafts, tensors, target, decoder, norms, LAYOUT)
+        head = eagle3_head.decode(flat, layers, drafts, tensors, target, decoder, LAYOUT)
     else:
         flat.setdefault("sample_from_anchor", kind == "dspark")
         flat.setdefault("block_size", 8)
