@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
+from attar.checkpoint.published_head import published_target
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits, compare
 from attar.errors import AttarError, ModelError, NumericsError
 from attar.formats.draft_heads.content import HeadContent
 from attar.formats.draft_heads.table import HEAD_LAYOUTS
-from attar.models.draft_heads.content import head_content, head_target, stated_target
+from attar.models.draft_heads.content import head_content, head_target
 from attar.models.draft_heads.kind import is_draft_head
 from attar.progress import Progress
 
@@ -66,7 +67,8 @@ def _content(source: Checkpoint, settings: ExportSettings) -> HeadContent:
         target = head_target(open_checkpoint(settings.target))
         return replace(head_content(source, target), target=target)
     with suppress(AttarError):
-        target = head_target(open_checkpoint(stated_target(source.config)))
+        named = source.config.get("target") or published_target(source.config)
+        target = head_target(open_checkpoint(named))
         return replace(head_content(source, target), target=target)
     return head_content(source)
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from attar.checkpoint.published_head import published_head, published_layout
 from attar.errors import AttarError, CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadContent, HeadTarget
-from attar.formats.draft_heads.recognise import published_layout
 from attar.formats.draft_heads.table import HEAD_LAYOUTS
 from tests.formats.draft_heads.stored_heads import TARGET, H, L, V, block, eagle, eagle3, medusa, table
 
@@ -80,6 +80,17 @@ def test_a_layout_is_recognised(name, head):
     config, tensors = stored(name, head)
     config.pop("attar", None)
     assert published_layout(config, tensors) == name
+
+
+@pytest.mark.parametrize(("name", "head"), ALL)
+def test_a_config_alone_describes_the_head(name, head):
+    config, _ = stored(name, head)
+    assert published_layout(config) == name
+    described = published_head(config, name)
+    for key in ("kind", "hidden", "vocabulary", "draft_vocabulary"):
+        assert described[key] == head.values[key]
+    assert described["drafts"] == head.values["drafts"] and described["target"] == "org/target"
+    assert described["layers"] in (head.values["layers"], None if head.values["layers"] == [L] else ())
 
 
 def test_models_are_no_draft_heads():

@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.published_head import OURS
 from attar.errors import CheckpointError, ModelError
-
-OURS = "attar"
-"""Key of what a layout has no words for."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.parts import part_of
+from attar.checkpoint.published_head import published_layout
 from attar.errors import CheckpointError, ModelError
-from attar.formats.draft_heads.content import HeadContent, HeadTarget, rest_of
-from attar.formats.draft_heads.recognise import published_layout
+from attar.formats.draft_heads.content import HeadContent, HeadTarget
 from attar.formats.draft_heads.table import HEAD_LAYOUTS
 from attar.formats.readers import reader
 from attar.models.draft_heads.kind import MODEL_TYPE
@@ -36,8 +35,7 @@ def head_content(checkpoint: Checkpoint, target: HeadTarget | None = None) -> He
         values, stated = checkpoint.config.get("head"), checkpoint.config.get("target")
         if not isinstance(values, dict):
             raise CheckpointError(f"{checkpoint.path / 'config.json'}: head is {values!r}, not a draft head")
-        facts = stated if isinstance(stated, dict) else {"name": stated}
-        return HeadContent(values, tensors, known.stated(facts))
+        return HeadContent(values, tensors, known.stated({"name": stated}))
     layout = published_layout(checkpoint.config, checkpoint.tensors)
     if not layout:
         raise CheckpointError(f"{checkpoint.path} is no draft head")
@@ -45,20 +43,6 @@ def head_content(checkpoint: Checkpoint, target: HeadTarget | None = None) -> He
         return HEAD_LAYOUTS[layout].decode(checkpoint.config, tensors, known)
     except (CheckpointError, ModelError) as error:
         raise type(error)(f"{checkpoint.path}: {error.message}", hint=error.hint) from error
-
-
-def stated_target(config: Mapping[str, Any]) -> str:
-    """The name of the target in a head's config; empty where there is none."""
-    stated, method = config.get("target"), config.get("speculators_config") or {}
-    if isinstance(stated, dict):
-        stated = stated.get("name")
-    names = (
-        stated,
-        config.get("base_model_name_or_path"),
-        (method.get("verifier") or {}).get("name_or_path"),
-        rest_of(config)[1].get("name"),
-    )
-    return next((name for name in names if isinstance(name, str) and name), "")
 
 
 def head_target(checkpoint: Checkpoint) -> HeadTarget:

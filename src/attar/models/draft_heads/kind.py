@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from attar.checkpoint.draft_head import ARCHITECTURE as ARCHITECTURE
 from attar.checkpoint.draft_head import MODEL_TYPE as MODEL_TYPE
+from attar.checkpoint.published_head import published_layout, published_target
 from attar.errors import ModelError
-from attar.formats.draft_heads.recognise import published_layout
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -23,7 +23,8 @@ def is_draft_head(checkpoint: Checkpoint) -> bool:
 def refuse_draft_head(checkpoint: Checkpoint) -> None:
     """Raises ModelError for a draft head, where a model is wanted."""
     if is_draft_head(checkpoint):
-        target = shlex.quote(str(checkpoint.config.get("target") or "MODEL"))
+        stated = checkpoint.config.get("target") or published_target(checkpoint.config) or "MODEL"
+        target = shlex.quote(str(stated))
         raise ModelError(
             f"{checkpoint.name} is a draft head, and no model of its own",
             hint=f"it drafts for its model: attar generate {target} --draft {checkpoint.name}",
