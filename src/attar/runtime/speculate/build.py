@@ -53,7 +53,7 @@ def make_speculator(
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:
     tokens = target.runner.capacity * target.runner.block_size
     if settings.draft is not None:
-        head = _drafter(settings.draft, target, {**options, "kv_tokens": tokens})
+        head = _drafter(settings.draft, target, model, {**options, "kv_tokens": tokens})
         return CombinedProposer(head, SuffixProposer(ends=target.ends)) if settings.speculate else head
     if settings.speculate == "ngram":
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
@@ -66,12 +66,12 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
     return load_self_draft(model, target, kv_tokens=tokens)
 
 
-def _drafter(draft: Any, target: Loaded, options: dict[str, Any]) -> TimedProposer:
+def _drafter(draft: Any, target: Loaded, model: Any, options: dict[str, Any]) -> TimedProposer:
     """The proposer of a draft head or of a draft model."""
     if is_draft_head(open_checkpoint(draft)):
         from attar.runtime.speculate.heads.load import load_head_proposer
 
-        return cast(TimedProposer, load_head_proposer(open_checkpoint(draft), target))
+        return cast(TimedProposer, load_head_proposer(open_checkpoint(draft), target, model))
     from attar.runtime.speculate.self_speculation import draft_of
 
     return draft_of(load(draft, **options), target)
