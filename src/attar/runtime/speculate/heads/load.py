@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint import open_checkpoint
+from attar.checkpoint.card import Parent
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.medusa import MedusaProposer
+from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-PROPOSERS: dict[str, Any] = {"medusa": MedusaProposer}
-"""The proposer of each kind of head: made of the head, a reader of its context, and the end tokens."""
+logger = logging.getLogger(__name__)
 
 
-def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
+def _medusa(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    return MedusaProposer(head, context, ends=target.ends)
+
+
+def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    drafter = EagleDrafter(head, own_tensors(target.runner, target.name))
+    return ChainProposer(EagleChain(drafter), context, name=head.config.kind, ends=target.ends)
+
+
+PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+}
+"""The proposer of each kind of head: made of the head, a reader of its context, and the target, whose own
+embedding and head it may share (``own_tensors.py``)."""
+
+
+def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None) -> Proposer:
     """The proposer of a head; the target's runner keeps the states that it reads from now on.
+
+    Args:
+        model: what the target was loaded from; a warning is logged where the head was trained for another.
 
     Raises:
         CheckpointError: the head cannot be read.
@@ -42,5 +69,29 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
     context = ContextReader(pool, runner.block_size, config.layers)
-    proposer: Proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
-    return proposer
+    if model is not None and not trained_for(checkpoint, open_checkpoint(model)):
+        logger.warning(
+            "%s was trained for another model than %s: few of its drafts will be accepted",
+            checkpoint.name,
+            target.name,
+        )
+    return PROPOSERS[config.kind](head.to(pool.states.device), context, target)
+
+
+def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
+    """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
+    of the head's acceptance); a head without a card is taken as it is."""
+    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    known.discard("")
+    if not known:
+        return True
+    ancestors = set(_fingerprints(model.card.parents)) if model.card is not None else set()
+    return bool(known & ancestors) or model.fingerprint() in known
+
+
+def _fingerprints(parents: tuple[Parent, ...]) -> Iterator[str]:
+    """Of all ancestors by weights."""
+    for parent in parents:
+        if parent.role == "weights":
+            yield parent.fingerprint
+            yield from _fingerprints(parent.parents)
