@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
 from attar.errors import ModelError
+from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import Compiled
@@ -64,7 +65,7 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
         CheckpointError: the head cannot be read.
         ModelError: it was trained for a model of another shape, or the runner keeps no states.
     """
-    head = load_draft_head(checkpoint)
+    head = load_draft_head(checkpoint, None if model is None else head_target(open_checkpoint(model)))
     config, runner = head.config, target.runner
     if config.vocabulary != runner.vocabulary:
         raise ModelError(
@@ -93,7 +94,8 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
 def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
     """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
     of the head's acceptance); a head without a card is taken as it is."""
-    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    parents = head.card.parents if head.card is not None else ()
+    known = {parent.fingerprint for parent in parents} | set(_fingerprints(parents))
     known.discard("")
     if not known:
         return True
