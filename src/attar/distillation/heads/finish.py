@@ -25,11 +25,11 @@ HeadFinish = Callable[[Any, TargetRun, Sequence[Examples], Any], tuple[DraftedCh
 def finish_by(chains_of: Callable[[Any, TargetPass, Any], DraftedChains]) -> HeadFinish:
     """The finish of a head whose chains on a pass of its target are those of a function."""
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def finish(
         head: Any, target: TargetRun, batches: Sequence[Examples], options: Any
     ) -> tuple[DraftedChains, dict[str, Any]]:
-        chains = DraftedChains.joined([chains_of(head, target(batch), options) for batch in batches])
+        with torch.no_grad():
+            chains = DraftedChains.joined([chains_of(head, target(batch), options) for batch in batches])
         return chains, _calibrate(head, chains)
 
     return finish
