@@ -38,7 +38,8 @@ def search_tree(accuracies: Sequence[Sequence[float]], count: int) -> Paths:
         count: n at most; paths without a chance are left out.
     """
     chosen: list[tuple[int, ...]] = []
-    candidates: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # minus the value, and the path; the empty one is the decided token
+    # minus the value, and the path; the empty one is the decided token
+    candidates: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while candidates and len(chosen) <= count:
         value, path = heapq.heappop(candidates)
         chosen.append(path)
