@@ -32,6 +32,7 @@ def batch_of(model):
     batch = Examples.of_text(tiny_models.tokens(model, batch=2, length=14))
     batch.targets[0, 9:] = PADDING  # an answer ends there
     batch.targets[1, :4] = PADDING  # a prompt
+    batch.targets[1, 8] = PADDING  # a gap, behind which no block is learned that began before it
     return batch
 
 
