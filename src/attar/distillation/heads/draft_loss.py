@@ -10,11 +10,13 @@ logits.
 With a reduced vocabulary q is over v tokens and p over all: what p gives to others is never accepted, and
 counts in the distance. A label that the head has no token for has no cross-entropy.
 
-Slopes are computed in the forward pass, as in ``distillation/fused.py``. Predictions of one position follow
-each other, so that the target's head reads a position once a chunk.
+Slopes are computed in the forward pass, as in ``distillation/fused.py``, some predictions at a time, and
+overwrite the logits of a chunk. Predictions of one position follow each other, so that the target's head
+reads a position once a chunk.
 
-Letters: n predictions, c of a chunk, H hidden size, r Markov rank, V vocabulary of the target, v of the head;
-h (n, H) states, e (n, r) latents of the Markov head, W2 (v, r), p and q of target and draft, y labels.
+Letters: n predictions, c of a chunk at u positions, H hidden size, r Markov rank, V vocabulary of the target,
+v of the head; h (n, H) states, e (n, r) latents of the Markov head, W2 (v, r), p and q of target and draft, y
+labels.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from attar.data.packing import PADDING
-from attar.distillation.objectives.chunked import BYTES
+from attar.distillation.objectives.chunked import BYTES, rows_at_once
 from attar.distillation.objectives.softmax import dot
 from attar.models.head import Head, product_type
 
@@ -51,12 +53,13 @@ class DraftTargets:
     head: Head
     chosen: Tensor | None = None
 
-    def probabilities(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """p (c, v) of predictions, in at least float32; their sums are below 1 where v < V."""
-        positions, inverse = torch.unique_consecutive(self.positions[part], return_inverse=True)
+    def probabilities(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """p (u, v) at the different positions of predictions, in at least float32, with sums below 1 where
+        v < V; and the row int64 (c,) of each prediction."""
+        positions, rows = torch.unique_consecutive(self.positions[part], return_inverse=True)
         logits = self.head.logits(self.final[positions].to(dtype))
         p = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        return (p if self.chosen is None else p[:, self.chosen])[inverse]
+        return (p if self.chosen is None else p[:, self.chosen]), rows
 
 
 def draft_slopes(z: Tensor, p: Tensor | None, y: Tensor, alpha: float, beta: float) -> tuple[Tensor, ...]:
@@ -137,16 +140,25 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
             rows = max(1, BYTES // (4 * max(len(own.weight), len(full.weight))))
             for start in range(0, len(hidden), rows):
                 part = slice(start, min(start + rows, len(hidden)))
-                base = own.logits(h[part])
-                z = base.to(wide) if e is None else (base + e[part] @ w2.T).to(wide)
-                p = goal.probabilities(part, product) if compare else None
-                values, dz, accepted[part], agreed[part] = draft_slopes(z, p, goal.labels[part], alpha, beta)
-                total += (values * weights[part]).sum(dtype=torch.float64)
-                dz = dz.mul_(weights[part, None]).to(product)
+                z = own.logits(h[part])
+                base = z.clone() if own.softcap else z
                 if e is not None:
-                    gradients[1][part] = dz @ w2
-                    gradients[2] += dz.T @ e[part]
-                gradients[0][part] = own.backward(base, dz) @ own.weight
+                    z.addmm_(e[part], w2.T)
+                p, row = goal.probabilities(part, product) if compare else (None, None)
+                size = rows_at_once(z)
+                for first in range(0, len(z), size):
+                    inner = slice(first, min(first + size, len(z)))
+                    outer = slice(start + inner.start, start + inner.stop)
+                    goals = None if p is None else p[row[inner]]
+                    values, dz, accepted[outer], agreed[outer] = draft_slopes(
+                        z[inner].to(wide), goals, goal.labels[outer], alpha, beta
+                    )
+                    total += (values * weights[outer]).sum(dtype=torch.float64)
+                    z[inner] = dz.mul_(weights[outer, None]).to(product)
+                if e is not None:
+                    gradients[1][part] = z @ w2
+                    gradients[2] += z.T @ e[part]
+                gradients[0][part] = own.backward(base, z) @ own.weight
         ctx.gradients, ctx.types = gradients, [None if x is None else x.dtype for x in sources]
         ctx.mark_non_differentiable(accepted, agreed)
         return total.to(wide), accepted, agreed
