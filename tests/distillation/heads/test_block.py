@@ -8,9 +8,10 @@ import torch
 import attar
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
-from attar.distillation.heads import block
+from attar.distillation.heads import block, draft_loss
 from attar.distillation.heads.anchors import choose_anchors, run_blocks
 from attar.distillation.heads.target_pass import run_target
+from attar.distillation.objectives import chunked
 from attar.distillation.rollouts import teacher as rollouts
 from attar.models.head import head_of
 from tests import tiny_models
@@ -95,7 +96,9 @@ def loop(drafter, model, target, options, anchors, real):
 
 
 @pytest.mark.parametrize(("kind", "family", "changes", "reduced"), CASES)
-def test_the_loss_and_its_gradients_are_those_of_a_loop(kind, family, changes, reduced):
+def test_the_loss_and_its_gradients_are_those_of_a_loop(kind, family, changes, reduced, monkeypatch):
+    monkeypatch.setattr(draft_loss, "BYTES", 4 * 320 * 10)  # ten predictions a chunk
+    monkeypatch.setattr(chunked, "CACHED", 4 * 320)  # and four, or more, of them at a time
     model = tiny_models.build(family).double()
     chosen = None if reduced is None else torch.arange(3, 320, 320 // reduced)
     drafter, options = drafter_of(model, kind, chosen=chosen, **changes).double(), options_of(kind, **changes)
