@@ -1,28 +1,23 @@
-"""Draft heads that are trained: one file each, with ``make``, ``loss`` and ``finish``.
+"""Draft heads that are trained: one file each, with ``make`` and ``loss``.
 
 ``make`` gives a head before its first step: of the target, the target's own head, the options of its kind,
 and the tokens int64 (v,) that it can propose (None: all). ``loss`` is a mean over the predictions of a batch:
-of the head, a pass of the target over the batch, and the options. ``finish`` measures a trained head on
-held-out rows, and settles what depends on that: of the head, what runs the target over a batch, the batches,
-and the options; it gives the chains, and what the card says besides.
+of the head, a pass of the target over the batch, and the options. ``finish`` (finish.py) measures a trained
+head on held-out rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from attar.data.examples import Examples
 from attar.distillation.heads import block, eagle, eagle3, medusa
-from attar.distillation.heads.report import DraftedChains
+from attar.distillation.heads.finish import HeadFinish, finish_by
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head
 
 HeadMaker = Callable[[Any, Head, Any, Tensor | None], Any]
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
-HeadFinisher = Callable[
-    [Any, Callable[[Examples], TargetPass], Sequence[Examples], Any], tuple[DraftedChains, dict[str, Any]]
-]
 
 HEAD_MAKERS: dict[str, HeadMaker] = {
     "medusa": medusa.make,
@@ -38,4 +33,8 @@ HEAD_LOSSES: dict[str, HeadObjective] = {
     "dflash": block.loss,
     "dspark": block.loss,
 }
-HEAD_FINISHERS: dict[str, HeadFinisher] = {"dflash": block.finish, "dspark": block.finish}
+HEAD_FINISHES: dict[str, HeadFinish] = {
+    "medusa": medusa.finish,
+    "dflash": finish_by(block.chains),
+    "dspark": finish_by(block.chains),
+}

@@ -14,18 +14,14 @@ Letters: k draft of a block from 1, x tokens, n predictions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attar.data.examples import Examples
 from attar.distillation.head_settings import BlockSettings, DSparkSettings
 from attar.distillation.heads.anchors import BlockPredictions, choose_anchors
-from attar.distillation.heads.calibration import calibrate
 from attar.distillation.heads.draft_loss import DraftTargets, draft_loss
 from attar.distillation.heads.draft_vocabulary import draft_labels
 from attar.distillation.heads.layer_shape import layer_shape
@@ -99,24 +95,6 @@ def loss(drafter: BlockDrafter, target: TargetPass, settings: BlockSettings) -> 
     return total / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-def finish(
-    drafter: BlockDrafter,
-    target: Callable[[Examples], TargetPass],
-    rows: Sequence[Examples],
-    settings: BlockSettings,
-) -> tuple[DraftedChains, dict[str, Any]]:
-    """Measure the drafter on batches of held-out rows, and calibrate its confidence. What the card has
-    besides."""
-    measured = DraftedChains.joined([chains(drafter, target(batch), settings) for batch in rows])
-    if measured.confidence is None:
-        return measured, {}
-    whole = measured.whole
-    temperatures, details = calibrate(measured.confidence[whole], measured.acceptance[whole])
-    drafter.config = replace(drafter.config, temperatures=temperatures)
-    return measured, details
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
 def chains(drafter: BlockDrafter, target: TargetPass, settings: BlockSettings) -> DraftedChains:
     """How the drafts of some blocks of a batch compare with the target."""
     _, _, accepted, agreed, confidence, counts = _compared(drafter, target, settings, compare=True)
