@@ -12,8 +12,10 @@ from attar.errors import ModelError
 from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.runner.compiled import Compiled
 from attar.runtime.speculate.heads.block import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
+from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.medusa import MedusaProposer
@@ -36,7 +38,9 @@ def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
 
 
 def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:
-    chain = block_head(head, own_tensors(target.runner, target.name))
+    own, runner = own_tensors(target.runner, target.name), target.runner
+    compiled = compiled_block_head(head, own, runner) if isinstance(runner, Compiled) else None
+    chain = compiled or block_head(head, own)
     return ChainProposer(chain, context, name=head.config.kind, ends=target.ends)
 
 
