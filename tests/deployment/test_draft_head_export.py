@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.inspect import inspect
 from attar.checkpoint.open import open_checkpoint
 from attar.deployment.settings import ExportSettings
@@ -18,6 +19,7 @@ from attar.models.draft_heads.folder import load_draft_head, save_draft_head
 from attar.models.draft_heads.kind import is_draft_head
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.heads.load import trained_for
 from tests import tiny_models
 
 SIZES = {"depth": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48, "rope_theta": 500.0}
@@ -111,6 +113,19 @@ def test_inspect_describes_a_published_head(heads, tmp_path, kind, layout):
     text = inspect(tmp_path / "out").render()
     assert f"{kind}, 3 drafts, for model" in text
     assert f"--draft {open_checkpoint(tmp_path / 'out').name}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_exported_head_still_knows_its_model(heads, target, tmp_path):
+    folder = tmp_path / "head"
+    folder.mkdir()
+    save_draft_head(load_draft_head(open_checkpoint(heads / "eagle")), folder, target=str(target))
+    parent = Parent(
+        role="weights", name="model", stage="original", fingerprint=open_checkpoint(target).fingerprint()
+    )
+    Card(name="head", stage="distill", parents=(parent,)).write(folder)
+    exported = export(folder, tmp_path / "out", ExportSettings(format="eagle"))
+    assert trained_for(exported, open_checkpoint(target))
+    assert not trained_for(exported, open_checkpoint("attar:tiny"))
 
 
 def test_what_is_not_exported_is_refused_before_any_work(heads, target, tmp_path):
