@@ -183,6 +183,22 @@ def test_medusa_reads_the_tensors_not_the_config():
     assert read.values["drafts"] == 3 and read.values["layers"] == [L]
 
 
+class Residual(torch.nn.Module):
+    """A layer of Medusa's heads, by its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(H, H)
+
+
+@pytest.mark.parametrize(("layers", "shared"), [(1, False), (2, False), (1, True)])
+def test_medusa_loads_the_tensors_into_its_sequences(layers, shared):
+    _, tensors = stored("medusa", medusa(layers, shared))
+    out = [torch.nn.Linear(H, V, bias=False) for _ in range(3)]
+    heads = [torch.nn.Sequential(*(Residual() for _ in range(layers)), linear) for linear in out]
+    torch.nn.ModuleList(heads).load_state_dict(tensors)
+
+
 def test_the_class_of_eagle_follows_its_bias():
     assert stored("eagle", eagle(bias=True))[0]["architectures"] == ["LlamaForCausalLMEagle"]
     assert "bias" not in stored("eagle", eagle(bias=True))[0]  # readers take it for attention's
