@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.card import Card, Parent, plain
+from attar.checkpoint.draft_head import draft_head_of
 from attar.checkpoint.geometry import ModelGeometry, geometry
 from attar.checkpoint.licences import Duties, duties
 from attar.checkpoint.lineage import as_parent
@@ -36,6 +37,8 @@ class Inspection:
         tied: whether the head is the embedding.
         quantization: method, format and bits of the stored codes, or None.
         zeros: method, fraction and pattern of the zeros that pruning set, as its card says; None elsewhere.
+        draft_head: kind, target and sizes, and its acceptance at each position as the card has it; None for a
+            model.
         container: types and metadata of a single-file model; None for a folder.
         stage: the verb that made it; ``original`` without a card.
         command: a command line that makes it again.
@@ -57,6 +60,7 @@ class Inspection:
     geometry: ModelGeometry
     quantization: dict[str, Any] | None
     zeros: dict[str, Any] | None
+    draft_head: dict[str, Any] | None
     container: dict[str, Any] | None
     stage: str
     command: str
@@ -109,6 +113,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         geometry=shape,
         quantization=_quantization(config, counted, container),
         zeros=_zeros(card),
+        draft_head=_draft_head(config, card),
         container=container,
         stage=card.stage,
         command=card.command,
@@ -196,6 +201,12 @@ def _zeros(card: Card) -> dict[str, Any] | None:
     if not isinstance(stated, dict) or not all(isinstance(stated.get(key), kinds[key]) for key in kinds):
         return None
     return {key: stated[key] for key in kinds}
+
+
+def _draft_head(config: dict[str, Any], card: Card) -> dict[str, Any] | None:
+    """What a draft head says of itself, with the report of its training."""
+    head, report = draft_head_of(config), card.details.get("drafting")
+    return head and head | {"drafting": report if isinstance(report, dict) else {}}
 
 
 def _schemes(stated: dict[str, Any]) -> list[dict[str, Any]]:

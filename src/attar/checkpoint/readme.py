@@ -19,6 +19,7 @@ import yaml
 from attar.checkpoint import hashing
 from attar.checkpoint.atomic import write_bytes
 from attar.checkpoint.card import Card, Parent
+from attar.checkpoint.draft_head import draft_head_of
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.units import bytes_text
 
@@ -117,7 +118,8 @@ def _front(card: Card, folder: Path) -> dict[str, Any]:
     if ids and front["license"] == "other":
         front["license_name"] = "-".join(ids)
     front["library_name"] = _library(folder)
-    front["pipeline_tag"] = _head(folder)[1]
+    if draft_head_of(_config(folder)) is None:
+        front["pipeline_tag"] = _head(folder)[1]
     front["tags"] = ["attar", card.stage, *([_format(folder)] if _format(folder) else [])]
     return front
 
@@ -143,6 +145,10 @@ def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
             ("zeros", f"{zeros['fraction']:.1%} of {zeros['of']:,} weights, stored {zeros['stored']}")
         )
         rows.append(("speed", zeros["speed"]))
+    if head := draft_head_of(_config(folder)):
+        own, all_tokens, target = head["draft_vocabulary"], head["vocabulary"], _bare(head["target"])
+        rows.append(("draft head", f"`{head['kind']}`, {head['drafts']} drafts, for `{target}`"))
+        rows.append(("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens"))
     if bits := card.details.get("bits_per_weight"):
         rows.append(("bits a weight", f"{bits:.2f}"))
     weights = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
@@ -161,6 +167,11 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
     ggufs = sorted(path.name for path in folder.glob("*.gguf") if path.name != "imatrix.gguf")
     if (folder / "adapter_config.json").is_file():
         yield f"A LoRA adapter: peft loads it, and `BASE+{name}` is a model in the YAML of `attar merge`."
+        return
+    if head := draft_head_of(_config(folder)):
+        target = shlex.quote(_bare(head["target"]))
+        yield "A draft head for speculative decoding: it runs with its model, and changes no completion."
+        yield _block("attar", f"attar generate {target} --draft {name}\nattar serve {target} --draft {name}")
         return
     model = name if not ggufs else ggufs[0] if single_file else f"{name}/{ggufs[0]}"
     loader, task = _head(folder)
@@ -257,6 +268,8 @@ def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, in
 def _library(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return "peft"
+    if draft_head_of(_config(folder)):
+        return "attar"
     return "gguf" if any(folder.glob("*.gguf")) else "transformers"
 
 

@@ -49,6 +49,9 @@ def _facts(inspection: Inspection) -> Iterator[str]:
         "size",
         f"{bytes_text(inspection.disk_bytes)} on disk, {bytes_text(inspection.tensor_bytes)} in {files}",
     )
+    if inspection.draft_head:
+        yield from _draft_head(inspection.draft_head)
+        return
     heads = (
         f"{shape.heads} heads"
         if shape.heads == shape.kv_heads
@@ -71,6 +74,20 @@ def _facts(inspection: Inspection) -> Iterator[str]:
 
 def _fact(label: str, text: str) -> str:
     return f"  {label:<12}{text}"
+
+
+def _draft_head(head: dict[str, Any]) -> Iterator[str]:
+    """What it drafts, for which model, and how well."""
+    yield _fact("draft head", f"{head['kind']}, {head['drafts']} drafts, for {head['target']}")
+    layers = ", ".join(map(str, head["layers"] or ()))
+    yield _fact("reads", f"the states behind layers {layers}, {head['hidden']} wide")
+    own, all_tokens = head["draft_vocabulary"], head["vocabulary"]
+    yield _fact("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens")
+    for label, key in (("greedy", "greedy"), ("sampled", "sampled")):
+        rates = head["drafting"].get(key)
+        if isinstance(rates, list) and all(isinstance(rate, int | float) for rate in rates):
+            shown = ", ".join(f"{rate:.3f}" for rate in rates)
+            yield _fact("accepted" if key == "greedy" else "", f"{shown} at each position, {label}")
 
 
 def _cache(per_token: int, context: int | None, dtype: str) -> str:

@@ -61,11 +61,60 @@ class MedusaSettings(DraftHeadSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockSettings(DraftHeadSettings):
+    """DFlash, and what DSpark shares with it."""
+
+    drafts: int = _option(7, "tokens that the head drafts at most")
+    head_layers: int = _option(2, "transformer layers of the head")
+    context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
+    anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
+    gamma: float = _option(4.0, "weight of a draft in the loss: exp(-(k - 1) / gamma) at position k")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("head_layers", self.head_layers, 1, 64, "between 1 and 64")
+        check_range("context_layers", self.context_layers, 1, 64, "between 1 and 64")
+        check_range("anchors", self.anchors, 1, 2**24, "at least 1")
+        check_range("gamma", self.gamma, 0.01, 1e6, "at least 0.01")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSettings(BlockSettings):
+    """DSpark."""
+
+    markov_rank: int | None = _option(
+        None, "rank of the Markov head; 0: none; none: a quarter of the model's channels, at most 256"
+    )
+    markov: str = _option(
+        "plain",
+        "what the Markov head reads: plain (the token before), gated (and the slot's state), rnn (and all "
+        "tokens of the block)",
+        ("plain", "gated", "rnn"),
+    )
+    ce_weight: float = _option(0.1, "weight of the cross-entropy of the text")
+    l1_weight: float = _option(0.9, "weight of the distance to the model's distribution")
+    confidence: float = _option(1.0, "weight of the confidence head's loss; 0: no confidence head")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("markov_rank", self.markov_rank or 0, 0, 2**16, "0 (none) or more")
+        for name in ("ce_weight", "l1_weight", "confidence"):
+            check_range(name, getattr(self, name), 0.0, 1e6, "0 or more")
+        if not self.ce_weight + self.l1_weight:
+            raise SettingsError("l1_weight", self.l1_weight, "above 0 where ce_weight is 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoHeadSettings:
     """Without a head there are no options."""
 
 
-HEAD_SETTINGS: dict[str, type] = {"none": NoHeadSettings, "medusa": MedusaSettings}
+HEAD_SETTINGS: dict[str, type] = {
+    "none": NoHeadSettings,
+    "medusa": MedusaSettings,
+    "dflash": BlockSettings,
+    "dspark": DSparkSettings,
+}
 """The options of each kind of head; its module is in attar.models.draft_heads, its loss in
 attar.distillation.heads."""
 

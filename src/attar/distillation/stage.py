@@ -58,6 +58,7 @@ def distill(
     force: bool = False,
     key: str | None = None,
     signal: Path | None = None,
+    samples: Path | None = None,
 ) -> Checkpoint:
     """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
 
@@ -69,6 +70,7 @@ def distill(
         out: the folder to make; for drafting its card has acceptance and tokens a pass.
         signal: folder of the predictions that ``teacher_top`` keeps, for several stages; None: in the stage's
             work folder.
+        samples: folder of the rows that the teacher writes, for several stages; None: in the work folder.
 
     Raises:
         AttarError: see errors.py; no output is left.
@@ -82,7 +84,8 @@ def distill(
     signals = [source] if writes or settings.runs_teacher else []
     authors = _check_licences(base, signals, settings, progress)
     if settings.trains_head:
-        return distill_head(source, out, settings, authors=authors, progress=progress, force=force, key=key)
+        shared: dict[str, Any] = {"authors": authors, "samples": samples}
+        return distill_head(source, out, settings, **shared, progress=progress, force=force, key=key)
     task = task_of(base.config, settings)
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any
@@ -115,7 +118,8 @@ def distill(
         if settings.adapter_rank:
             torch.manual_seed(settings.seed)  # A is drawn
             student = add_adapters(student, linears_of(student), settings.adapter_rank)
-        rollouts = _rollouts(model, source, settings, output.work, progress) if writes else None
+        written = samples or output.work / "samples"
+        rollouts = _rollouts(model, source, settings, written, progress) if writes else None
         cache = signal or output.work / "signal"
         origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
@@ -275,11 +279,11 @@ def _trainable(
 
 
 def _rollouts(
-    model: Any, source: Checkpoint, settings: DistillSettings, work: Path, progress: Progress
+    model: Any, source: Checkpoint, settings: DistillSettings, folder: Path, progress: Progress
 ) -> RolloutWriter:
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
-    return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
+    return RolloutWriter(model, load_tokenizer(source), settings, length, folder, progress)
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:

@@ -71,6 +71,7 @@ class ModelWeights:
         final_soft_cap: of logits; 0: none.
         embedding_scale: multiplies the embedding's rows.
         activation: of the gate, a key of ACTIVATIONS.
+        mask: float32 (hidden,), what a token of id -1 begins as; None: there are none.
     """
 
     embedding: Tensor
@@ -86,6 +87,7 @@ class ModelWeights:
     final_soft_cap: float = 0.0
     embedding_scale: float = 1.0
     activation: str = "silu"
+    mask: Tensor | None = None
 
     @property
     def hidden(self) -> int:
@@ -124,6 +126,7 @@ class Program:
         threads: None: ``default_threads()``.
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale per token and head.
+        threads_of: a program whose threads run this one too, never both at a time; None: threads of its own.
 
     Raises:
         ModelError: the library does not support these shapes.
@@ -139,10 +142,12 @@ class Program:
         threads: int | None = None,
         bits: int = 16,
         kv_dtype: str = "bfloat16",
+        threads_of: Program | None = None,
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads, self.bits, self.kv_dtype = threads or default_threads(), bits, kv_dtype
+        self.threads = threads or default_threads() if threads_of is None else threads_of.threads
+        self.bits, self.kv_dtype = bits, kv_dtype
         self.pool = huge_pages(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.LayerStruct * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._structure(bits, kv_dtype)
@@ -150,7 +155,11 @@ class Program:
         self._library = structures.library()
         if self._library is None:
             raise UsageError("there is no compiled kernel", hint="install a C++ compiler")
-        self._handle = self._library.attar_runner(ctypes.byref(self._model), self.threads)
+        model = ctypes.byref(self._model)
+        if threads_of is None:
+            self._handle = self._library.attar_runner(model, self.threads)
+        else:
+            self._handle = self._library.attar_runner_with(model, threads_of._handle)
         structures.raise_for(int(self._handle is None), "the compiled runner")
 
     def __del__(self) -> None:
@@ -209,6 +218,7 @@ class Program:
             pool_kind=KINDS[kv_dtype],
             embedding_kind=KINDS[str(w.embedding.dtype).removeprefix("torch.")],
             embedding=w.embedding.data_ptr(),
+            mask=structures.address(w.mask),
             norm=w.norm.data_ptr(),
             head=structures.linear_struct(w.head),
             layer=ctypes.cast(self._layers, ctypes.c_void_p),
@@ -241,7 +251,7 @@ def _check(weights: ModelWeights, block_size: int) -> None:
         raise UsageError(f"blocks of {block_size} tokens", hint="the compiled runner takes multiples of 16")
     if weights.head_dim % 2 or weights.heads % weights.kv_heads:
         raise ModelError(f"{weights.heads} / {weights.kv_heads} heads of {weights.head_dim} dimensions")
-    tensors = [weights.embedding, weights.norm]
+    tensors = [weights.embedding, weights.norm, *(() if weights.mask is None else (weights.mask,))]
     for layer in weights.layers:
         _check_shapes(weights, layer)
         assert (layer.rotary is None) == (weights.rotary == 0), "some layers have positions, some have none"

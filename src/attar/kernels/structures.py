@@ -61,7 +61,7 @@ class ModelStruct(ctypes.Structure):
         *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
         *((name, FLOAT) for name in FLOATS),
         *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
-        *((name, POINTER) for name in ("embedding", "norm")),
+        *((name, POINTER) for name in ("embedding", "mask", "norm")),
         ("head", LinearStruct),
         *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),
         ("hidden_states", LONG),
@@ -79,6 +79,34 @@ class BatchStruct(ctypes.Structure):
         *((name, LONG) for name in COUNTS),
         *((name, POINTER) for name in (*LISTS, "rows", "copy", "logits")),
     ]
+
+
+class DrafterStruct(ctypes.Structure):
+    """csrc/decode/draft_block.h."""
+
+    _fields_ = [
+        ("context", LinearStruct),
+        ("context_norm", POINTER),
+        ("rank", LONG),
+        ("previous", POINTER),
+        ("markov", LinearStruct),
+        *((name, POINTER) for name in ("chosen", "confidence", "calibration")),
+    ]
+
+
+class ContextStruct(ctypes.Structure):
+    """csrc/decode/draft_block.h."""
+
+    _fields_ = [("count", LONG), *((name, POINTER) for name in ("states", "positions", "slots"))]
+
+
+ROUND = ("last", "most", "temperature", "least", "key", "token", "count", "survival")
+
+
+class RoundStruct(ctypes.Structure):
+    """csrc/decode/draft_block.h."""
+
+    _fields_ = [("blocks", LONG), ("drafts", LONG), *((name, POINTER) for name in ROUND)]
 
 
 def linear_struct(packed: PackedWeight) -> LinearStruct:
@@ -178,6 +206,9 @@ def library() -> Any | None:
     lib.attar_multiply.restype = INT
     lib.attar_dot_products.argtypes, lib.attar_dot_products.restype = [], INT
     lib.attar_runner.argtypes, lib.attar_runner.restype = [POINTER, INT], POINTER
+    lib.attar_runner_with.argtypes, lib.attar_runner_with.restype = [POINTER, POINTER], POINTER
+    lib.attar_write_context.argtypes, lib.attar_write_context.restype = [POINTER] * 3, INT
+    lib.attar_draft.argtypes, lib.attar_draft.restype = [POINTER] * 4, INT
     lib.attar_runner_free.argtypes, lib.attar_runner_free.restype = [POINTER], None
     lib.attar_run.argtypes, lib.attar_run.restype = [POINTER, POINTER], INT
     lib.attar_copy_slots.argtypes, lib.attar_copy_slots.restype = [POINTER, POINTER, LONG], None

@@ -12,6 +12,7 @@ from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.geometry import geometry
 from attar.errors import CheckpointError, ModelError
 from attar.formats.readers import Decoded, quant_method
+from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.plain_config import HEAD, plain_shapes
 from attar.models.plain_tokenizer import plain_tokenizer
 
@@ -34,8 +35,9 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
     Raises:
         CheckpointError: a tensor is missing, has another shape than the config asks for, or holds codes where
             the config names no quantization; the tokenizer is missing, damaged or of another model.
-        ModelError: the architecture has no such tensor.
+        ModelError: the architecture has no such tensor, or it is a draft head.
     """
+    refuse_draft_head(checkpoint)
     packed = quant_method(checkpoint) is not None
     view: Any = Decoded(checkpoint) if packed else checkpoint
     _check_layers(checkpoint)

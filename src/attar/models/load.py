@@ -25,6 +25,7 @@ from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError, ModelError
 from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
 from attar.models.device import pick_device
+from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.fit import report_misfits
 from attar.models.plain_tokenizer import TOKENIZER_FILES
 
@@ -249,7 +250,9 @@ class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     from attar.checkpoint.open import open_checkpoint
 
-    return open_checkpoint(model)
+    checkpoint = open_checkpoint(model)
+    refuse_draft_head(checkpoint)
+    return checkpoint
 
 
 def _check_report(checkpoint: Checkpoint, model: Any, report: Any) -> None:

@@ -53,6 +53,7 @@ _DOCUMENTS, _DOCUMENT = 256, 14e3  # tokenized at a time; characters of one
 _CHARACTERS_A_TOKEN = 4.0
 _HELD_OUT = 16_384  # tokens of a held-out loss
 _SCORED_ROWS = 32  # on which a student's units are chosen
+_SAMPLED_TOGETHER = 64  # rows of a batch that a model writes
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
@@ -223,6 +224,8 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
     settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
         work = _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
+        if not entry.makes_model:
+            return work + _writing(settings, source, result)
         return work + (_choosing(settings, source) if entry.stage == "distill" else Work())
     if entry.stage == "prune":
         work = _pruning(settings, source) + Work(elements=4 * source.parameters)
@@ -248,6 +251,17 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
         products += steps * 30 * result.hidden * result.blocks
     elements = (12 * tokens + 4 * held_out) * result.vocabulary + 10 * steps * result.parameters
     return Work(products, elements) + _text(settings, tokens)
+
+
+def _writing(settings: Any, source: Shape, result: Shape) -> Work:
+    """Rows that a draft head's model writes, in batches, and the logits of further heads."""
+    steps = float(settings.steps * settings.batch_size * settings.accumulate)
+    share = 1.0 if settings.share is None else settings.share
+    drawn = min(settings.samples, share * steps) * settings.sequence_length + _HELD_OUT
+    further = (settings.drafts - 1) * steps * settings.sequence_length
+    products = 2.0 * source.parameters * drawn + 6.0 * further * result.outside / settings.drafts
+    calls = _CALLS_A_LAYER * source.layers * drawn / _SAMPLED_TOGETHER
+    return Work(products, 12.0 * further * source.vocabulary, calls)
 
 
 def _choosing(settings: Any, source: Shape) -> Work:

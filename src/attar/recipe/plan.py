@@ -134,7 +134,7 @@ class _RecipePlanner:
             shapes[entry.name] = result = after(entry, source)
             needs = estimate(entry, source, teacher, result, rates, _factor(errors, entry))
             state = self._state(entry, keys[entry.name])
-            evaluation = self._evaluation_key(keys[entry.name], root, data)
+            evaluation = self._evaluation_key(keys[entry.name], root, data) if entry.makes_model else ""
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
             seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(result, rates)
             folder = self.out / entry.folder

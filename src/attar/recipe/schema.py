@@ -10,8 +10,8 @@
       - {stage: quantize, name: rtn, method: rtn, from: recover}
 
 Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
-(the stage whose checkpoint it takes; default: the previous one). A recovery also has ``teacher`` (default:
-the model before the prunings). All other keys are the stage's settings.
+(the stage whose checkpoint it takes; default: the previous one that makes a model, no draft head). A recovery
+also has ``teacher`` (default: the model before the prunings). All other keys are the stage's settings.
 
 A merge has no ``from``; its ``config`` (in place, or a file) names the models, also by stage:
 
@@ -72,6 +72,11 @@ class StageEntry:
     def folder(self) -> str:
         """Name of its folder in the run: ``02-prune``."""
         return f"{self.number:02d}-{self.name}"
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether its checkpoint is a model, and no draft head for one."""
+        return not getattr(self.settings, "trains_head", False)
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -271,7 +276,8 @@ def _stage(
     if verb.merges:
         return _merge(item, name, done, defaults, path)
     common = (*_COMMON, "teacher") if verb.teacher else _COMMON
-    source = _reference(keys, "from", done, done[-1].name if done else ORIGINAL)
+    models = [entry.name for entry in done if entry.makes_model]
+    source = _reference(keys, "from", done, models[-1] if models else ORIGINAL)
     teacher = _reference(keys, "teacher", done, _unpruned(source, done)) if verb.teacher else None
     what = f"stage {name!r}"
     settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common)
@@ -307,6 +313,10 @@ def _reference(keys: Mapping[str, YamlEntry], key: str, done: list[StageEntry], 
     if value not in known:
         tail = did_you_mean(str(value), known)
         raise RecipeError(f"{keys[key].where}: {key} names {value!r}, which is no earlier stage{tail}")
+    if any(entry.name == value and not entry.makes_model for entry in done):
+        raise RecipeError(
+            f"{keys[key].where}: {key} names {value!r}, a draft head", hint="name the stage of its model"
+        )
     assert isinstance(value, str)
     return value
 

@@ -76,6 +76,8 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
     settings = flat_settings(entry)
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
+        if settings.head != "none":
+            return head_shape(settings, shape)
         if settings.student:
             return shape_of(open_checkpoint(settings.student))
         smaller = _to_size(settings, shape) if settings.size else _cut(settings, shape)
@@ -90,6 +92,20 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
             shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
         )
     return shape
+
+
+def head_shape(settings: Any, shape: Shape) -> Shape:
+    """The shape of a draft head: its output matrices, and K residual blocks (Medusa) or a layer."""
+    rows = getattr(settings, "draft_vocabulary", 0) or shape.vocabulary
+    matrices = 1
+    inside = shape.blocks / shape.layers
+    if settings.head == "medusa":
+        matrices = 1 if settings.shared_head else settings.drafts
+        inside = settings.drafts * settings.residual_layers * float(shape.hidden) ** 2
+    outside = float(matrices * rows * shape.hidden)
+    return replace(
+        shape, attention=0.0, mlp=inside, outside=outside, layers=1, bytes=2 * (inside + outside), heads=0
+    )
 
 
 _NESTED = ("distill", "recover", "prune", "quantize")  # stages whose settings classes hold others

@@ -22,6 +22,7 @@ from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.kernels.product import default_threads
 from attar.models.device import pick_device
+from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.plain_config import end_tokens
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
@@ -97,6 +98,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     """
     settings = RunnerSettings(**options)
     checkpoint = open_checkpoint(model)
+    refuse_draft_head(checkpoint)
     why = obstacle(checkpoint, settings)
     runner: Compiled | Modules | None = None
     if not why:

@@ -112,7 +112,7 @@ class TargetStates:
         if not bool(cached.all()):
             return self._mixed(batch, cached)
         states, final = self._read(batch)
-        return TargetPass(batch, states, final, self.head)
+        return TargetPass(batch, states, final, self.head, self.embedding)
 
     def cached(
         self, folder: Path, rows: Examples, most: int, batch_size: int, progress: Progress
@@ -123,6 +123,12 @@ class TargetStates:
             return self
         cache.fill(self, rows, batch_size, progress)
         return replace(self, cache=cache)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's own (V, H)."""
+        weight: Tensor = self.target.get_input_embeddings().weight
+        return weight
 
     @property
     def rows(self) -> int:
@@ -146,7 +152,7 @@ class TargetStates:
         beyond = width - passed.final.shape[1]
         whole_states[~cached] = F.pad(passed.states, (0, 0, 0, 0, 0, beyond))
         whole_final[~cached] = F.pad(passed.final, (0, 0, 0, beyond))
-        return TargetPass(batch, whole_states, whole_final, self.head)
+        return TargetPass(batch, whole_states, whole_final, self.head, self.embedding)
 
     def _read(self, batch: Examples) -> tuple[Tensor, Tensor]:
         assert self.cache is not None and isinstance(batch, NumberedRows)
@@ -163,7 +169,7 @@ def row_bytes(length: int, layers: int, hidden: int) -> int:
 
 def _rounded(passed: TargetPass) -> TargetPass:
     states, final = (x.to(torch.bfloat16).float() for x in (passed.states, passed.final))
-    return TargetPass(passed.batch, states, final, passed.head)
+    return replace(passed, states=states, final=final)
 
 
 def _states_of(source: TargetStates, rows: Examples, batch_size: int) -> dict[str, Tensor]:

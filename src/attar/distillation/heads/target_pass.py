@@ -26,12 +26,14 @@ class TargetPass:
         states: (B, S, m, H) of the layers that the head reads.
         final: (B, S, H) what the target's own head reads.
         head: the target's own.
+        embedding: (V, H) the target's own, as it is stored.
     """
 
     batch: Examples
     states: Tensor
     final: Tensor
     head: Head
+    embedding: Tensor
 
     @property
     def tokens(self) -> Tensor:
@@ -49,4 +51,5 @@ def run_target(target: Any, head: Head, layers: tuple[int, ...], batch: Examples
     batch = batch.trimmed()
     with recording_states(target, layers) as states, without_logits(target) as final:
         target(**model_inputs(target, batch))
-    return TargetPass(batch, torch.stack(states, 2), final[-1], head)
+    embedding = target.get_input_embeddings().weight
+    return TargetPass(batch, torch.stack(states, 2), final[-1], head, embedding)

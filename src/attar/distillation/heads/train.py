@@ -64,12 +64,14 @@ def distill_head(
     progress: Progress,
     force: bool,
     key: str | None,
+    samples: Path | None = None,
 ) -> Checkpoint:
     """Train a head of the source; see :func:`attar.distillation.stage.distill`.
 
     Args:
         settings: fitted to the source.
         authors: of the text.
+        samples: folder of the rows that the source writes; None: in the work folder.
 
     Raises:
         ModelError: the source is no causal language model, or its own head is more than a Linear, a scale and
@@ -85,7 +87,7 @@ def distill_head(
     check_draft_vocabulary(_options(settings).draft_vocabulary, len(own.weight))
     parents: dict[str, Any] = {"signals": [source], "data": authors, "text": fingerprint(settings.data)}
     with produce(out, "distill", settings, VERSION, [source], **parents, force=force, key=key) as output:
-        head, history = _trained(source, target, own, settings, output, progress)
+        head, history = _trained(source, target, own, settings, output, samples, progress)
         save_draft_head(head, output.folder, target=source.spelling)
         output.details.update(
             head=head.config.to_dict(),
@@ -105,6 +107,7 @@ def _trained(
     own: Head,
     settings: DistillSettings,
     output: StageOutput,
+    samples: Path | None,
     progress: Progress,
 ) -> tuple[Any, TrainHistory]:
     """The head after its last step; adds to the details of the card."""
@@ -113,7 +116,7 @@ def _trained(
     tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
     text = read_head_text(source, tokenizer, settings, training_rows(settings))
     note_texts(output, text.records, progress)
-    writer = RolloutWriter(target, tokenizer, settings, length, work / "samples", progress)
+    writer = RolloutWriter(target, tokenizer, settings, length, samples or work / "samples", progress)
     rows, different = NumberedRows.of(text.training_rows(writer))
     held_out = text.held_out_rows(writer)
     for name, part in (("training", rows), ("held-out", held_out)):

@@ -1,5 +1,6 @@
 // Products with packed weights and whole steps of a Llama-shaped model, for attar/kernels: see decode/*.h.
 
+#include "decode/draft_block.h"
 #include "decode/matmul.h"
 #include "decode/step.h"
 #include "decode/thread_pool.h"
@@ -61,12 +62,24 @@ std::int32_t attar_multiply(ThreadPool* pool, const Linear* linear, const float*
 // null: no memory.
 Runner* attar_runner(const Model* model, std::int32_t threads) {
     Runner* runner = nullptr;
-    guarded([&] { runner = new Runner(*model, threads); });
+    guarded([&] { runner = new Runner(*model, std::make_shared<ThreadPool>(threads)); });
+    return runner;
+}
+// With the threads of another runner; they run one at a time.
+Runner* attar_runner_with(const Model* model, const Runner* other) {
+    Runner* runner = nullptr;
+    guarded([&] { runner = new Runner(*model, other->threads()); });
     return runner;
 }
 void attar_runner_free(Runner* runner) { delete runner; }
 std::int32_t attar_run(Runner* runner, const Batch* batch) {
     return guarded([&] { runner->run(*batch); });
+}
+std::int32_t attar_write_context(Runner* runner, const DrafterWeights* drafter, const ContextRows* rows) {
+    return guarded([&] { runner->write_context(*drafter, *rows); });
+}
+std::int32_t attar_draft(Runner* runner, const DrafterWeights* drafter, const Batch* batch, const DraftRound* round) {
+    return guarded([&] { runner->draft(*drafter, *batch, *round); });
 }
 
 // For tests: workers allocate `bytes` in one item of a phase (in every item with -1), or, if `outside`, after it; then

@@ -4,8 +4,13 @@ One file each has the module; training is in ``distillation/heads/``, drafting i
 ``runtime/speculate/heads/``, the layouts of other tools in ``formats/draft_heads/``.
 """
 
+from attar.models.draft_heads.block_drafter import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
 
-DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {"medusa": (MedusaConfig, MedusaHeads)}
+DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {
+    "medusa": (MedusaConfig, MedusaHeads),
+    "dflash": (DFlashConfig, BlockDrafter),
+    "dspark": (DSparkConfig, BlockDrafter),
+}
 """The config and the module of each kind."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self, get_type_hints
 
 from attar.errors import CheckpointError
 
@@ -43,6 +43,9 @@ class HeadConfig:
         for name in given.keys() - known:
             raise CheckpointError(f"{file}: a {cls.kind} head has no field {name!r}")
         try:
+            for name, inner in get_type_hints(cls).items():
+                if is_dataclass(inner) and isinstance(given.get(name), dict):
+                    given[name] = inner(**given[name])
             return cls(**{**given, "layers": tuple(given.get("layers", ()))})
         except TypeError as error:
             raise CheckpointError(f"{file}: {error}") from error

@@ -61,7 +61,7 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
     if settings.draft is not None and is_draft_head(open_checkpoint(settings.draft)):
         from attar.runtime.speculate.heads.load import load_head_proposer
 
-        return load_head_proposer(open_checkpoint(settings.draft), target)
+        return load_head_proposer(open_checkpoint(settings.draft), target, model)
     tokens = target.runner.capacity * target.runner.block_size
     if settings.speculate == "self":
         return load_self_draft(model, target, kv_tokens=tokens)

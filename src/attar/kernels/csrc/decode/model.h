@@ -27,6 +27,7 @@ struct Model {
     std::int32_t activation, bits;  // bits of activations, 8 or 16
     std::int32_t pool_kind, embedding_kind;  // of enum Storage
     const void* embedding;                   // (vocabulary, hidden)
+    const float* mask;                       // (hidden,) what a token of id -1 begins as, or null
     const float* norm;
     Linear head;
     const Layer* layer;

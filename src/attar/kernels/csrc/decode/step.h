@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "attention.h"
@@ -20,15 +21,23 @@ namespace attar {
 
 constexpr std::int64_t GRAIN = 128;  // columns are divided at multiples of it, as it is of every group size
 
-// A model with its threads and buffers.
+struct DrafterWeights;
+struct ContextRows;
+struct DraftRound;
+
+// A model with its threads and buffers. Runners that share threads run one at a time.
 class Runner {
 public:
-    Runner(const Model& model, int threads) : model_(model), pool_(threads) {}
+    Runner(const Model& model, std::shared_ptr<ThreadPool> pool) : model_(model), pool_(std::move(pool)) {}
 
+    const std::shared_ptr<ThreadPool>& threads() const { return pool_; }
     void run(const Batch& batch);
+    void write_context(const DrafterWeights& drafter, const ContextRows& rows);     // draft_block.h
+    void draft(const DrafterWeights& drafter, const Batch& batch, const DraftRound& round);  // the same
 
 private:
     friend class StepWorker;
+    friend class DraftWorker;
 
     void reserve() {
         const Model& m = model_;
@@ -52,7 +61,7 @@ private:
 
     // KV splits of every token: those of the longest sequence, or one where there are tasks enough.
     std::int64_t splits() const {
-        if (pool_.size() == 1 || batch_->tokens * model_.kv_heads >= 8 * pool_.size()) return 1;
+        if (pool_->size() == 1 || batch_->tokens * model_.kv_heads >= 8 * pool_->size()) return 1;
         std::int64_t longest = 1;
         for (std::int64_t s = 0; s < batch_->spans; s++)
             longest = std::max(longest, batch_->past[s] + batch_->count[s]);
@@ -64,12 +73,13 @@ private:
     }
 
     const Model& model_;
-    ThreadPool pool_;
+    const std::shared_ptr<ThreadPool> pool_;
     const Batch* batch_ = nullptr;
     std::int64_t splits_ = 1;
     std::vector<float> x_, normed_, qkv_, gate_up_, acc_;  // acc_: attention's, of each token, head and split
     std::vector<SoftmaxState> states_;                     // of the same rows
     ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
+    ActivationBuffer context_input_, markov_input_;  // of draft_block.h
 };
 
 // What one worker does in a step.
@@ -92,7 +102,7 @@ public:
         if (batch.logit_rows) logits();
     }
 
-private:
+protected:
     const Layer& layer() const { return model.layer[layer_index]; }
     std::int64_t q_width() const { return model.heads * model.head_dim; }
     std::int64_t qkv_width() const { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
@@ -133,6 +143,10 @@ private:
             const float* fp32 = (const float*)model.embedding + row;
             const std::uint16_t* bits16 = (const std::uint16_t*)model.embedding + row;
             float* x = r.x_.data() + t * model.hidden;
+            if (batch.ids[t] < 0) {
+                std::copy(model.mask + first, model.mask + last, x + first);
+                return;
+            }
             for (std::int64_t i = first; i < last; i += WIDTH) {
                 const F value = model.embedding_kind == STORED_FP32   ? load(fp32 + i)
                                 : model.embedding_kind == STORED_FP16 ? load_fp16(bits16 + i)
@@ -251,6 +265,8 @@ private:
         if (batch.tree[span] >= 0) {
             range.tree = batch.mask + batch.tree[span] + index * batch.count[span];
             range.from = std::min(earliest, past);
+            range.until = past + batch.count[span];  // a block of drafts sees later tokens too
+            while (range.until > past && !range.tree[range.until - past - 1]) range.until--;
         }
         const std::int64_t row = (t * model.heads + head * group) * splits + split;
         const float* queries = r.qkv_.data() + t * qkv_width() + head * group * model.head_dim;
@@ -317,8 +333,8 @@ private:
 inline void Runner::run(const Batch& batch) {
     batch_ = &batch;
     reserve();
-    pool_.run(StepWorker::MORE_PHASES + StepWorker::LAYER_PHASES * model_.layers,
-              [this](ThreadPool::Worker& worker) { StepWorker(*this, worker).step(); });
+    pool_->run(StepWorker::MORE_PHASES + StepWorker::LAYER_PHASES * model_.layers,
+               [this](ThreadPool::Worker& worker) { StepWorker(*this, worker).step(); });
 }
 
 }  // namespace attar

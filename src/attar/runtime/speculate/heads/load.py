@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint import open_checkpoint
+from attar.checkpoint.card import Parent
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
@@ -14,12 +18,17 @@ from attar.runtime.speculate.proposer import Proposer
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 PROPOSERS: dict[str, Any] = {"medusa": MedusaProposer}
 """The proposer of each kind of head: made of the head, a reader of its context, and the end tokens."""
 
 
-def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
+def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None) -> Proposer:
     """The proposer of a head; the target's runner keeps the states that it reads from now on.
+
+    Args:
+        model: what the target was loaded from; a warning is logged where the head was trained for another.
 
     Raises:
         CheckpointError: the head cannot be read.
@@ -42,5 +51,30 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded) -> Proposer:
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
     context = ContextReader(pool, runner.block_size, config.layers)
+    if model is not None and not trained_for(checkpoint, open_checkpoint(model)):
+        logger.warning(
+            "%s was trained for another model than %s: few of its drafts will be accepted",
+            checkpoint.name,
+            target.name,
+        )
     proposer: Proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
     return proposer
+
+
+def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
+    """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
+    of the head's acceptance); a head without a card is taken as it is."""
+    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    known.discard("")
+    if not known:
+        return True
+    ancestors = set(_fingerprints(model.card.parents)) if model.card is not None else set()
+    return bool(known & ancestors) or model.fingerprint() in known
+
+
+def _fingerprints(parents: tuple[Parent, ...]) -> Iterator[str]:
+    """Of all ancestors by weights."""
+    for parent in parents:
+        if parent.role == "weights":
+            yield parent.fingerprint
+            yield from _fingerprints(parent.parents)

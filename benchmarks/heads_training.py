@@ -1,0 +1,168 @@
+"""Drafters for ``benchmarks/heads.py``: each trained for the same wall time on the same rows, once.
+
+Seconds of a step are measured on the first steps of a training that is then thrown away; the run has as many
+steps as fit into the minutes, so that its learning rate ends where it should. A killed run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.card import Card
+from attar.checkpoint.hashing import identity
+from attar.distillation.head_settings import HEAD_SETTINGS
+from attar.distillation.settings import DistillSettings, distill_settings
+from attar.distillation.stage import distill
+from attar.errors import SettingsError
+from attar.progress import ProgressTask, Terminal
+
+DRAFT_MODEL = "draft model"
+HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
+PROBED = 6  # steps
+
+
+class ProbedError(Exception):
+    """A probe has seen enough steps."""
+
+
+class StepClock:
+    """A ``Progress`` that times the steps of a training.
+
+    Args:
+        most: steps after which it raises :class:`ProbedError`; None: never.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most, self.inner, self.seconds = most, Terminal(), list[float]()
+
+    @contextmanager
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
+        """Open a task; the training's is timed."""
+        with self.inner.task(what, total, done) as shown:
+            yield _TimedTask(shown, self) if what == "distill" else shown
+
+    def log(self, line: str) -> None:
+        """Print a line."""
+        self.inner.log(line)
+
+
+class _TimedTask:
+    def __init__(self, shown: ProgressTask, clock: StepClock) -> None:
+        self.shown, self.clock, self.last = shown, clock, time.perf_counter()
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        now = time.perf_counter()
+        self.clock.seconds.append(now - self.last)
+        self.last = now
+        self.shown.advance(n, **numbers)
+        if self.clock.most is not None and len(self.clock.seconds) >= self.clock.most:
+            raise ProbedError
+
+
+def known_heads() -> tuple[str, ...]:
+    """Kinds of heads that this attar trains, in the order of the table."""
+    return tuple(name for name in HEADS if name in HEAD_SETTINGS)
+
+
+def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSettings:
+    """What a drafter learns with; all rows are the target's own."""
+    common: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": args.batch_size,
+        "sequence_length": args.length,
+        "samples": args.samples,
+        "share": 1.0,
+        "data": args.data,
+        "seed": args.seed,
+        "checkpoint_every": 20,
+        "device": "cpu",
+    }
+    if name == DRAFT_MODEL:
+        return distill_settings(for_drafting=True, keep_layers=args.draft_layers, **common)
+    wanted = {"drafts": args.drafts}
+    return distill_settings(head=name, **common, **wanted)
+
+
+def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, Any] | None:
+    """A drafter: its folder, steps, tokens, seconds and the report of its card; None with ``--cached`` where
+    it is not there yet."""
+    wanted = [name, minutes, args.steps, args.batch_size, args.length, args.samples, args.drafts, args.seed]
+    key = identity("heads-benchmark", 1, {"wanted": wanted, "data": args.data}, [args.teacher])
+    folder = args.work / f"{name.replace(' ', '-')}-{key[:12]}"
+    file = folder.with_suffix(".json")
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    if args.cached:
+        return None
+    steps, clock = steps_of(name, minutes, folder, args), StepClock()
+    settings = settings_of(name, steps, args)
+    if not (folder / "attar.json").exists():
+        distill(args.teacher, folder, settings, progress=clock, samples=rows_folder(args))
+    card = Card.read(folder)
+    details = {} if card is None else card.details
+    cell = {
+        "name": name,
+        "folder": str(folder),
+        "minutes": minutes,
+        "steps": steps,
+        "tokens": details.get("tokens", steps * args.batch_size * args.length),
+        "seconds": sum(clock.seconds),
+        "report": details.get("drafting", {}),
+        "parameters": details.get("parameters", 0),
+    }
+    file.write_text(json.dumps(cell))
+    return cell
+
+
+def steps_of(name: str, minutes: float, folder: Path, args: argparse.Namespace) -> int:
+    """Steps that fit into the minutes; kept, so that a killed run has as many again."""
+    if args.steps:
+        return int(args.steps)
+    file = folder.with_suffix(".steps")
+    if not file.exists():
+        file.write_text(str(max(round(60 * minutes / seconds_of_a_step(name, folder, args)), 1)))
+    return int(file.read_text())
+
+
+def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> float:
+    """The median of a few steps; the first is slower."""
+    clock, probe = StepClock(PROBED), folder.with_name(f"probe-{folder.name}")
+    enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
+    settings = settings_of(name, enough, args)
+    with suppress(ProbedError):
+        distill(args.teacher, probe, settings, progress=clock, samples=rows_folder(args))
+    for left in (probe, *(probe.with_name(f".{probe.name}.{suffix}") for suffix in ("work", "partial"))):
+        shutil.rmtree(left, ignore_errors=True)
+    return statistics.median(clock.seconds[1:])
+
+
+def rows_folder(args: argparse.Namespace) -> Path:
+    """The rows that the target writes, of all drafters that learn from the same."""
+    wanted = [args.samples, args.length, args.data, args.seed]
+    folder: Path = args.work / f"rows-{identity('heads-rows', 1, {'wanted': wanted}, [args.teacher])[:12]}"
+    return folder
+
+
+def all_trained(names: tuple[str, ...], minutes: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The drafters that can be trained; the others are named."""
+    cells = []
+    for name in names:
+        if name != DRAFT_MODEL and name not in HEAD_SETTINGS:
+            print(f"skipped: {name}, which this attar does not train", flush=True)
+            continue
+        try:
+            cell = trained(name, minutes, args)
+        except SettingsError as error:
+            print(f"skipped: {name}: {error}", flush=True)
+            continue
+        if cell is not None:
+            cells.append(cell)
+    return cells

@@ -1,0 +1,17 @@
+"""What a checkpoint that is a draft head says of itself, for descriptions; its module is in ``models/``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL_TYPE, ARCHITECTURE = "attar_draft_head", "AttarDraftHead"
+
+
+def draft_head_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """``kind``, ``target``, ``drafts``, ``layers``, ``hidden``, ``vocabulary`` and ``draft_vocabulary`` of a
+    draft head's ``config.json``; None for a model."""
+    head = config.get("head")
+    if config.get("model_type") != MODEL_TYPE or not isinstance(head, dict):
+        return None
+    names = ("kind", "drafts", "layers", "hidden", "vocabulary", "draft_vocabulary")
+    return {"target": config.get("target") or "MODEL"} | {name: head.get(name) for name in names}

@@ -1,0 +1,54 @@
+"""Calibration of a confidence head by sequential temperature scaling (Cheng et al. 2026, arXiv 2607.05147,
+section 3.3; temperature scaling: Guo et al. 2017, arXiv 1706.04599).
+
+    s_k = sigmoid(z_1 / T_1) ... sigmoid(z_k / T_k)      the survival of a chain to its draft k
+    T_k = argmin ECE(s_k, a_1 ... a_k)                   for k = 1, 2, ...: those before it stay as they are
+
+    ECE = sum over bins of (chains in it / n) |mean s - mean a_1 ... a_k|
+
+What a scheduler needs is the survival, not each confidence. A temperature does not change which chain of two
+is the likelier one.
+
+Letters: n chains, K drafts of a chain, z logits of confidence, a acceptance, T temperatures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 15
+TEMPERATURES = torch.logspace(-0.7, 0.7, 141, dtype=torch.float64)  # 0.2 to 5
+
+
+def expected_calibration_error(predicted: Tensor, actual: Tensor, bins: int = BINS) -> float:
+    """ECE of probabilities (n,) in bins of equal width; 0 of none."""
+    index = (predicted * bins).long().clamp(0, bins - 1)
+    differences = torch.zeros(bins, dtype=torch.float64).index_add_(0, index, (predicted - actual).double())
+    return float(differences.abs().sum()) / max(len(predicted), 1)
+
+
+def fit_temperatures(logits: Tensor, acceptance: Tensor) -> tuple[float, ...]:
+    """T_1..T_K.
+
+    Args:
+        logits: (n, K) of whole chains.
+        acceptance: (n, K).
+    """
+    z, lived = logits.double(), acceptance.double().cumprod(1)
+    before, temperatures = torch.ones(len(z), dtype=torch.float64), []
+    for k in range(z.shape[1]):
+        errors = [
+            expected_calibration_error(before * torch.sigmoid(z[:, k] / T), lived[:, k]) for T in TEMPERATURES
+        ]
+        T = float(TEMPERATURES[int(torch.tensor(errors).argmin())])
+        before = before * torch.sigmoid(z[:, k] / T)
+        temperatures.append(round(T, 4))
+    return tuple(temperatures)
+
+
+def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[float, ...]) -> list[float]:
+    """ECE of the survival to each draft, (K,)."""
+    T = torch.tensor(temperatures or [1.0] * logits.shape[1], dtype=torch.float64)
+    survival, lived = torch.sigmoid(logits.double() / T).cumprod(1), acceptance.double().cumprod(1)
+    return [expected_calibration_error(survival[:, k], lived[:, k]) for k in range(logits.shape[1])]

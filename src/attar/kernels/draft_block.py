@@ -1,0 +1,247 @@
+"""Blocks of drafts in one call: the layers of a DFlash or DSpark head, its context, and its Markov loop.
+
+The layers are a :class:`attar.kernels.decode.Program` whose tokens are blocks: the last decided token, then
+mask tokens, which see each other both ways and the keys and values of earlier positions. Those are written
+from the target's hidden states. csrc/decode/draft_block.h has the formulas.
+
+Letters: R blocks of a round, B tokens of a block, K drafts, H hidden size, m layers of the target, r rank of
+the Markov head, V vocabulary of the target, v of the head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.kernels import structures
+from attar.kernels.decode import ModelWeights, Program
+from attar.kernels.packed import PackedWeight
+from attar.kernels.structures import StepTokens, address, batch_struct, linear_struct
+
+CHUNK = 256  # positions whose states are read at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterWeights:
+    """A block drafter.
+
+    Attributes:
+        model: its layers, the target's embedding and that of masks, and the head (v, H) behind its norm.
+        context: W_c (H, m H).
+        context_norm: float32 (H,).
+        drafts: K, most tokens of a chain.
+        skipped: slots in front that predict nothing: 0 (DSpark) or 1 (DFlash); B is ``drafts + skipped``.
+        chosen: int64 (v,) the target's id of each token; None: the same.
+        previous: W1 bfloat16 (V, r); None: no Markov head.
+        markov: W2 (v, r).
+        confidence: float32 (H + r + 1,), the bias last; None: no confidence.
+        calibration: float32 (K,) temperatures of the confidence.
+    """
+
+    model: ModelWeights
+    context: PackedWeight
+    context_norm: Tensor
+    drafts: int
+    skipped: int
+    chosen: Tensor | None = None
+    previous: Tensor | None = None
+    markov: PackedWeight | None = None
+    confidence: Tensor | None = None
+    calibration: Tensor | None = None
+
+    @property
+    def block(self) -> int:
+        """B."""
+        return self.drafts + self.skipped
+
+    @property
+    def rank(self) -> int:
+        """r; 0: no Markov head."""
+        return 0 if self.previous is None else self.previous.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpan:
+    """A sequence to draft for, with n tokens.
+
+    Attributes:
+        last: token n - 1.
+        position: n - 1, where it is.
+        past: keys of earlier positions in the pool.
+        table: blocks of the pool, with room for ``past`` and a block.
+        most: drafts at most.
+        temperature: 0: the likeliest tokens.
+        keys: of the noise of each draft; not used at temperature 0.
+        least: the draft ends where the survival is lower; 0: never.
+    """
+
+    last: int
+    position: int
+    past: int
+    table: Sequence[int]
+    most: int
+    temperature: float = 0.0
+    keys: Sequence[int] = ()
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class DraftedBlocks:
+    """Drafts of a round.
+
+    Attributes:
+        tokens: int64 (R, K), of which ``counts`` are drafts.
+        counts: int64 (R,).
+        logits: float32 (R, K, v), those of the Markov head along the drafted tokens included, where they
+            are drafts.
+        survival: float32 (R, K) where they are drafts; ones without confidence.
+    """
+
+    tokens: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    logits: Tensor
+    survival: NDArray[np.float32]
+
+
+class DraftProgram(Program):
+    """A drafter with its pool; see :class:`attar.kernels.decode.Program`.
+
+    Args:
+        settings: of ``Program``.
+
+    Raises:
+        ModelError: the parts do not fit.
+    """
+
+    def __init__(self, weights: DrafterWeights, blocks: int, block_size: int = 16, **settings: Any) -> None:
+        _check(weights)
+        super().__init__(weights.model, blocks, block_size, **settings)
+        self.drafter, none = weights, structures.LinearStruct()
+        self._drafter = structures.DrafterStruct(
+            context=linear_struct(weights.context),
+            context_norm=weights.context_norm.data_ptr(),
+            rank=weights.rank,
+            previous=address(weights.previous),
+            markov=none if weights.markov is None else linear_struct(weights.markov),
+            chosen=address(weights.chosen),
+            confidence=address(weights.confidence),
+            calibration=address(weights.calibration),
+        )
+
+    def write_context(self, states: Tensor, positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Keys and values of decided positions from states (n, m H), to slots of the pool.
+
+        Raises:
+            MemoryError: no memory for intermediate results; some positions may be written.
+        """
+        assert self._library is not None and self._handle is not None, "write_context after close"
+        states = states.float().contiguous()
+        assert states.shape == (len(slots), self.drafter.context.columns), f"states {tuple(states.shape)}"
+        self._check_context(int(positions.max(initial=0)))
+        positions, slots = (np.ascontiguousarray(array, dtype=np.int64) for array in (positions, slots))
+        for at in range(0, len(slots), CHUNK):
+            part = states[at : at + CHUNK]
+            rows = structures.ContextStruct(
+                len(part), part.data_ptr(), positions[at:].ctypes.data, slots[at:].ctypes.data
+            )
+            code = self._library.attar_write_context(
+                self._handle, ctypes.byref(self._drafter), ctypes.byref(rows)
+            )
+            structures.raise_for(code, "a drafter's context")
+
+    def draft(self, spans: Sequence[DraftSpan]) -> DraftedBlocks:
+        """A block for each sequence. The keys and values of its own tokens are of this round only.
+
+        Raises:
+            MemoryError: no memory for intermediate results; the same round may be run again.
+        """
+        assert self._library is not None and self._handle is not None, "draft after close"
+        R, K = len(spans), min(max(span.most for span in spans), self.drafter.drafts)
+        logits = torch.empty(R, K, self.weights.vocabulary)
+        batch, arrays = batch_struct(self._tokens(spans, K), logits)
+        drafted = DraftedBlocks(
+            np.empty((R, K), np.int64), np.empty(R, np.int64), logits, np.ones((R, K), np.float32)
+        )
+        keys = np.zeros((R, K), np.uint64)
+        for row, span in enumerate(spans):
+            keys[row, : len(span.keys)] = span.keys[:K]
+        fields = {
+            "last": np.array([span.last for span in spans], np.int64),
+            "most": np.array([span.most for span in spans], np.int64),
+            "temperature": np.array([span.temperature for span in spans], np.float32),
+            "least": np.array([span.least for span in spans], np.float32),
+            "key": keys,
+            "token": drafted.tokens,
+            "count": drafted.counts,
+            "survival": drafted.survival,
+        }
+        addresses = {name: array.ctypes.data for name, array in fields.items()}
+        drawn = structures.RoundStruct(R, K, **addresses)
+        code = self._library.attar_draft(
+            self._handle, ctypes.byref(self._drafter), ctypes.byref(batch), ctypes.byref(drawn)
+        )
+        structures.raise_for(code, "a block of drafts")
+        del arrays
+        return drafted
+
+    def _check_context(self, position: int) -> None:
+        table = self.weights.layers[0].rotary
+        assert table is None or position < len(table), f"position {position} of {len(table)}"
+
+    def _tokens(self, spans: Sequence[DraftSpan], K: int) -> StepTokens:
+        """Blocks as a step: the last decided token and mask tokens, all of which see each other."""
+        B, size = self.drafter.block, self.block_size
+        steps = np.arange(B)
+        ids = np.full((len(spans), B), -1, np.int64)
+        ids[:, 0] = [span.last for span in spans]
+        slots = np.empty_like(ids)
+        for row, span in enumerate(spans):
+            entries = span.past + steps
+            assert len(span.table) * size > entries[-1], "a table without room for the block"
+            self._check_context(span.position + B - 1)
+            slots[row] = np.asarray(span.table, np.int64)[entries // size] * size + entries % size
+        rows = np.arange(len(spans))[:, None] * B + self.drafter.skipped + np.arange(K)
+        both_ways = np.ones((B, B), dtype=np.bool_)
+        return StepTokens(
+            ids=ids.ravel(),
+            positions=(np.array([[span.position] for span in spans]) + steps).ravel(),
+            slots=slots.ravel(),
+            counts=[B] * len(spans),
+            past=[span.past for span in spans],
+            blocks=[span.table for span in spans],
+            rows=rows.ravel(),
+            trees=[both_ways] * len(spans),
+        )
+
+
+def _check(weights: DrafterWeights) -> None:
+    """What the library does not check."""
+    hidden, r, v = weights.model.hidden, weights.rank, weights.model.vocabulary
+    if weights.context.rows != hidden:
+        raise ModelError(f"a drafter's context has {weights.context.rows} channels, not {hidden}")
+    assert weights.drafts >= 1 and weights.skipped in (0, 1), f"{weights.drafts} drafts"
+    assert weights.model.mask is not None, "a drafter without an embedding of masks"
+    if (weights.markov is None) != (weights.previous is None):
+        raise ModelError("a Markov head has two matrices")
+    if weights.markov is not None and (weights.markov.rows, weights.markov.columns) != (v, r):
+        raise ModelError(f"a Markov head of {weights.markov.rows} x {weights.markov.columns}, not {v} x {r}")
+    pairs: list[tuple[Tensor | None, torch.dtype, tuple[int, ...]]] = [
+        (weights.context_norm, torch.float32, (hidden,)),
+        (weights.chosen, torch.int64, (v,)),
+        (weights.confidence, torch.float32, (hidden + r + 1,)),
+        (weights.calibration, torch.float32, (weights.drafts,)),
+    ]
+    for tensor, dtype, shape in pairs:
+        fits = tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
+        assert fits, f"a drafter's tensor of {dtype} {shape}"
+    assert weights.previous is None or weights.previous.dtype == torch.bfloat16, "W1 is bfloat16"
+    assert weights.previous is None or weights.previous.is_contiguous(), "W1 is contiguous"
+    assert (weights.confidence is None) == (weights.calibration is None), "confidence and its temperatures"

@@ -1,0 +1,156 @@
+"""The transformer layer of draft heads, in the shape of Qwen3 or Llama: RMSNorm, attention with grouped
+queries, norms of each query and key (Qwen3), rotary positions, SwiGLU.
+
+What a layer attends to is the caller's: its own tokens, and keys and values that were made before.
+
+Letters: T tokens, S positions attended to, H hidden size, I inputs of attention, h heads, K kv heads, d head
+    dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, q, k, v)`` of queries (..., T, h, d), keys and values (..., T, K, d) of the same tokens to
+(..., T, h d)."""
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of positions, (..., T, 1, d)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLayerShape:
+    """Sizes of the layers of a head.
+
+    Attributes:
+        depth: layers.
+        heads: h.
+        kv_heads: K, which divides h.
+        head_dim: d, even.
+        intermediate: of the MLP.
+        eps: of the norms.
+        rope_theta: base of the rotary frequencies.
+        bias: of the projections to queries, keys and values.
+        head_norms: of each query and key.
+    """
+
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+    bias: bool = False
+    head_norms: bool = True
+
+
+def rotary(positions: Tensor, shape: DraftLayerShape) -> Turn:
+    """Cosines and sines of positions int64 (..., T), float32."""
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = shape.rope_theta ** (-half / shape.head_dim)
+    angles = positions[..., None, None].float() * torch.cat([frequencies, frequencies])
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, turn: Turn) -> Tensor:
+    """Queries or keys (..., T, h, d) at their positions: channel i with channel i + d / 2, as in Llama."""
+    low, high = x.chunk(2, -1)
+    return x * turn[0] + torch.cat([-high, low], -1) * turn[1]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax attention (..., T, h d).
+
+    The heads that share keys and values are put one behind the other as further queries, so that nothing is
+    repeated.
+
+    Args:
+        q: (..., T, h, d).
+        k, v: (..., S, K, d).
+        mask: bool (..., T, S), whether a token sees a position; None: it sees all.
+    """
+    *batch, T, h, d = q.shape
+    K = k.shape[-2]
+    q = q.unflatten(-2, (K, h // K)).movedim(-4, -2).flatten(-3, -2)  # (..., K, h / K T, d)
+    k, v = k.transpose(-3, -2), v.transpose(-3, -2)
+    if mask is not None:
+        mask = mask[..., None, :, :].repeat_interleave(h // K, -3).flatten(-3, -2)[..., None, :, :]
+    out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+    return out.unflatten(-2, (h // K, T)).movedim(-2, -4).reshape(*batch, T, h * d)
+
+
+class HeadAttention(nn.Module):  # type: ignore[misc]
+    """Projections of an attention.
+
+    Args:
+        inputs: columns that queries, keys and values read, I; None: H.
+    """
+
+    def __init__(self, hidden: int, shape: DraftLayerShape, inputs: int | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        inputs = hidden if inputs is None else inputs
+        self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=shape.bias)
+        self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=shape.bias)
+        self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=shape.bias)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
+        if shape.head_norms:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.eps)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.eps)
+
+    def queries(self, x: Tensor, turn: Turn) -> Tensor:
+        """(..., T, h, d) of (..., T, I)."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim))
+        return turned(self.q_norm(queries) if self.shape.head_norms else queries, turn)
+
+    def keys_values(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Two of (..., T, K, d) of (..., T, I)."""
+        keys = self.k_proj(x).unflatten(-1, (-1, self.shape.head_dim))
+        keys = self.k_norm(keys) if self.shape.head_norms else keys
+        return turned(keys, turn), self.v_proj(x).unflatten(-1, (-1, self.shape.head_dim))
+
+
+class GatedMLP(nn.Module):  # type: ignore[misc]
+    """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H) to (..., H)."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class HeadLayer(nn.Module):  # type: ignore[misc]
+    """A layer: x + attention(norm x), then x + MLP(norm x).
+
+    Args:
+        index: of the layer, for ``attend``.
+    """
+
+    def __init__(self, hidden: int, shape: DraftLayerShape, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = nn.RMSNorm(hidden, eps=shape.eps)
+        self.self_attn = HeadAttention(hidden, shape)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=shape.eps)
+        self.mlp = GatedMLP(hidden, shape.intermediate)
+
+    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        """(..., T, H) to (..., T, H)."""
+        y = self.input_layernorm(x)
+        queries, (keys, values) = self.self_attn.queries(y, turn), self.self_attn.keys_values(y, turn)
+        x = x + self.self_attn.o_proj(attend(self.index, queries, keys, values))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
