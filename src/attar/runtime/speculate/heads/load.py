@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
@@ -57,8 +57,9 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
             checkpoint.name,
             target.name,
         )
-    proposer: Proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
-    return proposer
+    proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
+    proposer.name = f"{checkpoint.name} ({config.kind})"
+    return cast(Proposer, proposer)
 
 
 def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
