@@ -68,7 +68,14 @@ class Description:
 def describe(model: str, engine: Engine, why: str = "") -> Description:
     """The description of an engine; ``why`` tells why the compiled runner does not run the model."""
     runner, manager, speculator = engine.runner, engine.scheduler.manager, engine.speculator
-    unknown = {"weights": "", "activations": "", "threads": 0, "kv_dtype": "", "kv_bytes": 0, "hidden_bytes": 0}
+    unknown = {
+        "weights": "",
+        "activations": "",
+        "threads": 0,
+        "kv_dtype": "",
+        "kv_bytes": 0,
+        "hidden_bytes": 0,
+    }
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
     return Description(
         model=model,

@@ -188,7 +188,11 @@ def test_what_the_table_allows_works(parts):
         assert rows.shape == want.shape == (GIVEN + 1, tiny_models.VOCABULARY)
         error = float((rows - want).norm() / want.norm())
         assert error < (bound or 1e-4), f"text {index} of {name} is off by {error:.2g}"
-    assert {name: len(rows) for name, (rows, _) in actual.items()} == {("a", 0): 13, ("a", 1): 13, ("b", 0): 13}
+    assert {name: len(rows) for name, (rows, _) in actual.items()} == {
+        ("a", 0): 13,
+        ("a", 1): 13,
+        ("b", 0): 13,
+    }
 
 
 def test_every_pair_that_is_allowed_is_in_a_scenario():

@@ -26,7 +26,9 @@ _POSITIONS = "a sliding window counts positions, and packed entries are no longe
 _SCORES = "H2O's scores are sums over every query"
 _QUERIES = "every token's query attends again, and tokens from the prefix cache are not run"
 _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
-_STATES = "a draft head reads the hidden states of every token, and eviction keeps those of some, head by head"
+_STATES = (
+    "a draft head reads the hidden states of every token, and eviction keeps those of some, head by head"
+)
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
 )

@@ -1,9 +1,9 @@
 """A head whose drafts depend on every decided token and every state of it, and what its states must be.
 
-    StatesOfTexts      the states of known texts, from one forward each
-    HashingHead        checks what it is given against them, and drafts from all of it
-    RestlessPolicy     drafts, rests, and closes at random
-    check_pool         the pool of every running sequence, after any step
+StatesOfTexts      the states of known texts, from one forward each
+HashingHead        checks what it is given against them, and drafts from all of it
+RestlessPolicy     drafts, rests, and closes at random
+check_pool         the pool of every running sequence, after any step
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def run_profile(
     options = {name: value for name, value in engine.options().items() if name not in DRAFTING}
     limits, reuse = options.pop("limits"), options.pop("prefix_cache")
     with progress.task("load", total=1) as task:
-        read = {layer for draft in chosen.draft for layer in layers_read(draft, evicting(options["eviction"]))}
+        read = {
+            layer for draft in chosen.draft for layer in layers_read(draft, evicting(options["eviction"]))
+        }
         loaded = load(model, **options, hidden_layers=tuple(sorted(read)))
         methods = make_methods(model, loaded, chosen, {name: options[name] for name in ALIKE})
         llm = LLM.of(loaded, limits=limits, prefix_cache=reuse)
