@@ -61,6 +61,51 @@ class MedusaSettings(DraftHeadSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TreeHeadSettings(DraftHeadSettings):
+    """A head that drafts a token after the other, as a chain or as a tree."""
+
+    branches: int = _option(1, "likeliest tokens after each node of a tree of drafts; 1: a chain")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("branches", self.branches, 1, 32, "between 1 and 32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings(TreeHeadSettings):
+    """EAGLE, and with branches EAGLE-2."""
+
+    token_weight: float = _option(0.1, "weight of the predicted tokens, by that of the predicted states")
+    noise: float = _option(0.2, "of the states that it reads in training, for rows of 512 tokens; 0: none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("token_weight", self.token_weight, 0.0, 100.0, "between 0 and 100")
+        check_range("noise", self.noise, 0.0, 10.0, "between 0 and 10")
+        if self.draft_vocabulary:
+            raise SettingsError("draft_vocabulary", self.draft_vocabulary, "0: it has its model's own head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Settings(TreeHeadSettings):
+    """EAGLE-3."""
+
+    decay: float = _option(0.8, "weight of each step's loss, by that of the one before")
+    unrolled: int = _option(7, "drafts one after the other that it learns from its own states")
+    norm_before_residual: bool = _option(False, "what its layer adds to is normed")
+    norm_before_fc: bool = _option(False, "the states of all layers are normed together")
+    fc_norm: bool = _option(False, "the states of each layer are normed")
+    norm_output: bool = _option(False, "its own states are normed before it reads them (EAGLE-3.1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
+        check_range("unrolled", self.unrolled, 1, 64, "between 1 and 64")
+        if self.norm_before_fc and self.fc_norm:
+            raise SettingsError("fc_norm", True, "false with norm_before_fc: states are normed once")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockSettings(DraftHeadSettings):
     """DFlash, and what DSpark shares with it."""
 
@@ -112,6 +157,8 @@ class NoHeadSettings:
 HEAD_SETTINGS: dict[str, type] = {
     "none": NoHeadSettings,
     "medusa": MedusaSettings,
+    "eagle": EagleSettings,
+    "eagle3": Eagle3Settings,
     "dflash": BlockSettings,
     "dspark": DSparkSettings,
 }

@@ -1,9 +1,9 @@
 """Walks the table of ``kv/compose.py``: every pair runs through the scheduler, or is refused.
 
 A scenario is a store, an eviction, a model and a runner, and all that scheduling can do with them at once:
-two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle, chains
-and trees of drafts, hidden states for a draft head. Texts are given, so that only logits and hidden states are
-compared: with one request alone, in one chunk.
+two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle,
+chains and trees of drafts, hidden states for a draft head. Texts are given, so that only logits and hidden
+states are compared: with one request alone, in one chunk.
 """
 
 import functools
@@ -97,7 +97,7 @@ class Drive:
         self.scheduler = Scheduler(self.manager, limits, memory=runner)
         self.runner, self.on, self.rows, self.turns = runner, on, {}, 0
         self.states = {}  # behind the last blocks of each text
-        kept = "hidden_states" in on or not on and getattr(runner, "eviction", None) is None
+        kept = "hidden_states" in on or (not on and getattr(runner, "eviction", None) is None)
         self.pool = runner.keep_hidden(LAYERS) if kept else None
 
     def add(self, name, n):

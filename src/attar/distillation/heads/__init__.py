@@ -10,12 +10,24 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.distillation.heads import block, medusa
+from attar.distillation.heads import block, eagle, eagle3, medusa
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head
 
 HeadMaker = Callable[[Any, Head, Any, Tensor | None], Any]
 HeadObjective = Callable[[Any, TargetPass, Any], Tensor]
 
-HEAD_MAKERS: dict[str, HeadMaker] = {"medusa": medusa.make, "dflash": block.make, "dspark": block.make}
-HEAD_LOSSES: dict[str, HeadObjective] = {"medusa": medusa.loss, "dflash": block.loss, "dspark": block.loss}
+HEAD_MAKERS: dict[str, HeadMaker] = {
+    "medusa": medusa.make,
+    "eagle": eagle.make,
+    "eagle3": eagle3.make,
+    "dflash": block.make,
+    "dspark": block.make,
+}
+HEAD_LOSSES: dict[str, HeadObjective] = {
+    "medusa": medusa.loss,
+    "eagle": eagle.loss,
+    "eagle3": eagle3.loss,
+    "dflash": block.loss,
+    "dspark": block.loss,
+}

@@ -1,8 +1,8 @@
 """A head that reads hidden states, in all that an engine does at once, on real runners.
 
-Chunks, shared prefixes, several completions of a prompt, preemption, cancellation, steps that fail and are run
-again, resting passes, trees whose accepted path moves, seeds and penalties and a grammar: the text is that of
-plain decoding, and every state that the head is given is that of a forward over the text alone.
+Chunks, shared prefixes, several completions of a prompt, preemption, cancellation, steps that fail and are
+run again, resting passes, trees whose accepted path moves, seeds and penalties and a grammar: the text is
+that of plain decoding, and every state that the head is given is that of a forward over the text alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
-from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.from_model import shared_copy
+from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
@@ -204,8 +204,8 @@ def test_the_text_and_every_state(family, kind, options, bound) -> None:
 
 
 def test_kivi() -> None:
-    """Full blocks are quantized: what a token reads depends on when its block was full, so that plain decoding
-    has the same text only where nothing is shared, cut or run again."""
+    """Full blocks are quantized: what a token reads depends on when its block was full, so that plain
+    decoding has the same text only where nothing is shared, cut or run again."""
     requests = [(prompt, replace(params, n=1)) for prompt, params in requests_of("llama3")]
     options = {"blocks": 40, "block_size": 32, "kv_dtype": "kivi4"}
     plain = complete(llm_of(runner_of("llama3", "modules", **options), prefix_cache=False), requests)

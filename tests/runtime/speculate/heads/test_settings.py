@@ -1,4 +1,4 @@
-"""A head as the draft of a model: what is refused before anything is read, what it takes, what it is called."""
+"""A head as the draft of a model: what is refused before anything is read, what it takes, its name."""
 
 import json
 

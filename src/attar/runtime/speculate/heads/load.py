@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
 from attar.errors import ModelError
+from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.runner.compiled import Compiled
+from attar.runtime.speculate.heads.block import block_head
+from attar.runtime.speculate.heads.chain import ChainProposer
+from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.medusa import MedusaProposer
+from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
 
 if TYPE_CHECKING:
@@ -20,8 +27,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROPOSERS: dict[str, Any] = {"medusa": MedusaProposer}
-"""The proposer of each kind of head: made of the head, a reader of its context, and the end tokens."""
+
+def _medusa(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    return MedusaProposer(head, context, ends=target.ends)
+
+
+def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    drafter = EagleDrafter(head, own_tensors(target.runner, target.name))
+    return ChainProposer(EagleChain(drafter), context, name=head.config.kind, ends=target.ends)
+
+
+def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    own, runner = own_tensors(target.runner, target.name), target.runner
+    compiled = compiled_block_head(head, own, runner) if isinstance(runner, Compiled) else None
+    chain = compiled or block_head(head, own)
+    return ChainProposer(chain, context, name=head.config.kind, ends=target.ends)
+
+
+PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+    "dflash": _block,
+    "dspark": _block,
+}
+"""The proposer of each kind of head: made of the head, a reader of its context, and the target, whose own
+embedding and head it may share (``own_tensors.py``)."""
 
 
 def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None) -> Proposer:
@@ -34,7 +65,7 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
         CheckpointError: the head cannot be read.
         ModelError: it was trained for a model of another shape, or the runner keeps no states.
     """
-    head = load_draft_head(checkpoint)
+    head = load_draft_head(checkpoint, None if model is None else head_target(open_checkpoint(model)))
     config, runner = head.config, target.runner
     if config.vocabulary != runner.vocabulary:
         raise ModelError(
@@ -57,15 +88,16 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
             checkpoint.name,
             target.name,
         )
-    proposer = PROPOSERS[config.kind](head, context, ends=target.ends)
-    proposer.name = f"{checkpoint.name} ({config.kind})"
-    return cast(Proposer, proposer)
+    proposer = PROPOSERS[config.kind](head.to(pool.states.device), context, target)
+    cast(Any, proposer).name = f"{checkpoint.name} ({config.kind})"
+    return proposer
 
 
 def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
     """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
     of the head's acceptance); a head without a card is taken as it is."""
-    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    parents = head.card.parents if head.card is not None else ()
+    known = {parent.fingerprint for parent in parents} | set(_fingerprints(parents))
     known.discard("")
     if not known:
         return True
