@@ -66,8 +66,9 @@ def _hidden_bytes(head: str | None) -> int:
     from attar.checkpoint import open_checkpoint
     from attar.checkpoint.draft_head import draft_head_of
 
-    config = None if head is None else draft_head_of(open_checkpoint(head).config)
-    return 0 if config is None else 2 * len(config["layers"]) * config["hidden"]
+    checkpoint = None if head is None else open_checkpoint(head)
+    config = None if checkpoint is None else draft_head_of(checkpoint.config, checkpoint.tensors)
+    return 0 if config is None else 2 * len(config["layers"] or ()) * (config["hidden"] or 0)
 
 
 def _print(plan: KVPlan) -> None:

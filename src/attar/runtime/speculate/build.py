@@ -65,7 +65,7 @@ def layers_read(draft: Any, features: FeatureRequests) -> tuple[int, ...]:
         CheckpointError: the draft cannot be opened, or its config is damaged.
     """
     checkpoint = None if draft is None else open_checkpoint(draft)
-    head = None if checkpoint is None else draft_head_of(checkpoint.config)
+    head = None if checkpoint is None else draft_head_of(checkpoint.config, checkpoint.tensors)
     if checkpoint is None or head is None:
         return ()
     check_together({**features, "hidden_states": ("draft", checkpoint.name)})
