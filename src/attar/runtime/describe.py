@@ -22,7 +22,7 @@ class Description:
         kv_tokens, kv_bytes: size of the KV cache; hidden_bytes: of the hidden states that a draft head reads.
         context: most positions; None: no limit.
         sequences: most sequences that run together.
-        speculation: the proposer, and its most draft tokens; empty without one.
+        speculation: the proposer, its most draft tokens, and whether it is lossy; empty without one.
         prefix_cache: whether prompts share the blocks of a common prefix.
     """
 
@@ -77,6 +77,8 @@ def describe(model: str, engine: Engine, why: str = "") -> Description:
         "hidden_bytes": 0,
     }
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
+    if speculator is not None and speculator.lossy:
+        drafts = f"{drafts}, typical acceptance (LOSSY: sampled completions are not the model's)"
     return Description(
         model=model,
         runner=type(runner).__name__.lower(),
