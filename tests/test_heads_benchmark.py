@@ -96,6 +96,23 @@ def test_drafters_that_are_not_there_are_skipped_by_name(tmp_path, monkeypatch, 
     assert "skipped: x" in capsys.readouterr().out
 
 
+def test_the_table_has_a_line_for_each_text(tmp_path, monkeypatch):
+    common = {"low": 1.1, "high": 1.3, "positions": [0.75, 0.5], "draft_ms": 0.25, "texts": 2, "same": 2}
+    rows = [
+        {"set": kind, "method": way, "speedup": 1.2, "tokens_per_s": 1000.0, "tokens_per_pass": tokens}
+        | common
+        for kind in ("code", "prose")
+        for way, tokens in (("plain", 1.0), ("K 7", 2.5), (heads_drafting.CHOSEN, 2.25))
+    ]
+    monkeypatch.setattr(heads_drafting, "measured", lambda *_, **__: rows)
+    args = arguments(tmp_path)
+    lines = heads_drafting._lines("medusa", {}, {"code": [], "prose": []}, args)
+    columns = "2.50 | 2.50 | 0.75 0.50 | 0.75 0.50 | 0.25 | 1000 | 1000 | 1.20 (1.10 to 1.30) | 2/2 |"
+    assert lines == [f"| medusa | {kind} | {columns}" for kind in ("code", "prose")]
+    assert len(heads_drafting._table_head(args)[0].split("|")) == len(lines[0].split("|"))
+
+
+@pytest.mark.slow
 def test_a_drafter_is_trained_once_and_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(teacher, "HELD_OUT_TOKENS", 64)
     args = arguments(tmp_path, "--steps", "2", "--drafters", "medusa", "--drafts", "3")
