@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ngrams
@@ -130,15 +131,16 @@ def print_suffix_figures(count: int, length: int, most: int) -> None:
         for number, text in enumerate(ids):
             tokens += len(text) - START
             passes += _followed(proposer, number, text, most, clock)
-        seconds, drafts = clock.seconds / passes, clock.drafts / passes
+        asking, drafts = 1e6 * statistics.median(clock.seconds), clock.drafts / passes
         print(
-            f"  {name:28}{tokens / passes:6.2f} tokens, {drafts:5.2f} drafts,{1e6 * seconds:5.0f} us a pass"
+            f"  {name:28}{tokens / passes:6.2f} tokens, {drafts:5.2f} drafts a pass,"
+            f"{asking:5.1f} us to ask (median)"
         )
 
 
-LATENCIES = {  # milliseconds of a pass over n tokens: of attar:tiny (docs/speculation.md), of 1.1 B int4
-    "attar:tiny": {1: 0.366, 2: 0.366, 3: 0.547, 5: 0.631, 9: 0.944, 17: 1.6, 33: 2.9},
-    "1.1 B int4": {1: 18.1, 3: 20.6, 4: 20.6, 5: 22.8, 7: 28.5, 17: 55.0, 33: 100.0},
+LATENCIES = {  # milliseconds of a pass over n tokens, measured: docs/speculation.md
+    "attar:tiny": {1: 0.366, 2: 0.366, 3: 0.547, 5: 0.631, 9: 0.944},
+    "1.1 B int4": {1: 18.1, 3: 20.6, 4: 20.6, 5: 22.8, 7: 28.5},
 }
 
 
@@ -198,7 +200,7 @@ def _accepted(draft: Draft, text: Sequence[int]) -> list[int]:
 class Clock:
     """What a proposer took and gave."""
 
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     drafts: int = 0
 
 
@@ -211,7 +213,7 @@ def _followed(
         request = DraftRequest(number, text[:done], most)
         began = time.perf_counter()
         draft = proposer.propose([request])[0]
-        clock.seconds += time.perf_counter() - began
+        clock.seconds.append(time.perf_counter() - began)
         clock.drafts += len(draft or ())
         node = 0
         while draft is not None and done < len(text) - 1:
