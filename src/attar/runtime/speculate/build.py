@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.draft_head import draft_head_of
 from attar.models.draft_heads.kind import is_draft_head
+from attar.runtime.kv.compose import FeatureRequests, check_together
 from attar.runtime.loading import Loaded, load
 from attar.runtime.speculate.combined import CombinedProposer
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftTimes, Proposer, TimedProposer
-from attar.runtime.speculate.settings import SpeculationSettings
+from attar.runtime.speculate.settings import LOSSY, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.verify import VerificationMode
 
 FREE_DRAFTS = 40  # of a sequence in a pass at most, by default
+logger = logging.getLogger(__name__)
+
 SETTLE = 12  # plain passes before the first drafts
 
 
@@ -36,7 +41,9 @@ def make_speculator(
     """
     if not settings:
         return None
-    settings.check_with(getattr(target.runner, "features", {}))
+    features = getattr(target.runner, "features", {})
+    settings.check_with(features)
+    layers_read(settings.draft, features)
     proposer = _proposer(settings, target, model, options)
     most, times = FREE_DRAFTS, DraftTimes({})
     if not proposer.free:
@@ -46,7 +53,29 @@ def make_speculator(
     passes = by_tokens(measure(target.runner))
     latency = Latency(passes, times.step, SETTLE, times.reading, times.begin)
     mode = cast("VerificationMode | None", settings.verification)
+    if mode == LOSSY:
+        logger.warning(
+            "%s: typical acceptance is lossy: sampled completions are not the model's", target.name
+        )
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
+
+
+def layers_read(draft: Any, features: FeatureRequests) -> tuple[int, ...]:
+    """Layers of the target whose hidden states a draft reads: none, unless it is a head.
+
+    Args:
+        features: of the target, rows of ``kv/compose.py``.
+
+    Raises:
+        SettingsError: a feature does not go together with a head; names both settings.
+        CheckpointError: the draft cannot be opened, or its config is damaged.
+    """
+    checkpoint = None if draft is None else open_checkpoint(draft)
+    head = None if checkpoint is None else draft_head_of(checkpoint.config, checkpoint.tensors)
+    if checkpoint is None or head is None:
+        return ()
+    check_together({**features, "hidden_states": ("draft", checkpoint.name)})
+    return tuple(head["layers"] or ())
 
 
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:

@@ -9,8 +9,14 @@ from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "suffix", "lookahead", "self")
+<<<<<<< HEAD
 WITH_DRAFT = "suffix"  # the method that goes together with a draft model or a head
 MODES = ("coupled", "exact")
+=======
+BESIDE = "suffix"  # the method that goes together with a draft model or a head
+LOSSY = "typical"  # the mode that changes completions
+MODES = ("coupled", "exact", LOSSY)
+>>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,8 @@ class SpeculationSettings:
         speculate: a name of METHODS; None: by ``draft``, or not at all.
         draft: a model or a head that drafts, alone or with suffix trees; None: none.
         drafts: of one sequence in a pass at most; None: the method's default.
-        verification: coupled, exact, or None: coupled where a request has a seed, else exact.
+        verification: coupled, exact, or None: coupled where a request has a seed, else exact. ``typical``
+            (``typical.py``) is lossy: sampled completions do not have the model's distribution.
 
     Raises:
         SettingsError: a setting out of range, or two that exclude each other.
@@ -77,12 +84,16 @@ class ProfileSettings:
 
     speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
                                          choices=METHODS)  # fmt: skip
-    draft: tuple[str, ...] = _option((), "measure this draft model against plain decoding")
+    draft: tuple[str, ...] = _option((), "measure this draft model or head against plain decoding")
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )
-    verification: str | None = _option(None, "coupled or exact; none: coupled, for every prompt has a seed",
-                                       choices=MODES)  # fmt: skip
+    verification: str | None = _option(
+        None,
+        "coupled or exact; typical: LOSSY, likely drafts are accepted; none: coupled, for every prompt has a "
+        "seed",
+        choices=MODES,
+    )
     fixed: bool = _option(False, "always draft this many tokens, also where they do not pay")
     prompts: int = _option(4, "prompts of each set")
     sets: tuple[str, ...] = _option(SETS, "a set of prompts", choices=SETS)
