@@ -9,14 +9,9 @@ from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "suffix", "lookahead", "self")
-<<<<<<< HEAD
 WITH_DRAFT = "suffix"  # the method that goes together with a draft model or a head
-MODES = ("coupled", "exact")
-=======
-BESIDE = "suffix"  # the method that goes together with a draft model or a head
 LOSSY = "typical"  # the mode that changes completions
 MODES = ("coupled", "exact", LOSSY)
->>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,7 @@ from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-<<<<<<< HEAD
-from attar.runtime.speculate.settings import WITH_DRAFT, ProfileSettings, SpeculationSettings
-=======
-from attar.runtime.speculate.settings import BESIDE, LOSSY, ProfileSettings, SpeculationSettings
->>>>>>> main
+from attar.runtime.speculate.settings import LOSSY, WITH_DRAFT, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
