@@ -5,14 +5,17 @@ import math
 import pytest
 import torch
 
+import attar
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.heads import block
 from attar.distillation.heads.anchors import choose_anchors, run_blocks
 from attar.distillation.heads.target_pass import run_target
+from attar.distillation.rollouts import teacher as rollouts
 from attar.models.head import head_of
 from tests import tiny_models
 from tests.distillation.heads.drafters import drafter_of, options_of
+from tests.runtime.speculate.proposing import Eager
 
 CASES = [
     ("dflash", "llama3", {}, None),
@@ -148,3 +151,34 @@ def test_chains_have_the_acceptance_of_each_draft():
 )
 def test_layers_are_spread_as_the_published_drafters_have_them(blocks, count, layers):
     assert block.spread_layers(blocks, count) == layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dspark", {"markov": "gated", "draft_vocabulary": 200}),
+        pytest.param("dflash", {"head_layers": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_from_training_to_drafts(kind, options, tmp_path, monkeypatch):
+    """The text is the target's, greedy and with a seed; a drafted sample has a q, and is accepted by it."""
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
+    target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
+    training = {"steps": 4, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
+    head = attar.distill(
+        target, tmp_path / "head", head=kind, data="python-stdlib", drafts=4, anchors=4, **training, **options
+    )
+    assert head.config["head"]["kind"] == kind and head.card.details["steps"] == 4
+    assert head.load("mask_embedding").shape == (64,)
+    assert ("lm_head.weight" in head.tensors) == ("draft_vocabulary" in options)
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    llm = attar.LLM(target, draft=head.path, dtype="float32", drafts=4)
+    llm.engine.speculator.policy = Eager()
+    plain = attar.LLM(target, dtype="float32")
+    for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
+        wanted, drafted = (
+            one.generate(prompts, attar.SamplingParams(max_tokens=20, **params)) for one in (plain, llm)
+        )
+        assert [one.token_ids for one in drafted] == [one.token_ids for one in wanted]
+    llm.generate(prompts, attar.SamplingParams(max_tokens=20, temperature=1.0))
+    assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.drafted > 30

@@ -24,12 +24,12 @@ from attar.distillation.head_settings import BlockSettings, DSparkSettings
 from attar.distillation.heads.anchors import BlockPredictions, choose_anchors
 from attar.distillation.heads.draft_loss import DraftTargets, draft_loss
 from attar.distillation.heads.draft_vocabulary import draft_labels
+from attar.distillation.heads.layer_shape import layer_shape
 from attar.distillation.heads.report import DraftedChains
 from attar.distillation.heads.target_pass import TargetPass
 from attar.errors import ModelError
-from attar.models.anatomy import discover, text_config
+from attar.models.anatomy import discover
 from attar.models.draft_heads.block_drafter import BlockDrafter, DFlashConfig, DSparkConfig
-from attar.models.draft_heads.decoder_layer import DraftLayerShape
 from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import Head
 
@@ -46,25 +46,14 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
     Raises:
         ModelError: a reduced vocabulary, and a head with a bias.
     """
-    anatomy, config = discover(target), text_config(target)
-    block, (V, H) = anatomy.blocks[0], own.weight.shape
-    rope = getattr(config, "rope_parameters", None) or {}
-    shape = DraftLayerShape(
-        depth=options.head_layers,
-        heads=block.attention.heads,
-        kv_heads=block.attention.kv_heads,
-        head_dim=block.attention.head_dim,
-        intermediate=block.mlp.down.in_features,
-        eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 1e4),
-    )
+    blocks, (V, H) = len(discover(target).blocks), own.weight.shape
     common: dict[str, Any] = {
         "hidden": H,
         "vocabulary": V,
-        "layers": spread_layers(len(anatomy.blocks), options.context_layers),
+        "layers": spread_layers(blocks, options.context_layers),
         "drafts": options.drafts,
         "draft_vocabulary": 0 if chosen is None else len(chosen),
-        "shape": shape,
+        "shape": layer_shape(target, depth=options.head_layers, head_norms=True),
     }
     if isinstance(options, DSparkSettings):
         rank = min(H // 4, HIGHEST_RANK) if options.markov_rank is None else options.markov_rank
@@ -76,7 +65,9 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
         drafter.mask_embedding.normal_(std=float(target.get_input_embeddings().weight.float().std()))
         if chosen is not None:
             if own.bias is not None:
-                raise ModelError(f"{config.model_type}: a reduced draft_vocabulary, and a head with a bias")
+                raise ModelError(
+                    f"{target.config.model_type}: a reduced draft_vocabulary, and a head with a bias"
+                )
             set_vocabulary(drafter, chosen)
             drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
     return drafter.to(own.weight.device)

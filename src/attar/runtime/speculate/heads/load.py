@@ -11,6 +11,7 @@ from attar.checkpoint.card import Parent
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.speculate.heads.block import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
@@ -37,10 +38,17 @@ def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
     return ChainProposer(EagleChain(drafter), context, name=config.kind, ends=target.ends)
 
 
+def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:
+    chain = block_head(head, own_tensors(target.runner, target.name))
+    return ChainProposer(chain, context, name=head.config.kind, ends=target.ends)
+
+
 PROPOSERS: dict[str, Callable[[Any, ContextReader, Loaded], Proposer]] = {
     "medusa": _medusa,
     "eagle": _eagle,
     "eagle3": _eagle,
+    "dflash": _block,
+    "dspark": _block,
 }
 """The proposer of each kind of head: made of the head, a reader of its context, and the target, whose own
 embedding and head it may share (``own_tensors.py``)."""
