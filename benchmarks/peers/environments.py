@@ -2,6 +2,9 @@
 
     python benchmarks/peers/environments.py [NAME ...]      builds what is missing, prints the versions
 
+Of vLLM (``vllm-wheel``) there is no environment: its Python files are taken out of its wheel, which needs
+neither a GPU nor its 200 dependencies.
+
 They stand under ``$ATTAR_PEERS``, or ``~/.cache/attar/peers``. torch comes first and by its exact version, so
 that every tool computes with the same one (and pip finds the build without CUDA's packages where it has one).
 """
@@ -12,6 +15,8 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from llama_server import build as build_server
 
 TORCH = "torch==2.13.0"
 SERVER = "llama-server"  # a program, compiled from what llama-cpp comes with
+WHEEL, VLLM = "vllm-wheel", "vllm==0.33.0"
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,27 @@ def server() -> Path:
     return build_server(executable.parent, interpreter, version("llama-cpp") or "")
 
 
+def vllm_files() -> Path:
+    """A folder with vLLM's Python files, which are downloaded if they are missing.
+
+    Raises:
+        SystemExit: pip failed.
+    """
+    home = folder() / WHEEL / VLLM.partition("==")[2]
+    if home.is_dir():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        if subprocess.run([*command, "--dest", scratch, VLLM]).returncode:
+            raise SystemExit(f"{VLLM}: {' '.join(command)} failed")
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            names = [name for name in wheel.namelist() if name.endswith(".py")]
+            wheel.extractall(Path(scratch) / "files", names)
+        (Path(scratch) / "files").rename(home)
+    return home
+
+
 def version(name: str) -> str | None:
     """The tool's version in its environment, or None where it is not installed."""
     interpreter = folder() / name / "bin" / "python"
@@ -121,10 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER, WHEEL], metavar="NAME")
     for name in parser.parse_args().names:
         if name == SERVER:
             print(f"{name:<16}{server()}")
+        elif name == WHEEL:
+            print(f"{name:<16}{vllm_files()}")
         else:
             print(f"{name:<16}{version(name) if python(name) else ''}")
 

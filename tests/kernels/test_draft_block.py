@@ -212,6 +212,20 @@ def test_blocks_equal_the_reference(parts, threads):
     check(drafter(**parts), [1, 2, 23], threads=threads)
 
 
+def test_states_and_logits_without_the_markov_head():
+    weights = drafter()
+    program = DraftProgram(weights, 48, threads=2, **EXACT)
+    spans, all_states = spans_of(program, [1, 23])
+    logits, states = program.states(spans)
+    reference = Reference(dataclasses.replace(weights, previous=None, markov=None, confidence=None))
+    for row, span in enumerate(spans):
+        hidden = reference.hidden(span.last, span.position, all_states[row])
+        normed = torch.stack([rms(x, weights.model.norm) for x in hidden])
+        torch.testing.assert_close(states[row].double(), normed, rtol=0, atol=2e-4)
+        rows = reference.draft(span.last, span.position, all_states[row], BLOCK)[1]
+        torch.testing.assert_close(logits[row].double(), torch.stack(rows), rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_packed_weights(kind):
     check(drafter(kind), [19], tolerance=5e-3)

@@ -113,7 +113,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         geometry=shape,
         quantization=_quantization(config, counted, container),
         zeros=_zeros(card),
-        draft_head=_draft_head(config, card),
+        draft_head=_draft_head(checkpoint, card),
         container=container,
         stage=card.stage,
         command=card.command,
@@ -203,9 +203,10 @@ def _zeros(card: Card) -> dict[str, Any] | None:
     return {key: stated[key] for key in kinds}
 
 
-def _draft_head(config: dict[str, Any], card: Card) -> dict[str, Any] | None:
+def _draft_head(checkpoint: Checkpoint, card: Card) -> dict[str, Any] | None:
     """What a draft head says of itself, with the report of its training."""
-    head, report = draft_head_of(config), card.details.get("drafting")
+    head = draft_head_of(checkpoint.config, checkpoint.tensors)
+    report = card.details.get("drafting")
     return head and head | {"drafting": report if isinstance(report, dict) else {}}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE = "model.safetensors"
+MEDUSA = "medusa_lm_head.safetensors"
 INDEX = "model.safetensors.index.json"
 
 OPENERS = {".gguf": "attar.formats.gguf.open:open_gguf"}
@@ -140,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: no config.json", hint="a model folder in Hugging Face layout is needed"
         )
-    config = read_json(path)
+    config = _complete(read_json(path))
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise CheckpointError(
             f"{path}: no model_type", hint="config.json must say which family the model is of"
@@ -153,9 +154,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the model type and architecture that published draft heads leave out."""
+    if "speculators_model_type" in config:
+        return {**config, "model_type": "speculators"}
+    if "medusa_num_heads" in config:
+        return {"model_type": "medusa", "architectures": ["MedusaModel"], **config}
+    return config
+
+
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Tensor name to file name; None for a single file."""
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file() or (folder / MEDUSA).is_file():
         return None
     if (folder / INDEX).is_file():
         return _index(folder)
@@ -203,7 +213,8 @@ def _shards(weight_map: dict[str, Any]) -> list[Any]:
 def _scan(folder: Path, weight_map: dict[str, str] | None) -> dict[str, TensorInfo]:
     """Every tensor of the files; refuses a repeated name, and a tensor of the index that is missing."""
     tensors: dict[str, TensorInfo] = {}
-    for file in [folder / name for name in ([SINGLE] if weight_map is None else _shards(weight_map))]:
+    single = SINGLE if (folder / SINGLE).is_file() else MEDUSA
+    for file in [folder / name for name in ([single] if weight_map is None else _shards(weight_map))]:
         for entry in read_header(file):
             if entry.name in tensors:
                 raise CheckpointError(

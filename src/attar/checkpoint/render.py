@@ -78,11 +78,14 @@ def _fact(label: str, text: str) -> str:
 
 def _draft_head(head: dict[str, Any]) -> Iterator[str]:
     """What it drafts, for which model, and how well."""
-    yield _fact("draft head", f"{head['kind']}, {head['drafts']} drafts, for {head['target']}")
-    layers = ", ".join(map(str, head["layers"] or ()))
-    yield _fact("reads", f"the states behind layers {layers}, {head['hidden']} wide")
+    drafts = f"{head['drafts']} drafts, " if head["drafts"] else ""
+    yield _fact("draft head", f"{head['kind']}, {drafts}for {head['target']}")
+    if head["layers"]:
+        layers = ", ".join(map(str, head["layers"]))
+        yield _fact("reads", f"the states behind layers {layers}, {head['hidden']} wide")
     own, all_tokens = head["draft_vocabulary"], head["vocabulary"]
-    yield _fact("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens")
+    if all_tokens:
+        yield _fact("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens")
     for label, key in (("greedy", "greedy"), ("sampled", "sampled")):
         rates = head["drafting"].get(key)
         if isinstance(rates, list) and all(isinstance(rate, int | float) for rate in rates):

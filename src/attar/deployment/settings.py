@@ -21,7 +21,13 @@ FORMATS = (
     "bitsandbytes",
     "modelopt",
     "exl2",
+    "speculators",
+    "deepspec",
+    "eagle",
+    "medusa",
 )
+HEAD_FORMATS = ("speculators", "deepspec", "eagle", "medusa")
+"""Layouts of draft heads."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 AUTO_ROWS = 8  # sequences of an automatic importance matrix: more gain nothing (docs/export.md)
 WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic importance matrix
@@ -36,7 +42,9 @@ class ExportSettings:
         default="compressed-tensors",
         metadata={
             "help": "dense: ordinary safetensors; gguf: llama.cpp; compressed-tensors, gptq, awq, "
-            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2",
+            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2; "
+            "draft heads: speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; "
+            "medusa: Medusa",
             "choices": FORMATS,
         },
     )
@@ -95,6 +103,13 @@ class ExportSettings:
     )
     max_file: str = field(
         default="", metadata={"help": "gguf: split into files of this size, such as 40GB; empty: one file"}
+    )
+    target: str = field(
+        default="",
+        metadata={
+            "help": "draft heads: the model that the head drafts for, where its folder names none that is "
+            "here"
+        },
     )
     head_bits: int = field(default=6, metadata={"help": "exl2: bits of the head", "choices": (6, 8, 16)})
     samples: int = field(default=128, metadata={"help": "calibration sequences, where a rounding needs them"})
@@ -162,6 +177,8 @@ class ExportSettings:
                     )
         if self.format not in ("gguf", "exl2") and self.bits:
             raise SettingsError("bits", self.bits, f"0 with format {self.format}: it is gguf's and exl2's")
+        if self.target and self.format not in HEAD_FORMATS:
+            raise SettingsError("target", self.target, f"unset with format {self.format}: it is draft heads'")
         if self.format == "exl2" and not self.bits:
             raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
         if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:

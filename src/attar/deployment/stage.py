@@ -5,6 +5,8 @@
     compressed-tensors, gptq, awq,
     bitsandbytes, modelopt           codes of a quantized checkpoint, untouched     (packed.py)
     exl2                             ExLlamaV2, rounded here                        (exl2.py)
+    speculators, deepspec, eagle,
+    medusa                           draft heads                                    (draft_head.py)
 
 Each file has ``refuse``, which raises before any work, and ``write``, which returns the checks that the
 written files passed (verify.py).
@@ -35,8 +37,9 @@ from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.deployment.gguf import IMATRIX
-from attar.deployment.settings import VERSION, ExportSettings
-from attar.errors import DataError, SettingsError
+from attar.deployment.settings import HEAD_FORMATS, VERSION, ExportSettings
+from attar.errors import DataError, ModelError, SettingsError
+from attar.models.draft_heads.kind import is_draft_head
 from attar.models.fit import check_fit
 from attar.progress import SILENT, Progress
 
@@ -52,6 +55,7 @@ WRITERS = {
     "bitsandbytes": "packed",
     "modelopt": "packed",
     "exl2": "exl2",
+    **dict.fromkeys(HEAD_FORMATS, "draft_head"),
 }
 GGUF = ".gguf"
 
@@ -80,7 +84,9 @@ def export(
     """
     source = open_checkpoint(model)
     writer = _writer(settings.format)
-    check_fit(source)
+    if settings.format not in HEAD_FORMATS:
+        _refuse_head(source)
+        check_fit(source)
     writer.refuse(source, settings)
     if settings.text_rows:
         settings = fit(settings, source, progress)
@@ -90,6 +96,13 @@ def export(
     if settings.format != "gguf":
         raise SettingsError("format", settings.format, f"gguf for a file {Path(out).name}, or a folder as -o")
     return _write_file(source, Path(out), settings, writer, progress, force, key)
+
+
+def _refuse_head(source: Checkpoint) -> None:
+    if is_draft_head(source):
+        raise ModelError(
+            f"{source.name} is a draft head, no model", hint=f"--format {', '.join(HEAD_FORMATS)}"
+        )
 
 
 def _writer(name: str) -> ModuleType:

@@ -163,34 +163,45 @@ class DraftProgram(Program):
         Raises:
             MemoryError: no memory for intermediate results; the same round may be run again.
         """
-        assert self._library is not None and self._handle is not None, "draft after close"
         R, K = len(spans), min(max(span.most for span in spans), self.drafter.drafts)
         logits = torch.empty(R, K, self.weights.vocabulary)
-        batch, arrays = batch_struct(self._tokens(spans, K), logits)
-        drafted = DraftedBlocks(
-            np.empty((R, K), np.int64), np.empty(R, np.int64), logits, np.ones((R, K), np.float32)
-        )
-        keys = np.zeros((R, K), np.uint64)
+        tokens, counts = np.empty((R, K), np.int64), np.empty(R, np.int64)
+        survival, keys = np.ones((R, K), np.float32), np.zeros((R, K), np.uint64)
         for row, span in enumerate(spans):
             keys[row, : len(span.keys)] = span.keys[:K]
-        fields = {
+        arrays = {
             "last": np.array([span.last for span in spans], np.int64),
             "most": np.array([span.most for span in spans], np.int64),
             "temperature": np.array([span.temperature for span in spans], np.float32),
             "least": np.array([span.least for span in spans], np.float32),
             "key": keys,
-            "token": drafted.tokens,
-            "count": drafted.counts,
-            "survival": drafted.survival,
+            "token": tokens,
+            "count": counts,
+            "survival": survival,
         }
-        addresses = {name: array.ctypes.data for name, array in fields.items()}
-        drawn = structures.RoundStruct(R, K, **addresses)
-        code = self._library.attar_draft(
-            self._handle, ctypes.byref(self._drafter), ctypes.byref(batch), ctypes.byref(drawn)
-        )
-        structures.raise_for(code, "a block of drafts")
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
+        self._run(spans, logits, structures.RoundStruct(R, K, **addresses))
+        return DraftedBlocks(tokens, counts, logits, survival)
+
+    def states(self, spans: Sequence[DraftSpan]) -> tuple[Tensor, Tensor]:
+        """What a block is drawn from, without the Markov head: logits float32 (R, K, v), and the states that
+        they and the confidence are of, behind the final norm, (R, K, H).
+
+        Raises:
+            MemoryError: see :meth:`draft`.
+        """
+        R, K = len(spans), min(max(span.most for span in spans), self.drafter.drafts)
+        logits = torch.empty(R, K, self.weights.vocabulary)
+        states = torch.empty(R, K, self.weights.hidden)
+        self._run(spans, logits, structures.RoundStruct(R, K, states=states.data_ptr()))
+        return logits, states
+
+    def _run(self, spans: Sequence[DraftSpan], logits: Tensor, drawn: structures.RoundStruct) -> None:
+        assert self._library is not None and self._handle is not None, "a round after close"
+        batch, arrays = batch_struct(self._tokens(spans, logits.shape[1]), logits)
+        parts = (ctypes.byref(struct) for struct in (self._drafter, batch, drawn))
+        structures.raise_for(self._library.attar_draft(self._handle, *parts), "a block of drafts")
         del arrays
-        return drafted
 
     def _check_context(self, position: int) -> None:
         table = self.weights.layers[0].rotary

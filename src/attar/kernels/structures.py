@@ -100,7 +100,7 @@ class ContextStruct(ctypes.Structure):
     _fields_ = [("count", LONG), *((name, POINTER) for name in ("states", "positions", "slots"))]
 
 
-ROUND = ("last", "most", "temperature", "least", "key", "token", "count", "survival")
+ROUND = ("last", "most", "temperature", "least", "key", "token", "count", "survival", "states")
 
 
 class RoundStruct(ctypes.Structure):

@@ -157,8 +157,9 @@ WAYS = [
     {"speculate": "lookahead"},
     {"speculate": "self"},
     {"draft": "attar:tiny"},
+    {"draft": "attar:tiny", "speculate": "suffix"},
 ]
-NAMES = ["ngram", "suffix", "lookahead", "self", "draft"]
+NAMES = ["ngram", "suffix", "lookahead", "self", "draft", "both"]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)

@@ -1,4 +1,10 @@
-"""A draft head on disk: ``config.json`` with its config, and ``model.safetensors`` with its tensors."""
+"""A draft head on disk: ``config.json`` with its config, and ``model.safetensors`` with its tensors.
+
+This layout is our own, because no published one carries every head: speculators has no Medusa and no EAGLE-1,
+DeepSpec block drafters alone, EAGLE's and Medusa's no block drafter; several need the target to be read, and
+a learned mask costs them a copy of its embedding. Here a kind is its config as it is and the state of its
+modules, whatever the kind. ``formats/draft_heads/`` translates, both ways, without loss.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,12 @@ from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError
 from attar.models.draft_heads import DRAFT_HEADS
 from attar.models.draft_heads.config import HeadConfig
+from attar.models.draft_heads.content import head_content
 from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.formats.draft_heads.content import HeadTarget
 
 
 def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -34,19 +42,23 @@ def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype 
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_draft_head(checkpoint: Checkpoint) -> Any:
-    """The head: float32, in evaluation mode, on the CPU.
+def load_draft_head(checkpoint: Checkpoint, target: HeadTarget | None = None) -> Any:
+    """The head, from our folder or a published layout: float32, in evaluation mode, on the CPU.
+
+    Args:
+        target: what is known of its target, which published layouts do not repeat.
 
     Raises:
         CheckpointError: its kind is unknown, or its tensors do not fit its config.
+        ModelError: it has a part that attar's heads do not have.
     """
-    file, described = str(checkpoint.path / "config.json"), checkpoint.config.get("head")
-    kind = described.get("kind") if isinstance(described, dict) else None
-    if not isinstance(described, dict) or kind not in DRAFT_HEADS:
+    content = head_content(checkpoint, target)
+    file, kind = str(checkpoint.path / "config.json"), content.values.get("kind")
+    if kind not in DRAFT_HEADS:
         raise CheckpointError(f"{file}: head.kind is {kind!r}", hint=f"one of {', '.join(DRAFT_HEADS)}")
     config_class, module = DRAFT_HEADS[kind]
-    head = module(config_class.from_dict(described, file))
-    tensors = {name: _as(checkpoint.load(name), torch.float32) for name in checkpoint.tensors}
+    head = module(config_class.from_dict(content.values, file))
+    tensors = {name: _as(tensor, torch.float32) for name, tensor in content.tensors.items()}
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:

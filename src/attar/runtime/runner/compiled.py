@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attar.errors import UsageError
 from attar.kernels.decode import KV_BYTES, ModelWeights, Program
+from attar.kernels.draft_block import DrafterWeights, DraftProgram
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
 from attar.kernels.structures import PRODUCTS, StepTokens
@@ -125,6 +126,14 @@ class Compiled:
             self._hidden.add(layers)
         self._program.keep_hidden(self._hidden.layers, self._hidden.states)
         return self._hidden
+
+    def drafting(self, weights: DrafterWeights) -> DraftProgram:
+        """A drafter for this model, which the same threads run, with a pool for as many tokens."""
+        spare = -(-weights.block // self.block_size)  # of each sequence, for its block
+        program = self._program
+        blocks = self.capacity * (1 + spare)
+        shared: dict[str, Any] = {"threads_of": program, "bits": program.bits}
+        return DraftProgram(weights, blocks, self.block_size, kv_dtype=program.kv_dtype, **shared)
 
     def fork(self, sequence: int, child: int) -> None:
         """No state per sequence."""

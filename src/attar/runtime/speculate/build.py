@@ -7,6 +7,7 @@ from typing import Any, cast
 from attar.checkpoint import open_checkpoint
 from attar.models.draft_heads.kind import is_draft_head
 from attar.runtime.loading import Loaded, load
+from attar.runtime.speculate.combined import CombinedProposer
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.ngram import NgramProposer, SharedNgrams
@@ -50,19 +51,27 @@ def make_speculator(
 
 
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:
+    tokens = target.runner.capacity * target.runner.block_size
+    if settings.draft is not None:
+        head = _drafter(settings.draft, target, model, {**options, "kv_tokens": tokens})
+        return CombinedProposer(head, SuffixProposer(ends=target.ends)) if settings.speculate else head
     if settings.speculate == "ngram":
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
     if settings.speculate == "suffix":
         return SuffixProposer(ends=target.ends)
     if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
-    from attar.runtime.speculate.self_speculation import draft_of, load_self_draft
+    from attar.runtime.speculate.self_speculation import load_self_draft
 
-    if settings.draft is not None and is_draft_head(open_checkpoint(settings.draft)):
+    return load_self_draft(model, target, kv_tokens=tokens)
+
+
+def _drafter(draft: Any, target: Loaded, model: Any, options: dict[str, Any]) -> TimedProposer:
+    """The proposer of a draft head or of a draft model."""
+    if is_draft_head(open_checkpoint(draft)):
         from attar.runtime.speculate.heads.load import load_head_proposer
 
-        return load_head_proposer(open_checkpoint(settings.draft), target, model)
-    tokens = target.runner.capacity * target.runner.block_size
-    if settings.speculate == "self":
-        return load_self_draft(model, target, kv_tokens=tokens)
-    return draft_of(load(settings.draft, kv_tokens=tokens, **options), target)
+        return cast(TimedProposer, load_head_proposer(open_checkpoint(draft), target, model))
+    from attar.runtime.speculate.self_speculation import draft_of
+
+    return draft_of(load(draft, **options), target)

@@ -180,7 +180,7 @@ class DraftPolicy:
         steps: int = 0,
     ) -> None:
         """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer, in
-        ``steps``; 0: as deep as the drafts are."""
+        ``steps``; 0: as deep as the drafts are, -1: it ran no model."""
         if not feedback:
             return
         batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
@@ -191,7 +191,7 @@ class DraftPolicy:
             self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in feedback) / batch)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
-        if drafts and drafting > 0:
+        if drafts and drafting > 0 and steps >= 0:
             depth = steps or max(len(draft.counts) for draft in drafts)
             self.latency.note_draft(len(drafts), drafting, depth)
         self._since_plain = self._since_plain + 1 if drafts else 0
@@ -204,10 +204,15 @@ class DraftPolicy:
         drafting = self.open and plain > 0
         return min(int(proposing / plain / LOSS), PAUSE) if drafting else self.budget.closed_passes
 
-    def speedup(self, sequence: int, limit: int) -> float:
-        """Expected speedup of one sequence with the best chain of a draft model."""
-        run, chain = _Pass(self.latency, 1), self._tree(0, sequence, min(limit, self.most), 1)
-        speeds = [run.speed, *(run.add(one).speed for one in chain)]
+    def speedup(self, sequence: int, draft: int | Draft) -> float:
+        """Expected speedup of one sequence with the best part of a fixed draft, or with the best chain of at
+        most ``draft`` tokens of a draft model."""
+        if isinstance(draft, Draft):
+            nodes = sorted(self._nodes(0, sequence, draft), key=lambda one: -one.survival)
+        else:
+            nodes = self._tree(0, sequence, min(draft, self.most), 1)
+        run = _Pass(self.latency, 1)
+        speeds = [run.speed, *(run.add(one).speed for one in nodes)]
         return max(speeds) / speeds[0]
 
     def forget(self, sequence: int) -> None:

@@ -9,6 +9,7 @@ from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "suffix", "lookahead", "self")
+BESIDE = "suffix"  # the method that goes together with a draft model or a head
 MODES = ("coupled", "exact")
 
 
@@ -18,7 +19,7 @@ class SpeculationSettings:
 
     Args:
         speculate: a name of METHODS; None: by ``draft``, or not at all.
-        draft: a model that drafts; None: none.
+        draft: a model or a head that drafts, alone or with suffix trees; None: none.
         drafts: of one sequence in a pass at most; None: the method's default.
         verification: coupled, exact, or None: coupled where a request has a seed, else exact.
 
@@ -36,8 +37,9 @@ class SpeculationSettings:
             close = nearest(self.speculate, METHODS)
             suggestion = f" (did you mean {close}?)" if close else ""
             raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
-        if self.speculate is not None and self.draft is not None:
-            raise SettingsError("speculate", self.speculate, "None with a draft model: one of them drafts")
+        if self.speculate not in (None, BESIDE) and self.draft is not None:
+            allowed = f"{BESIDE} or None with a draft model: other methods draft alone"
+            raise SettingsError("speculate", self.speculate, allowed)
         if self.drafts is not None and self.drafts < 1:
             raise SettingsError("drafts", self.drafts, "at least 1")
         if self.verification not in (None, *MODES):

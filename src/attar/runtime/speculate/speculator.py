@@ -30,6 +30,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
+from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
@@ -223,17 +224,43 @@ class Speculator:
         if not self.policy.open:
             return [*nothing]
         self._proposes = True
-        if self.proposer.free:
-            pairs = zip(decoding, limits, strict=True)
+        pairs = list(zip(decoding, limits, strict=True))
+        tree = self.proposer if self.proposer.free else None
+        if isinstance(self.proposer, CombinedProposer):
+            tree = self.proposer.tree
+        found: Sequence[Draft | None] = nothing
+        if tree is not None:
             requests = [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
-            drafts = self._asked(requests, ())
-            return self.policy.select(ids, drafts, prompt_tokens, whole=self.proposer.learns_tree)
-        proposer = cast(TimedProposer, self.proposer)
+            found = self._asked(tree, requests, ())
+        if self.proposer.free:
+            return self.policy.select(ids, found, prompt_tokens, whole=self.proposer.learns_tree)
+        asked = [
+            0 if drafts_alone(self.policy, one.id, most, draft) else most
+            for (one, most), draft in zip(pairs, found, strict=True)
+        ]
+        drafts = self._timed(decoding, asked, left, prompt_tokens, completion, blocks)
+        if tree is not None:
+            self._steps = self._steps or -1
+            return combined(self.policy, ids, limits, drafts, found, prompt_tokens)
+        trees = cast(TimedProposer, self.proposer).trees
+        return self.policy.trim(ids, drafts, prompt_tokens) if trees else drafts
+
+    def _timed(
+        self,
+        decoding: Sequence[Running],
+        limits: list[int],
+        left: int,
+        prompt_tokens: int,
+        completion: Callable[[Running], Completion],
+        blocks: Callable[[int], Sequence[int]],
+    ) -> list[Draft | None]:
+        """The drafts of a proposer that runs a model, trees with all their nodes."""
+        ids, proposer = [one.id for one in decoding], cast(TimedProposer, self.proposer)
         limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
         kinds = self.policy.choose(ids, limits, prompt_tokens, proposer.branches, left)
         depths = [sum(kind < LEVELS for kind in one) for one in kinds]
         if not any(depths):
-            return [*nothing]
+            return [None] * len(decoding)
         siblings = self._with_siblings(kinds)
         self._prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
         least = self.policy.least
@@ -250,19 +277,19 @@ class Speculator:
             )
             for one, most, depth, its in zip(decoding, limits, depths, drawing, strict=True)
         ]
-        drafts = self._asked(requests, rules)
+        drafts = self._asked(proposer, requests, rules)
         self._steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
         if proposer.trees:
-            return self.policy.trim(ids, drafts, prompt_tokens)
+            return list(drafts)
         self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
         return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
 
     def _asked(
-        self, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules]
+        self, proposer: Proposer, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules]
     ) -> Sequence[Draft | None]:
         """The proposer's drafts; none where it fails, or the rules of a completion."""
         try:
-            return self.proposer.propose(requests)
+            return proposer.propose(requests)
         except Exception as failure:
             if not any(its.failed for its in rules):
                 self._fail(failure)

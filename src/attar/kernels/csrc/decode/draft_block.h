@@ -50,6 +50,7 @@ struct DraftRound {
     const std::uint64_t* key;         // (blocks, drafts) noise
     std::int64_t *token, *count;      // out: (blocks, drafts) in the target's ids; (blocks,)
     float* survival;                  // out: (blocks, drafts); without confidence untouched
+    float* states;                    // out: (blocks, drafts, hidden) h_k; then nothing is drawn. Or null
 };
 
 // Uniform in (0, 1): SplitMix64 seeded with `key`, output `index`.
@@ -138,6 +139,7 @@ public:
 
     void draft(const DraftRound& round) {
         step();
+        if (round.states) return copy_states(round.states);
         for (std::int64_t k = 0; k < round.drafts; k++) {
             if (drafter.rank) add_markov(round, k);
             worker.parallel_for(round.blocks, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
@@ -157,6 +159,15 @@ private:
     const std::uint16_t* embedding_before(const DraftRound& round, std::int64_t block, std::int64_t k) const {
         const std::int64_t token = k ? round.token[block * round.drafts + k - 1] : round.last[block];
         return drafter.previous + token * drafter.rank;
+    }
+
+    // Behind the final norm.
+    void copy_states(float* to) {
+        each_token(batch.logit_rows, [&](std::int64_t row) {
+            const float* x = r.x_.data() + batch.rows[row] * model.hidden;
+            const float inverse = inverse_rms(x, model.hidden, model.eps);
+            scale_by(x, model.norm, inverse, model.hidden, to + row * model.hidden);
+        });
     }
 
     // The Markov head's part of the logits of draft k.

@@ -43,7 +43,7 @@ class ChainHead(Protocol):
         ...
 
     def begin(self, drafts: Sequence[GrowingDraft]) -> None:
-        """A round of drafts begins."""
+        """A round of drafts begins; the head may complete or close some of them itself."""
         ...
 
     def logits(self, drafts: Sequence[GrowingDraft]) -> Tensor:
@@ -100,6 +100,7 @@ class ChainProposer:
         growing = [draft for draft in drafts if draft is not None]
         if growing:
             self.head.begin(growing)
+        growing = [draft for draft in growing if draft.open]
         while growing:
             if self.confident:
                 chances = cast(ConfidentHead, self.head).confidence(growing)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
 from attar.errors import ModelError
+from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
+from attar.runtime.runner.compiled import Compiled
 from attar.runtime.speculate.heads.block import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
+from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
@@ -39,7 +42,9 @@ def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
 
 
 def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:
-    chain = block_head(head, own_tensors(target.runner, target.name))
+    own, runner = own_tensors(target.runner, target.name), target.runner
+    compiled = compiled_block_head(head, own, runner) if isinstance(runner, Compiled) else None
+    chain = compiled or block_head(head, own)
     return ChainProposer(chain, context, name=head.config.kind, ends=target.ends)
 
 
@@ -64,7 +69,7 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
         CheckpointError: the head cannot be read.
         ModelError: it was trained for a model of another shape, or the runner keeps no states.
     """
-    head = load_draft_head(checkpoint)
+    head = load_draft_head(checkpoint, None if model is None else head_target(open_checkpoint(model)))
     config, runner = head.config, target.runner
     if config.vocabulary != runner.vocabulary:
         raise ModelError(
@@ -93,7 +98,8 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
 def trained_for(head: Checkpoint, model: Checkpoint) -> bool:
     """Whether a head's card names the model, or one that the model was made of (its quantized copy keeps most
     of the head's acceptance); a head without a card is taken as it is."""
-    known = {parent.fingerprint for parent in head.card.parents} if head.card is not None else set()
+    parents = head.card.parents if head.card is not None else ()
+    known = {parent.fingerprint for parent in parents} | set(_fingerprints(parents))
     known.discard("")
     if not known:
         return True

@@ -19,7 +19,7 @@ from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-from attar.runtime.speculate.settings import ProfileSettings, SpeculationSettings
+from attar.runtime.speculate.settings import BESIDE, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
@@ -96,6 +96,7 @@ def make_methods(
     """A speculator for each method and number of drafts, by what people call them."""
     methods = {}
     options = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
+    options += [{"draft": name, "speculate": BESIDE} for name in chosen.draft if BESIDE in chosen.speculate]
     for option in options:
         for most in chosen.drafts or (None,):
             wanted = SpeculationSettings(**option, drafts=most, verification=chosen.verification)
@@ -103,7 +104,7 @@ def make_methods(
             assert speculator is not None, f"{option} gives no speculator"
             if chosen.fixed and most is not None:
                 speculator.policy = FixedPolicy(most)
-            name = next(iter(option.values()))
+            name = "+".join(option.values())
             methods[name if most is None else f"{name}, {most}"] = speculator
     return methods
 

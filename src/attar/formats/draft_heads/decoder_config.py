@@ -1,0 +1,129 @@
+"""The transformer layers of a draft head as published configs state them: the keys of a Llama or a Qwen3.
+
+The base of the rotary frequencies is written twice, as transformers 4 and 5 have it: vLLM and llama.cpp read
+the new key, SGLang and DeepSpec the old one. Layers that attar's heads do not have are refused: other
+activations, scaled rotary frequencies, sliding windows, biases of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.formats.draft_heads.content import HeadTarget, entry
+
+CONTEXT = 32768  # of a head whose target's longest sequence is not known
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """Layers of a head.
+
+    Attributes:
+        depth: how many.
+        intermediate: neurons of the MLP.
+        bias: of the projections to queries, keys and values.
+        head_norms: of each query and key: a Qwen3; without them a Llama.
+    """
+
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    rope_theta: float
+    bias: bool
+    head_norms: bool
+
+    def to_config(self, hidden: int, vocabulary: int, target: HeadTarget) -> dict[str, Any]:
+        """The keys of a config; of a Llama without ``layer_types``, in which vLLM looks for the layer's place
+        in the target."""
+        own = {"layer_types": ["full_attention"] * self.depth} if self.head_norms else {"mlp_bias": False}
+        return {
+            "model_type": "qwen3" if self.head_norms else "llama",
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": target.context or CONTEXT,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "attention_bias": self.bias,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            **own,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: str) -> DecoderLayers:
+        """From the keys of a config.
+
+        Args:
+            where: for errors, such as the path of the file.
+
+        Raises:
+            CheckpointError: one is missing.
+            ModelError: a layer of another kind.
+        """
+        numbers = [
+            entry(config, key, int, where)
+            for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+        ]
+        depth, heads, hidden, intermediate = numbers
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"{where}: hidden_act is {config['hidden_act']!r}: heads of silu alone are read")
+        if config.get("mlp_bias"):
+            raise ModelError(f"{where}: mlp_bias: heads without biases of the MLP alone are read")
+        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+            raise ModelError(f"{where}: layer_types: heads of full attention alone are read")
+        return cls(
+            depth=depth,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=intermediate,
+            eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=_theta(config, where),
+            bias=bool(config.get("attention_bias", False)),
+            head_norms=config.get("model_type") == "qwen3",
+        )
+
+
+def with_output_bias(tensors: Mapping[str, Tensor], layers: DecoderLayers) -> dict[str, Tensor]:
+    """Tensors with the bias behind attention that a Llama or a Qwen3 has where it has those before: zeros."""
+    if not layers.bias:
+        return dict(tensors)
+    weights = {name: x for name, x in tensors.items() if name.endswith("o_proj.weight")}
+    return {**tensors, **{f"{name[:-6]}bias": x.new_zeros(len(x)) for name, x in weights.items()}}
+
+
+def without_output_bias(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Tensors without it.
+
+    Raises:
+        ModelError: it is not zero.
+    """
+    biases = [name for name in tensors if name.endswith("o_proj.bias")]
+    if any(tensors[name].any() for name in biases):
+        raise ModelError(f"{where}: {biases[0]}: heads without a bias behind attention alone are read")
+    return {name: x for name, x in tensors.items() if name not in biases}
+
+
+def _theta(config: Mapping[str, Any], where: str) -> float:
+    """The base of the rotary frequencies, by the new key or the old one."""
+    new = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = new.get("rope_type") or new.get("type") or "default"
+    if kind != "default" or new.get("factor", 1.0) != 1.0:
+        raise ModelError(f"{where}: rotary frequencies of type {kind}: heads of plain ones alone are read")
+    return float(new.get("rope_theta") or config.get("rope_theta") or 10000.0)
