@@ -11,6 +11,7 @@ from attar.distillation.head_settings import Eagle3Settings, EagleSettings
 from attar.distillation.heads import eagle, eagle3, unroll
 from attar.distillation.heads.draft_vocabulary import choose_tokens
 from attar.distillation.heads.target_pass import run_target
+from attar.errors import SettingsError
 from attar.models.draft_heads.vocabulary import tokens_of
 from attar.models.head import head_of
 from tests import tiny_models
@@ -151,3 +152,12 @@ def test_a_new_head_has_the_targets_own_rows_of_its_tokens():
 def test_the_layers_that_are_read_are_the_published_ones():
     assert eagle3.read_layers(32) == (1, 15, 28)  # what enters layers 2, 16 and 29
     assert [eagle3.read_layers(count) for count in (1, 2, 3, 6)] == [(0,), (0, 1), (0, 1, 2), (0, 3, 5)]
+
+
+def test_options_that_exclude_each_other_are_refused():
+    with pytest.raises(SettingsError, match="norm_before_fc: states are normed once"):
+        Eagle3Settings(fc_norm=True, norm_before_fc=True)
+    with pytest.raises(SettingsError, match="it has its model's own head"):
+        EagleSettings(draft_vocabulary=100)
+    with pytest.raises(SettingsError, match="branches"):
+        EagleSettings(branches=0)
