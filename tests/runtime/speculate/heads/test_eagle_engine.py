@@ -46,13 +46,13 @@ def easy_model():
     return model
 
 
-def easy_head(model):
+def easy_head(model, sharp=40.0):
     """f^ is the embedding of the last token, which the target's norm only scales."""
     head = EagleHead(EagleConfig(layers=(3,), **COMMON))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
-        head.fc.weight[:, :64] = 40.0 * torch.diag(model.model.norm.weight)  # sharp
+        head.fc.weight[:, :64] = sharp * torch.diag(model.model.norm.weight)
     return head.eval().requires_grad_(False)
 
 
@@ -191,3 +191,14 @@ def test_own_tensors_are_those_of_the_model():
         torch.testing.assert_close(own.logits(states), wanted.detach(), rtol=0.02, atol=0.03)
         table = model.model.embed_tokens.weight[tokens].detach()
         torch.testing.assert_close(own.embed(tokens), table, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_coupled_texts_of_50_seeds_are_those_of_plain_decoding(width):
+    model, seeds = easy_model(), 50
+    asked = prompts(model, (9,)) * seeds
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, seed=seed) for seed in range(seeds)]
+    wanted = answers(llm_of(runner_of(model, blocks=400)), asked, params)
+    llm = llm_of(runner_of(model, blocks=400), easy_head(model, 8.0), width)
+    assert answers(llm, asked, params) == wanted and len(set(wanted)) == seeds
+    assert llm.engine.speculator.counts.accepted > 0
