@@ -58,7 +58,7 @@ class GrowingTree:
         Args:
             log_q: (leaves, V) natural logarithms; a row with NaN, or without any token, has no children.
         """
-        top = log_q.masked_fill(log_q.isnan(), -torch.inf).topk(min(self.branches, log_q.shape[-1]))
+        top = log_q.topk(min(self.branches, log_q.shape[-1]))
         first = len(self.tokens)
         for leaf, tokens, values in zip(self.leaves, top.indices.tolist(), top.values.tolist(), strict=True):
             for token, value in zip(tokens, values, strict=True):
