@@ -8,6 +8,8 @@ import torch
 from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw
+from attar.runtime.speculate.draft import LEVELS
+from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.dynamic_tree import GrowingTree
 from attar.runtime.speculate.heads.eagle import EagleChain
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer, coupled_log_q
@@ -91,3 +93,15 @@ def test_coupled_trees_take_the_noise_of_the_completion():
         assert draft.q is None and draft.rule == "fixed"
         drafts.add(draft.tokens)
     assert len(drafts) == 4
+
+
+def test_the_best_chain_of_a_coupled_tree_is_the_coupled_chain():
+    proposer, (tokens,) = proposer_of((6,))
+    chains = ChainProposer(EagleChain(proposer.drafter), Context(), name="eagle")
+    params = SamplingParams(temperature=1.0, seed=3)
+    for seed in range(6):
+        rules = Completion("r", 0, tokens, params, seed=seed, limit=99)
+        (tree,) = proposer.propose([DraftRequest(0, tokens, 30, rules=rules)])
+        (chain,) = chains.propose([DraftRequest(0, tokens, 3, rules=rules)])
+        best = [token for token, kind in zip(tree.tokens, tree.kinds, strict=True) if kind < LEVELS]
+        assert len(best) == 3 and tuple(best) == chain.tokens
