@@ -14,7 +14,7 @@ from attar.models.fit import check_fit
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.loading import load
 
-REPORT = {"greedy": [0.75, 0.5], "sampled": [0.625, 0.25]}
+REPORT = {"agreement": [0.75, 0.5], "acceptance": [0.625, 0.25]}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_inspect_says_what_it_drafts_for_which_model_and_how_well(head):
         "the states behind layers 3, 8 wide",
         "100 of 320 tokens",
         "0.750, 0.500 at each position, greedy",
-        "0.625, 0.250 at each position, sampled",
+        "0.625, 0.250 at each position, at temperature 1",
     ):
         assert words in text
     assert "None" not in text

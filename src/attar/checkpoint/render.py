@@ -86,11 +86,11 @@ def _draft_head(head: dict[str, Any]) -> Iterator[str]:
     own, all_tokens = head["draft_vocabulary"], head["vocabulary"]
     if all_tokens:
         yield _fact("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens")
-    for label, key in (("greedy", "greedy"), ("sampled", "sampled")):
+    for key, how in (("agreement", "greedy"), ("acceptance", "at temperature 1")):
         rates = head["drafting"].get(key)
         if isinstance(rates, list) and all(isinstance(rate, int | float) for rate in rates):
             shown = ", ".join(f"{rate:.3f}" for rate in rates)
-            yield _fact("accepted" if key == "greedy" else "", f"{shown} at each position, {label}")
+            yield _fact("accepted" if how == "greedy" else "", f"{shown} at each position, {how}")
 
 
 def _cache(per_token: int, context: int | None, dtype: str) -> str:

@@ -125,6 +125,7 @@ def _text(result: Any) -> str:
 def profile_text(profile: Any) -> str:
     """The table of speculation methods, and their histograms."""
     how = f"temperature {profile.temperature:g}, seeded" if profile.temperature else "greedy"
+    how += ", typical acceptance (LOSSY)" if profile.lossy else ""
     rounds = f"{profile.rounds} rounds" if profile.rounds > 1 else "1 round"
     title = f"{profile.model}, runner {profile.runner}, {profile.tokens} tokens each, {how}, {rounds}"
     rows = table(_PROFILE_HEADER, [_profile_row(row) for row in profile.rows], left=2)

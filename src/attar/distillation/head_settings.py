@@ -7,6 +7,7 @@ from typing import Any
 
 from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
+from attar.models.draft_heads.static_tree import PUBLISHED
 from attar.options import check_choices
 from attar.walks.settings import check_range
 
@@ -50,6 +51,13 @@ class MedusaSettings(DraftHeadSettings):
 
     decay: float = _option(0.8, "weight of each head's loss, by that of the one before")
     residual_layers: int = _option(1, "residual layers of each head")
+    tree: str = _option(
+        "search",
+        "drafts of a pass: chain (the likeliest token of each head), search (the best tree by how often each "
+        "rank of each head was right), or a published one: " + ", ".join(PUBLISHED),
+        ("search", "chain", *PUBLISHED),
+    )
+    tree_drafts: int = _option(24, "most drafts of the tree that is searched")
     shared_head: bool = _option(
         False, "one output matrix for all heads: smaller, for models whose vocabulary outweighs their layers"
     )
@@ -58,6 +66,7 @@ class MedusaSettings(DraftHeadSettings):
         super().__post_init__()
         check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
         check_range("residual_layers", self.residual_layers, 0, 16, "between 0 and 16")
+        check_range("tree_drafts", self.tree_drafts, 1, 512, "between 1 and 512")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     drafted: int = 0
     accepted: int = 0
+    lossy: bool = False
     _prompt_logprobs_sent: bool = False
 
     @staticmethod
@@ -227,6 +228,7 @@ class RequestState:
             total_s=now - arrival,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
+            lossy=self.lossy,
         )
 
 

@@ -22,7 +22,7 @@ class Description:
         kv_tokens, kv_bytes: size of the KV cache.
         context: most positions; None: no limit.
         sequences: most sequences that run together.
-        speculation: the proposer, and its most draft tokens; empty without one.
+        speculation: the proposer, its most draft tokens, and whether it is lossy; empty without one.
         prefix_cache: whether prompts share the blocks of a common prefix.
     """
 
@@ -68,6 +68,8 @@ def describe(model: str, engine: Engine, why: str = "") -> Description:
     runner, manager, speculator = engine.runner, engine.scheduler.manager, engine.speculator
     unknown = {"weights": "", "activations": "", "threads": 0, "kv_dtype": "", "kv_bytes": 0}
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
+    if speculator is not None and speculator.lossy:
+        drafts = f"{drafts}, typical acceptance (LOSSY: sampled completions are not the model's)"
     return Description(
         model=model,
         runner=type(runner).__name__.lower(),

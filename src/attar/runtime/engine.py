@@ -279,6 +279,7 @@ class Engine:
             return self._fail(sequence, failure)
         state = self._requests[event.request]
         state.drafted, state.accepted = state.drafted + sampled.drafted, state.accepted + len(sampled.path)
+        state.lossy = state.lossy or sampled.lossy
         if event.finish_reason is not None:
             self.scheduler.finish(sequence, event.finish_reason)
             return [self._complete(event)]

@@ -42,6 +42,7 @@ class Usage:
         total_s: seconds until its last completion ended.
         drafted_tokens: draft tokens that were verified; 0 without speculation.
         accepted_tokens: of these.
+        lossy: whether typical acceptance decided about them: the completions are not the model's own.
     """
 
     prompt_tokens: int
@@ -52,6 +53,7 @@ class Usage:
     total_s: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    lossy: bool = False
 
     @property
     def total_tokens(self) -> int:

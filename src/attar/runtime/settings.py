@@ -60,7 +60,8 @@ class EngineSettings:
     verification: str | None = _option(
         None,
         "coupled: a seeded completion is the same without drafts; exact: more sampled drafts are accepted; "
-        "none: coupled where there is a seed",
+        "typical: LOSSY, likely drafts are accepted whatever would have been sampled; none: coupled where "
+        "there is a seed",
         choices=MODES,
     )
     step_tokens: int = _option(512, "most tokens of a step")

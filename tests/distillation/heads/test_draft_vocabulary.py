@@ -10,8 +10,9 @@ from attar.errors import SettingsError
 
 
 def test_the_most_frequent_targets_are_chosen():
-    tokens = torch.tensor([[9, 5, 5, 7], [9, 5, 7, 2]])  # 9 is never predicted
+    tokens = torch.tensor([[9, 5, 5, 7], [9, 5, 7, 2], [9, 5, 5, 7]])  # 9 is never predicted
     assert choose_tokens(Examples.of_text(tokens), 12, 2).tolist() == [5, 7]
+    assert choose_tokens(Examples.of_text(tokens), 12, 3).tolist() == [2, 5, 7]
     assert choose_tokens(Examples.of_text(tokens), 12, 0) is None
     assert choose_tokens(Examples.of_text(tokens), 12, 12) is None
 

@@ -11,6 +11,7 @@ from attar.distillation.heads import medusa
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.rollouts import teacher as rollouts
 from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.static_tree import PUBLISHED, search_tree
 from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import head_of
 from tests import tiny_models
@@ -88,6 +89,58 @@ def test_a_shared_output_matrix_is_one():
     assert len(list(heads.output_weights())) == 1
 
 
+@pytest.mark.parametrize("chosen", [None, CHOSEN])
+def test_the_report_is_that_of_a_loop_over_chains(chosen, monkeypatch):
+    monkeypatch.setattr(medusa, "POSITIONS", 5)
+    model = tiny_models.build("llama3")
+    heads = heads_of(model, drafts=2, chosen=chosen)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = tiny_models.tokens(model, batch=3, length=9)
+    tokens[2, 6:] = PADDING
+    batch = Examples.of_text(tokens)
+    batch.targets[0, :3] = PADDING  # a prompt
+
+    def run(part):
+        return run_target(model, head_of(model), (3,), part)
+
+    options = MedusaSettings(drafts=2, tree_drafts=4)
+    chains, details = medusa.finish(heads, run, [batch[:2], batch[2:]], options)
+    accepted, agreed, right = [], [], [[0] * medusa.RANKS for _ in range(2)]
+    passed = run(batch)
+    p = model(input_ids=batch.inputs, attention_mask=batch.mask.long()).logits.softmax(-1)
+    for row in range(3):
+        for s in range(9):
+            if (batch.targets[row, s : s + 3] == PADDING).any() or s + 3 > 9:
+                continue
+            chain = []
+            for k in (1, 2):
+                order = heads.logits(passed.final[row, s], k - 1).argsort(descending=True)
+                order = order if chosen is None else chosen[order]
+                best = int(p[row, s + k].argmax())
+                chain.append((float(p[row, s + k, order[0]].detach()), float(order[0] == best)))
+                for rank in range(medusa.RANKS):
+                    right[k - 1][rank] += int(order[rank] == best)
+            accepted.append([a for a, _ in chain])
+            agreed.append([g for _, g in chain])
+    torch.testing.assert_close(chains.acceptance, torch.tensor(accepted), rtol=1e-4, atol=1e-6)
+    assert chains.agreement.tolist() == agreed
+    rates = [[round(hits / len(accepted), 4) for hits in of_head] for of_head in right]
+    assert details["rank_accuracies"] == rates
+    wanted = search_tree([[hits / len(accepted) for hits in of_head] for of_head in right], 4)
+    assert heads.config.tree == wanted and details["tree"]["drafts"] == len(wanted)
+
+
+@pytest.mark.parametrize(("tree", "paths"), [("chain", 0), ("mc_sim_7b_63", 1)])
+def test_a_tree_can_be_given(tree, paths):
+    model = tiny_models.build("llama3")
+    heads = heads_of(model, drafts=2)
+    batch = Examples.of_text(tiny_models.tokens(model))
+    medusa.finish(heads, lambda part: run_target(model, head_of(model), (3,), part), [batch],
+                  MedusaSettings(drafts=2, tree=tree))  # fmt: skip
+    assert len(heads.config.tree) == (paths and sum(len(path) <= 2 for path in PUBLISHED[tree]))
+
+
 @pytest.fixture(params=[{}, {"draft_vocabulary": 100, "shared_head": True}])
 def trained(tmp_path, monkeypatch, request):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
@@ -99,6 +152,9 @@ def trained(tmp_path, monkeypatch, request):
 def test_from_training_to_drafts(trained):
     target, head = trained
     assert head.card.details["steps"] == 6 and head.config["head"]["kind"] == "medusa"
+    report = head.card.details["drafting"]
+    assert len(report["agreement"]) == len(report["acceptance"]) == 4 and report["tokens_a_pass"] >= 1.0
+    assert len(head.config["head"]["tree"]) == report["tree"]["drafts"]
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
     params = attar.SamplingParams(max_tokens=20, temperature=0.0)
     plain = attar.LLM(target, dtype="float32").generate(prompts, params)

@@ -2,7 +2,8 @@
 
 ``make`` gives a head before its first step: of the target, the target's own head, the options of its kind,
 and the tokens int64 (v,) that it can propose (None: all). ``loss`` is a mean over the predictions of a batch:
-of the head, a pass of the target over the batch, and the options.
+of the head, a pass of the target over the batch, and the options. ``finish`` (finish.py) measures a trained
+head on held-out rows.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from attar.distillation.heads import block, eagle, eagle3, medusa
+from attar.distillation.heads.finish import HeadFinish, finish_by
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head
 
@@ -30,4 +32,9 @@ HEAD_LOSSES: dict[str, HeadObjective] = {
     "eagle3": eagle3.loss,
     "dflash": block.loss,
     "dspark": block.loss,
+}
+HEAD_FINISHES: dict[str, HeadFinish] = {
+    "medusa": medusa.finish,
+    "dflash": finish_by(block.chains),
+    "dspark": finish_by(block.chains),
 }

@@ -69,6 +69,17 @@ def drafting_report(chains: DraftedChains) -> dict[str, Any]:
     }
 
 
+def describe_drafting(numbers: dict[str, Any]) -> str:
+    """The report in a line."""
+    greedy, sampled = (
+        ", ".join(f"{rate:.2f}" for rate in numbers[name]) for name in ("agreement", "acceptance")
+    )
+    return (
+        f"accepted at each position: {greedy} greedy, {sampled} at temperature 1; "
+        f"{numbers['tokens_a_pass_greedy']:.2f} and {numbers['tokens_a_pass']:.2f} tokens a pass of a chain"
+    )
+
+
 def _means(values: Tensor) -> list[float]:
     """The mean of each column (n, K) over what is no NaN."""
     return [round(float(column), 4) for column in values.double().nanmean(0).nan_to_num()]

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attar.data.examples import Examples
 from attar.data.packing import row_length
-from attar.distillation.rollouts import teacher
 from attar.distillation.rollouts.prompts import PromptRows, read_prompts
 from attar.distillation.rollouts.sampling import joined
-from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, repeated
+from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, held_out_tokens, repeated
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks import TASKS
 
@@ -73,18 +72,21 @@ def read_head_text(source: Checkpoint, tokenizer: Any, settings: DistillSettings
     """
     length, task = row_length(settings.sequence_length, source.config), TASKS["causal"]
     prompt = min(settings.rollouts.prompt_tokens, length - 1)
-    held_out_rows = max(teacher.HELD_OUT_TOKENS // (length - prompt), 1)
+    held_out_rows = max(held_out_tokens() // (length - prompt), 1)
     options: dict[str, Any] = {"length": length, "bos": settings.bos, "tokens": prompt}
     held_out = read_prompts(tokenizer, settings.data, "calibration", count=held_out_rows, seed=0, **options)
     records = [held_out.record("distill", tokenizer, settings.data, "calibration")]
-    written, prompts, text = round(settings.teacher_share * count), None, None
+    written = round(settings.teacher_share * count)
+    prompts: PromptRows | None = None
+    text: Examples | None = None
     if written:
         wanted = min(settings.rollouts.samples, written)
         options |= {"count": wanted, "seed": settings.seed, "packing": settings.packing}
         prompts = read_prompts(tokenizer, settings.data, "train", **options)
         records.append(prompts.record("distill", tokenizer, settings.data, "train"))
     if written < count:
-        text = task.training(source, settings, count - written)
-        assert isinstance(text, Examples), "the causal task has rows"
+        given = task.training(source, settings, count - written)
+        assert isinstance(given, Examples), "the causal task has rows"
+        text = given
         records += task.records("distill", source, settings, count - written)[:1]
     return HeadText(settings, count, prompts, held_out, text, records)

@@ -21,9 +21,10 @@ from attar.data.packing import row_length
 from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.head_settings import DraftHeadSettings
-from attar.distillation.heads import HEAD_MAKERS
+from attar.distillation.heads import HEAD_FINISHES, HEAD_MAKERS
 from attar.distillation.heads.draft_vocabulary import check_draft_vocabulary, choose_tokens
 from attar.distillation.heads.learner import HeadLearner
+from attar.distillation.heads.report import describe_drafting, drafting_report
 from attar.distillation.heads.rows import read_head_text
 from attar.distillation.heads.states import NumberedRows, TargetStates, row_bytes
 from attar.distillation.learn import mean_loss, training_rows
@@ -147,7 +148,14 @@ def _trained(
         progress=progress,
         what="distill",
     )
-    return head.eval(), history
+    head.eval()
+    if finish := HEAD_FINISHES.get(settings.head):
+        batches = [batch.to(device) for batch in held_out.split(settings.batch_size)]
+        with torch.no_grad(), bf16_products(device, history.precision == "bf16"):
+            chains, more = finish(head, states.run, batches, options)
+        output.details["drafting"] = drafting_report(chains) | more
+        progress.log(describe_drafting(output.details["drafting"]))
+    return head, history
 
 
 def _options(settings: DistillSettings) -> DraftHeadSettings:

@@ -102,6 +102,11 @@ class RolloutWriter:
         return completions(rows, torch.tensor([len(prompt) for prompt in prompts]))
 
 
+def held_out_tokens() -> int:
+    """About how many tokens are generated to measure with."""
+    return HELD_OUT_TOKENS
+
+
 def repeated(rows: Examples, count: int) -> Examples:
     """``count`` rows, one after the other and again from the first."""
     return rows[torch.arange(count) % len(rows)]

@@ -47,5 +47,5 @@ class HeadConfig:
                 if isinstance(inner, type) and is_dataclass(inner) and isinstance(given.get(name), dict):
                     given[name] = inner(**given[name])
             return cls(**{**given, "layers": tuple(given.get("layers", ()))})
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"{file}: {error}") from error

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.models.draft_heads.config import HeadConfig
+from attar.models.draft_heads.static_tree import check_tree
 from attar.models.draft_heads.vocabulary import register_vocabulary, tokens_of
 
 
@@ -45,6 +46,7 @@ class MedusaConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", tuple(map(tuple, self.tree)))
+        check_tree(self.tree)
 
 
 class ResidualBlock(nn.Module):  # type: ignore[misc]

@@ -21,12 +21,14 @@ class SampledTokens:
         rows: rows of the step's logits that decided each token.
         path: indices of the accepted draft tokens, from 1.
         drafted: draft tokens that were run for the completion.
+        lossy: some of them may be tokens that plain decoding would not give (typical acceptance).
     """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     path: tuple[int, ...] = ()
     drafted: int = 0
+    lossy: bool = False
 
     def moves(self, length: int) -> tuple[tuple[int, int], ...]:
         """(from, to) cache entries that put the accepted path right after the last certain token, in order.

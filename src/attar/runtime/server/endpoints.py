@@ -114,7 +114,7 @@ class _Builder:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._handler.cached_tokens},
-        }
+        } | ({"lossy": True} if self._handler.lossy else {})  # typical acceptance: not the model's own law
 
 
 class CompletionBuilder(_Builder):

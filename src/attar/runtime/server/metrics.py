@@ -181,4 +181,8 @@ def _counts(stats: Stats) -> list[tuple[str, str, float]]:
             ("spec_decode_num_draft_tokens", "Tokens in them.", speculation.drafted),
             ("spec_decode_num_accepted_tokens", "Of these, accepted.", speculation.accepted),
         ]
+        if speculation.lossy:
+            counts.append(
+                ("spec_decode_num_lossy_tokens", "Of these, by typical acceptance.", speculation.lossy)
+            )
     return counts

@@ -132,6 +132,7 @@ class RequestHandler:
         self.id, self.params = id, params
         self.created = int(time.time())  # the same in every chunk
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.lossy = False
         self._backend, self._admission, self._metrics, self._receive = backend, admission, metrics, receive
         self._caller, self._start, self._log_fields = caller, start, log_fields
         self._billed_tokens = 0
@@ -207,6 +208,7 @@ class RequestHandler:
             self.prompt_tokens += event.usage.prompt_tokens
             self.completion_tokens += event.usage.completion_tokens
             self.cached_tokens += event.usage.cached_tokens
+            self.lossy = self.lossy or event.usage.lossy
         if event.finish_reason is not None:
             self._log_fields.setdefault("finished", []).append(event.finish_reason)
         if event.finish_reason == "error":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 from attar.checkpoint import open_checkpoint
@@ -13,12 +14,14 @@ from attar.runtime.speculate.lookahead import LookaheadProposer
 from attar.runtime.speculate.ngram import NgramProposer, SharedNgrams
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftTimes, Proposer, TimedProposer
-from attar.runtime.speculate.settings import SpeculationSettings
+from attar.runtime.speculate.settings import LOSSY, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.verify import VerificationMode
 
 FREE_DRAFTS = 40  # of a sequence in a pass at most, by default
+logger = logging.getLogger(__name__)
+
 SETTLE = 12  # plain passes before the first drafts
 
 
@@ -47,6 +50,10 @@ def make_speculator(
     passes = by_tokens(measure(target.runner))
     latency = Latency(passes, times.step, SETTLE, times.reading, times.begin)
     mode = cast("VerificationMode | None", settings.verification)
+    if mode == LOSSY:
+        logger.warning(
+            "%s: typical acceptance is lossy: sampled completions are not the model's", target.name
+        )
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
 
 

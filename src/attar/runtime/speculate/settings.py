@@ -10,7 +10,8 @@ from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "suffix", "lookahead", "self")
 BESIDE = "suffix"  # the method that goes together with a draft model or a head
-MODES = ("coupled", "exact")
+LOSSY = "typical"  # the mode that changes completions
+MODES = ("coupled", "exact", LOSSY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class SpeculationSettings:
         speculate: a name of METHODS; None: by ``draft``, or not at all.
         draft: a model or a head that drafts, alone or with suffix trees; None: none.
         drafts: of one sequence in a pass at most; None: the method's default.
-        verification: coupled, exact, or None: coupled where a request has a seed, else exact.
+        verification: coupled, exact, or None: coupled where a request has a seed, else exact. ``typical``
+            (``typical.py``) is lossy: sampled completions do not have the model's distribution.
 
     Raises:
         SettingsError: a setting out of range, or two that exclude each other.
@@ -81,8 +83,12 @@ class ProfileSettings:
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )
-    verification: str | None = _option(None, "coupled or exact; none: coupled, for every prompt has a seed",
-                                       choices=MODES)  # fmt: skip
+    verification: str | None = _option(
+        None,
+        "coupled or exact; typical: LOSSY, likely drafts are accepted; none: coupled, for every prompt has a "
+        "seed",
+        choices=MODES,
+    )
     fixed: bool = _option(False, "always draft this many tokens, also where they do not pay")
     prompts: int = _option(4, "prompts of each set")
     sets: tuple[str, ...] = _option(SETS, "a set of prompts", choices=SETS)

@@ -104,19 +104,22 @@ class SpeculationCounts:
 
     Attributes:
         accepted_at: accepted tokens at each position of a draft, from the first.
+        lossy: accepted tokens that plain decoding might not give (typical acceptance).
     """
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    lossy: int = 0
 
     def copy(self) -> SpeculationCounts:
         """A snapshot for another thread."""
         return replace(self, accepted_at=list(self.accepted_at))
 
-    def note(self, drafted: int, accepted: int) -> None:
+    def note(self, drafted: int, accepted: int, lossy: bool = False) -> None:
         """Count a verified draft."""
+        self.lossy += accepted * lossy
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -35,6 +35,7 @@ from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
+from attar.runtime.speculate.settings import LOSSY
 from attar.runtime.speculate.speculative_pass import (
     RESTING,
     GuardedRules,
@@ -59,7 +60,8 @@ class Speculator:
 
     Args:
         most: drafts of one sequence in a pass at most, all branches counted.
-        verification: coupled, exact, or None: coupled where the request has a seed, else exact.
+        verification: coupled, exact, None: coupled where the request has a seed, else exact; or typical,
+            which is lossy.
         clock: seconds.
 
     Attributes:
@@ -135,6 +137,11 @@ class Speculator:
         self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, self._steps, now)
         return [(one, share + len(one.drafts)) for one, share in planned]
 
+    @property
+    def lossy(self) -> bool:
+        """Whether drafts may be accepted that plain decoding would not give."""
+        return self.verification == LOSSY
+
     def has(self, output: StepOutput) -> bool:
         """Whether a sequence has drafts in the pass."""
         return output.sequence.id in self._round.drafts
@@ -152,9 +159,14 @@ class Speculator:
         verdict = verify(
             draft, target, noise_of(sequence, completion), mode_of(completion, self.verification)
         )
-        self.counts.note(len(draft), len(verdict.path))
+        lossy = self.lossy and not target.greedy
+        self.counts.note(len(draft), len(verdict.path), lossy)
         return SampledTokens(
-            verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
+            verdict.tokens(draft),
+            tuple(rows[row] for row in verdict.rows),
+            verdict.path,
+            len(draft),
+            lossy,
         )
 
     def note(

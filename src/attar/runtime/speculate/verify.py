@@ -3,10 +3,12 @@
     greedy request, coupled mode, or a fixed draft    follow         accepted if equal to the target's token
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
+    typical, not greedy                               typical.py     LOSSY, only where it is asked for
 
-All give tokens with the target's distribution. Coupled verification gives the very tokens of plain decoding;
-exact verification accepts more where the draft has a q, but the tokens then depend on the drafts. p is always
-the distribution after all warps, with penalties and grammar as they are after the drafted path.
+All but the last give tokens with the target's distribution. Coupled verification gives the very tokens of
+plain decoding; exact verification accepts more where the draft has a q, but the tokens then depend on the
+drafts. p is always the distribution after all warps, with penalties and grammar as they are after the drafted
+path.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.tree import walk
+from attar.runtime.speculate.typical import longest_typical
 
 
 def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
@@ -37,7 +40,7 @@ def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
         path.append(node)
 
 
-VerificationMode = Literal["coupled", "exact"]
+VerificationMode = Literal["coupled", "exact", "typical"]
 
 
 class Target(Protocol):
@@ -61,8 +64,10 @@ def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = 
     """Decide which drafts are accepted, and the token after them.
 
     Args:
-        mode: "coupled" or "exact".
+        mode: "coupled", "exact" or "typical", which is lossy.
     """
+    if mode == "typical" and not target.greedy:
+        return longest_typical(draft, target.p, target.token)
     if target.greedy or mode == "coupled" or draft.rule == "fixed":
         return follow(draft, target.token)
     if draft.rule == "iid" and draft.is_chain:

@@ -165,6 +165,7 @@ class Profile:
     Attributes:
         held_out_note: which prompts the target or a draft model was trained on, as far as their records
             tell; empty where none.
+        lossy: drafts were accepted that plain decoding would not give (typical acceptance).
     """
 
     model: str
@@ -174,6 +175,7 @@ class Profile:
     temperature: float
     rows: tuple[ProfileRow, ...]
     held_out_note: str = ""
+    lossy: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -19,7 +19,7 @@ from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-from attar.runtime.speculate.settings import BESIDE, ProfileSettings, SpeculationSettings
+from attar.runtime.speculate.settings import BESIDE, LOSSY, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
@@ -69,7 +69,8 @@ def run_profile(
         temperature=chosen.temperature,
         progress=progress,
     )
-    return replace(measured, held_out_note=note)
+    lossy = chosen.verification == LOSSY and chosen.temperature > 0
+    return replace(measured, held_out_note=note, lossy=lossy)
 
 
 def held_out_note(tokenizer: Any, sets: Mapping[str, Sequence[Sequence[int]]], models: Sequence[str]) -> str:

@@ -1,0 +1,53 @@
+"""What becomes of a head after its last step: it is measured on held-out rows, and its confidence calibrated.
+
+Chains are halved: temperatures are fitted to the first half, and their error is that of the second.
+
+Letters: n chains, K drafts of a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attar.data.examples import Examples
+from attar.distillation.heads.calibration import fit_temperatures, survival_errors
+from attar.distillation.heads.report import DraftedChains
+from attar.distillation.heads.target_pass import TargetPass
+
+TargetRun = Callable[[Examples], TargetPass]
+HeadFinish = Callable[[Any, TargetRun, Sequence[Examples], Any], tuple[DraftedChains, dict[str, Any]]]
+
+
+def finish_by(chains_of: Callable[[Any, TargetPass, Any], DraftedChains]) -> HeadFinish:
+    """The finish of a head whose chains on a pass of its target are those of a function."""
+
+    def finish(
+        head: Any, target: TargetRun, batches: Sequence[Examples], options: Any
+    ) -> tuple[DraftedChains, dict[str, Any]]:
+        with torch.no_grad():
+            chains = DraftedChains.joined([chains_of(head, target(batch), options) for batch in batches])
+        return chains, _calibrate(head, chains)
+
+    return finish
+
+
+def _calibrate(head: Any, chains: DraftedChains) -> dict[str, Any]:
+    """Give a head with a confidence its temperatures; their errors before and after, (K,)."""
+    if chains.confidence is None:
+        return {}
+    whole = chains.whole
+    logits, acceptance = chains.confidence[whole], chains.acceptance[whole]
+    half = len(logits) // 2
+    if not half:
+        return {}
+    temperatures = fit_temperatures(logits[:half], acceptance[:half])
+    head.config = replace(head.config, temperatures=temperatures)
+    errors = {
+        name: [round(error, 4) for error in survival_errors(logits[half:], acceptance[half:], used)]
+        for name, used in (("before", ()), ("after", temperatures))
+    }
+    return {"calibration_error": errors}
