@@ -36,6 +36,7 @@ def test_from_training_to_drafts(options, target, tmp_path, monkeypatch):
     assert config["shape"]["kv_heads"] == 4 and config["draft_vocabulary"] == options.get(
         "draft_vocabulary", 0
     )
+    assert len(head.card.details["drafting"]["acceptance"]) == 3
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
     greedy = attar.SamplingParams(max_tokens=20, temperature=0.0)
     plain = attar.LLM(target, dtype="float32").generate(prompts, greedy)

@@ -8,6 +8,7 @@ import torch
 from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw
+from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate.draft import LEVELS
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.dynamic_tree import GrowingTree
@@ -59,7 +60,25 @@ def test_the_budget_and_the_depth_are_the_requests():
     assert [one.tokens for one in together] == [one.tokens for one in drafts[:2]]
 
 
-def test_penalties_and_bans_hold_along_the_path():
+class AscendingRules:
+    """Each token is larger than the one before it."""
+
+    def row(self, drafted=()):
+        last = drafted[-1] if drafted else -1
+        return SamplingRow(SamplingParams(temperature=0.0), allowed=torch.arange(40) > last)
+
+    def key(self, ahead=0):
+        return ahead
+
+
+def test_the_rules_of_a_node_are_those_of_its_path():
+    proposer, (tokens,) = proposer_of((6,))
+    (draft,) = proposer.propose([DraftRequest(0, tokens, 20, rules=AscendingRules())])
+    paths = [draft.path_tokens(draft.path(node)) for node in range(1, len(draft) + 1)]
+    assert max(map(len, paths)) > 1 and all(sorted(set(path)) == list(path) for path in paths)
+
+
+def test_penalties_and_biases_hold():
     proposer, (tokens,) = proposer_of((6,))
     bias = dict.fromkeys(range(0, 40, 2), -100.0)
     params = SamplingParams(temperature=0.0, logit_bias=bias, repetition_penalty=1e6)

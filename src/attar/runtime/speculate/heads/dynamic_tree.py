@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
