@@ -22,6 +22,7 @@ def build_plan_kv(verb: str) -> Any:
         many_option("batch", "--batch", help="sequences at a time  [default: 1, 8]"),
         many_option("kv_dtype", "--kv-dtype", "--dtype", help="formats of keys and values  [default: all]"),
         text_option("budget", "--budget", help="memory, such as 2GiB: what fits", metavar="SIZE"),
+        text_option("draft", "--draft", help="a draft head, whose hidden states count", metavar="HEAD"),
         text_option("block_size", "--block-size", help="tokens of a block  [default: 32]"),
     ]
 
@@ -39,6 +40,7 @@ def build_plan_kv(verb: str) -> Any:
             batches=_numbers("batch", values["batch"]) or [1, 8],
             kv_dtypes=values["kv_dtype"] or tuple(KV_FORMATS),
             budget=byte_count("budget", values["budget"] or "") or None,
+            hidden_bytes=_hidden_bytes(values["draft"]),
             block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],
         )
         return Answer(asdict(plan), lambda: _print(plan))
@@ -59,11 +61,22 @@ def _numbers(name: str, texts: list[str] | None) -> list[int]:
     return [int(text) for text in texts or []]
 
 
+def _hidden_bytes(head: str | None) -> int:
+    """Bytes a token of the hidden states that a draft head reads; 0 for another model that drafts."""
+    from attar.checkpoint import open_checkpoint
+    from attar.checkpoint.draft_head import draft_head_of
+
+    checkpoint = None if head is None else open_checkpoint(head)
+    config = None if checkpoint is None else draft_head_of(checkpoint.config, checkpoint.tensors)
+    return 0 if config is None else 2 * len(config["layers"] or ()) * (config["hidden"] or 0)
+
+
 def _print(plan: KVPlan) -> None:
     from attar.runtime.kv.memory import plan_table
 
     head, rows = plan_table(plan)
-    print(plan.model)
+    states = f", with {plan.hidden_bytes:,} of hidden states" if plan.hidden_bytes else ""
+    print(f"{plan.model}{states}")
     if sys.stdout.isatty():
         _rich(head, rows)
     else:

@@ -19,7 +19,7 @@ class Description:
             values of 2:4 weights are read.
         activations: format of the inputs of products: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
-        kv_tokens, kv_bytes: size of the KV cache.
+        kv_tokens, kv_bytes: size of the KV cache; hidden_bytes: of the hidden states that a draft head reads.
         context: most positions; None: no limit.
         sequences: most sequences that run together.
         speculation: the proposer, its most draft tokens, and whether it is lossy; empty without one.
@@ -35,6 +35,7 @@ class Description:
     kv_dtype: str
     kv_tokens: int
     kv_bytes: int
+    hidden_bytes: int
     block_size: int
     context: int | None
     sequences: int
@@ -49,7 +50,8 @@ class Description:
         """For a terminal: one line for each fact, the name first."""
         why = f" ({self.why})" if self.why else ""
         context = "no limit" if self.context is None else f"{self.context:,} tokens"
-        pool = f"{self.kv_tokens:,} tokens, {self.kv_dtype}, {bytes_text(self.kv_bytes)}"
+        states = f" and {bytes_text(self.hidden_bytes)} of hidden states" if self.hidden_bytes else ""
+        pool = f"{self.kv_tokens:,} tokens, {self.kv_dtype}, {bytes_text(self.kv_bytes)}{states}"
         shared = "prefixes shared" if self.prefix_cache else "no prefixes shared"
         rows = {
             "model": self.model,
@@ -66,7 +68,14 @@ class Description:
 def describe(model: str, engine: Engine, why: str = "") -> Description:
     """The description of an engine; ``why`` tells why the compiled runner does not run the model."""
     runner, manager, speculator = engine.runner, engine.scheduler.manager, engine.speculator
-    unknown = {"weights": "", "activations": "", "threads": 0, "kv_dtype": "", "kv_bytes": 0}
+    unknown = {
+        "weights": "",
+        "activations": "",
+        "threads": 0,
+        "kv_dtype": "",
+        "kv_bytes": 0,
+        "hidden_bytes": 0,
+    }
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
     if speculator is not None and speculator.lossy:
         drafts = f"{drafts}, typical acceptance (LOSSY: sampled completions are not the model's)"

@@ -28,7 +28,7 @@ from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
-from attar.runtime.speculate.build import make_speculator
+from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.tokenizer import Prompt, PromptTokenizer, list_prompts
@@ -63,7 +63,8 @@ class LLM:
         names = [field.name for field in fields(SpeculationSettings) if field.name in options]
         speculation = SpeculationSettings(**{name: options.pop(name) for name in names})
         speculation.check_with(evicting(options.get("eviction")))
-        loaded = load(model, **options)
+        layers = layers_read(speculation.draft, evicting(options.get("eviction")))
+        loaded = load(model, **options, hidden_layers=layers)
         shared = ("device", "block_size", "activations")  # a draft model keeps its own dtype
         of_draft = {name: options[name] for name in shared if name in options}
         speculator = make_speculator(speculation, loaded, model, **of_draft)

@@ -29,6 +29,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
+from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.runner.choice import RunnerSettings, obstacle
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.compiled import Compiled
@@ -147,6 +148,7 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
         {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
     )
     token_bytes = pool_bytes(model, 1, 1, kv_dtype=kv_dtype)
+    token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), model.hidden)
     table = model.layers[0].rotary
     tokens = settings.kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
     blocks = -(-tokens // settings.block_size)
@@ -157,6 +159,7 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
 def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
     """transformers' modules; Linears keep their codes where the checkpoint is quantized and the device a
     CPU."""
+    from attar.models.anatomy import discover
     from attar.models.load import load_model
     from attar.runtime.runner.modules import Modules
     from attar.runtime.runner.packed_model import packed_model
@@ -181,6 +184,8 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
         raise ModelError(f"{checkpoint.name} is a {kind}, which does not predict next tokens")
     shape = probe(loaded)
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * loaded.dtype.itemsize
+    if settings.hidden_layers:
+        token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), discover(loaded).hidden_size)
     blocks = -(-(settings.kv_tokens or pool_tokens(token_bytes, shape.context)) // settings.block_size)
     return Modules(
         loaded,

@@ -42,7 +42,10 @@ class EngineSettings:
     kv_dtype: str = _option(
         "auto", "format of keys and values: float32, bfloat16, float16, int8, fp8, kivi4, kivi2"
     )
-    kv_tokens: int | None = _option(None, "tokens that the KV cache holds; none: what 1 GiB holds")
+    kv_tokens: int | None = _option(
+        None,
+        "tokens that the KV cache holds; none: what 1 GiB holds, with the states that a draft head reads",
+    )
     block_size: int = _option(16, "tokens of a block, the unit of sharing")
     eviction: str = _option("none", "bounds each sequence's KV cache: reread:CAPACITY,RECENT (or CAPACITY "
                             "alone), snapkv:CAPACITY,WINDOW, streaming:SINKS,WINDOW or h2o:HEAVY,RECENT; "
@@ -55,7 +58,10 @@ class EngineSettings:
         "how tokens are drafted, which one pass verifies together",
         choices=DRAFTING_METHODS,
     )
-    draft: str | None = _option(None, "a model that drafts: a folder, a .gguf file, a hub id or attar:tiny")
+    draft: str | None = _option(
+        None,
+        "a model that drafts, or a head trained for this one: a folder, a .gguf file, a hub id, attar:tiny",
+    )
     drafts: int | None = _option(None, "most tokens drafted for a sequence in a pass; none: by the method")
     verification: str | None = _option(
         None,

@@ -1,8 +1,9 @@
 """Walks the table of ``kv/compose.py``: every pair runs through the scheduler, or is refused.
 
 A scenario is a store, an eviction, a model and a runner, and all that scheduling can do with them at once:
-two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle, chains
-and trees of drafts. Texts are given, so that only logits are compared: with one request alone, in one chunk.
+two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle,
+chains and trees of drafts, hidden states for a draft head. Texts are given, so that only logits and hidden
+states are compared: with one request alone, in one chunk.
 """
 
 import functools
@@ -22,9 +23,11 @@ from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request
+from attar.runtime.step import slots
 from tests import tiny_models
 
 B, PROMPT, GIVEN = 32, 70, 12
+LAYERS, LAST = (0, 3), 7  # a window of 8 keeps so many tokens
 METHODS = {
     "reread": Reread(capacity=50, recent=8, sinks=2, stride=1),
     "streaming": Streaming(sinks=2, window=40),
@@ -93,6 +96,9 @@ class Drive:
         limits = Limits(step_tokens=512, chunk=chunk, sequences=8)
         self.scheduler = Scheduler(self.manager, limits, memory=runner)
         self.runner, self.on, self.rows, self.turns = runner, on, {}, 0
+        self.states = {}  # behind the last blocks of each text
+        kept = "hidden_states" in on or (not on and getattr(runner, "eviction", None) is None)
+        self.pool = runner.keep_hidden(LAYERS) if kept else None
 
     def add(self, name, n):
         self.scheduler.add(Request(id=name, prompt=TEXTS[name][0], max_tokens=GIVEN + 1, n=n))
@@ -122,12 +128,19 @@ class Drive:
                 path.append(index)
         rows += [logits[row] for row in path[: GIVEN + 1 - len(rows)]]
         if len(rows) > GIVEN:
+            if self.pool is not None:
+                self.states[sequence.request.id, sequence.index] = self.last_states(sequence)
             return self.scheduler.finish(sequence, "length")
         contiguous = path == list(range(len(path)))
         assert contiguous, "the right branch of these trees comes first"
         self.scheduler.append(sequence, given[done : len(rows)])
         self.propose(sequence, given[len(rows) : len(rows) + 2])
         return None
+
+    def last_states(self, sequence):
+        """Of the last LAST tokens that are decided and have been run."""
+        stop = len(sequence.tokens) - 1
+        return self.pool.read(slots(self.manager.readable(sequence.id), stop - LAST, stop, B))
 
     def propose(self, sequence, right):
         if self.turns % 2 and "speculation" in self.on:
@@ -139,7 +152,7 @@ class Drive:
         while not self.scheduler.idle:
             self.step()
         assert self.manager.free + self.manager.cached == 24
-        return {name: torch.stack(rows) for name, rows in self.rows.items()}
+        return {name: (torch.stack(rows), self.states.get(name)) for name, rows in self.rows.items()}
 
 
 def alone(runner, name, index):
@@ -167,12 +180,19 @@ def test_what_the_table_allows_works(parts):
     assert drive.scheduler.preemptions == 1
     assert ("prefix_reuse" in on) == (drive.manager.stats.hit >= 64)
     bound = sum(bound for part, bound in BOUNDS.items() if part in parts)
-    for (name, index), rows in actual.items():
-        want = alone(runner, name, index)
+    for (name, index), (rows, states) in actual.items():
+        want, wanted_states = alone(runner, name, index)
+        if "hidden_states" in on:
+            off = (states - wanted_states).norm() / wanted_states.norm()
+            assert off < (bound or 0.01), f"states of text {index} of {name} are off by {off:.2g}"
         assert rows.shape == want.shape == (GIVEN + 1, tiny_models.VOCABULARY)
         error = float((rows - want).norm() / want.norm())
         assert error < (bound or 1e-4), f"text {index} of {name} is off by {error:.2g}"
-    assert {name: len(rows) for name, rows in actual.items()} == {("a", 0): 13, ("a", 1): 13, ("b", 0): 13}
+    assert {name: len(rows) for name, (rows, _) in actual.items()} == {
+        ("a", 0): 13,
+        ("a", 1): 13,
+        ("b", 0): 13,
+    }
 
 
 def test_every_pair_that_is_allowed_is_in_a_scenario():

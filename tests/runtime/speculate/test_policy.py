@@ -4,6 +4,7 @@ import math
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from attar.runtime.speculate.draft import Draft, kind_of
@@ -296,3 +297,60 @@ def test_a_free_draft_is_tried_however_often_it_has_failed():
     for _ in range(1500):
         turn(False)
     assert sum(turn(True) for _ in range(4 * round(0.1 / TRIALS))) > 0
+
+
+def test_a_block_is_paid_once_and_a_step_for_each_depth():
+    """Rounds of the same seconds at depth 4: what begins a round makes short drafts dear, not long ones."""
+    table = {1: 1.0, 16: 1.3}
+    steps = DraftPolicy(Latency(table, {1: 0.1}), MOST)
+    block = DraftPolicy(Latency(table, {1: 0.0}, begin={1: 0.4}), MOST)
+    for policy in (steps, block):
+        for depth in range(1, MOST + 1):
+            for _ in range(200):
+                policy.acceptance.note(0, kind_of(0, depth), random.Random(depth).random() < 2)
+    for policy in (steps, block):
+        for _ in range(60):
+            policy.acceptance.note(0, kind_of(0, 1), False)
+    (few,), (many,) = drafted(steps, [0]), drafted(block, [0])
+    assert steps.latency.draft(1) == 0.1 and block.latency.draft(1, first=True) == 0.4
+    assert 0 < few <= many
+    assert steps.latency.draft(1, first=True) + 3 * steps.latency.draft(1) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("begin", [0.2, 3.0])
+def test_what_begins_a_round_is_charged_and_learnt(begin):
+    latency = Latency({1: 1.0, 16: 1.2}, {1: 0.05}, begin={1: begin})
+    policy = DraftPolicy(latency, MOST)
+    assert (drafted(policy, [0])[0] > 1) == (begin < 1), "but for a trial, none pays for three passes"
+    for _ in range(200):
+        latency.note_draft(1, 0.7, 4)
+    assert latency.draft(1, first=True) + 3 * latency.draft(1) == pytest.approx(0.7, rel=0.05)
+    assert latency.draft(1) == 0.05, "a step is a step"
+
+
+def test_least_is_what_a_draft_takes_at_the_speed_that_is_reached():
+    policy = DraftPolicy(Latency({1: 1.0, 11: 2.0}), MOST)
+    for depth in range(1, 4):
+        for _ in range(300):
+            policy.acceptance.note(0, kind_of(0, depth), True)
+    (count,) = drafted(policy, [0], [3])
+    gain = sum(math.prod(policy.acceptance.rates(0, 0, 3)[:depth]) for depth in (1, 2, 3))
+    assert count == 3 and policy.least == pytest.approx((1 + gain) / 1.3 * 0.1, rel=1e-3)
+    dear = DraftPolicy(Latency({1: 1.0, 11: 90.0}), MOST)
+    assert drafted(dear, [0]) == [0] and dear.least == 0.0
+
+
+def test_trees_that_were_made_are_cut_to_what_pays_and_never_to_nothing():
+    policy = DraftPolicy(Latency({1: 1.0, 32: 2.0}), MOST)
+    strong, weak = kind_of(1, 8), kind_of(2, 1)
+    for _ in range(200):
+        policy.acceptance.note(0, strong, True)
+        policy.acceptance.note(0, weak, False)
+    fixed = Draft((5, 6, 7), (0, 0, 1), kinds=(strong, weak, strong))
+    hopeless = Draft((5, 6), (0, 1), kinds=(weak, weak))
+    drawn = Draft.chain((5, 6), np.full((2, 9), 1 / 9))
+    kept = policy.trim([0, 1, 2, 3], [fixed, hopeless, drawn, None])
+    assert kept[0].tokens == (5, 7) and kept[0].parents == (0, 1)
+    assert kept[1].tokens == (5,), "it was made, and is a trial"
+    assert kept[2] is drawn and kept[3] is None, "what was drawn stays"
+    assert DraftPolicy(Latency(), MOST).trim([0], [fixed]) == [fixed]

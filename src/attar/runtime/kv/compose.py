@@ -13,7 +13,10 @@ from attar.errors import SettingsError
 
 STORES = ("dense", "int8", "fp8", "kivi")
 EVICTIONS = ("reread", "streaming", "h2o", "snapkv")
-SCHEDULING = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree")
+SCHEDULING = (
+    *("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree"),
+    "hidden_states",
+)
 MODELS = ("sliding_window", "learned_positions")
 RUNNERS = ("modules", "compiled")
 FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
@@ -23,6 +26,9 @@ _POSITIONS = "a sliding window counts positions, and packed entries are no longe
 _SCORES = "H2O's scores are sums over every query"
 _QUERIES = "every token's query attends again, and tokens from the prefix cache are not run"
 _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
+_STATES = (
+    "a draft head reads the hidden states of every token, and eviction keeps those of some, head by head"
+)
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
 )
@@ -53,6 +59,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "streaming",
         "learned_positions",
     ): "positions are reassigned by rotating queries, which learned positions do not allow",
+    **{(one, "hidden_states"): _STATES for one in EVICTIONS},
     **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",

@@ -45,6 +45,11 @@ class HiddenPool:
         """An empty pool."""
         return cls(tuple(layers), torch.zeros(slots, len(layers), hidden, dtype=DTYPE, device=device))
 
+    @staticmethod
+    def token_bytes(layers: int, hidden: int) -> int:
+        """Bytes of a token."""
+        return layers * hidden * DTYPE.itemsize
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""

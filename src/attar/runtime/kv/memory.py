@@ -98,8 +98,10 @@ class KVPlan:
 
     Args:
         model: layers, heads and windows, in a line.
-        token_bytes: of a token in all layers, by format; constants of a block are spread over its tokens.
+        token_bytes: of a token in all layers, by format; constants of a block are spread over its tokens, and
+            hidden states are in it.
         rooms: the longest contexts; empty without a budget.
+        hidden_bytes: of a token's hidden states, for a draft head.
     """
 
     model: str
@@ -108,6 +110,7 @@ class KVPlan:
     token_bytes: dict[str, float]
     cells: tuple[CacheSize, ...]
     rooms: tuple[LongestContext, ...]
+    hidden_bytes: int = 0
 
 
 def plan_kv(
@@ -118,8 +121,12 @@ def plan_kv(
     kv_dtypes: Sequence[str] = tuple(KV_FORMATS),
     budget: int | None = None,
     block_size: int = 32,
+    hidden_bytes: int = 0,
 ) -> KVPlan:
     """The sizes.
+
+    Args:
+        hidden_bytes: of a token's hidden states, which are kept where its keys and values are.
 
     Raises:
         SettingsError: a number below 1, or an unknown format.
@@ -131,31 +138,40 @@ def plan_kv(
                 raise SettingsError(name, value, "at least 1")
 
     def cell(kv_dtype: str, context: int, batch: int) -> CacheSize:
-        size = cache_bytes(layers, kv_dtype, context, batch, block_size)
+        size = cache_bytes(layers, kv_dtype, context, batch, block_size, hidden_bytes)
         return CacheSize(kv_dtype, context, batch, size, None if budget is None else size <= budget)
 
     return KVPlan(
         describe_layers(layers),
         block_size,
         budget,
-        {name: block_bytes(layers, name, block_size) / block_size for name in kv_dtypes},
+        {name: block_bytes(layers, name, block_size) / block_size + hidden_bytes for name in kv_dtypes},
         tuple(cell(name, context, batch) for name in kv_dtypes for context in contexts for batch in batches),
         tuple(
-            LongestContext(name, batch, longest_context(layers, name, batch, budget, block_size))
+            LongestContext(
+                name, batch, longest_context(layers, name, batch, budget, block_size, hidden_bytes)
+            )
             for name in (kv_dtypes if budget is not None else ())
             for batch in batches
         ),
+        hidden_bytes,
     )
 
 
 def longest_context(
-    layers: Sequence[LayerShape], kv_dtype: str, batch: int, budget: int | None, block_size: int
+    layers: Sequence[LayerShape],
+    kv_dtype: str,
+    batch: int,
+    budget: int | None,
+    block_size: int,
+    hidden_bytes: int = 0,
 ) -> int | None:
     """Tokens of the longest context that fits, in whole blocks; None: any."""
     low, high = 0, LONGEST // block_size  # blocks: ``low`` fits, ``high`` does not
 
     def fits(blocks: int) -> bool:
-        size = cache_bytes(layers, kv_dtype, blocks * block_size, batch, block_size) if blocks else 0
+        context = blocks * block_size
+        size = cache_bytes(layers, kv_dtype, context, batch, block_size, hidden_bytes) if blocks else 0
         return size <= (budget or 0)
 
     if fits(high):
@@ -237,16 +253,21 @@ def residual_bytes(layers: Sequence[LayerShape], kv_dtype: str, block_size: int)
 
 
 def cache_bytes(
-    layers: Sequence[LayerShape], kv_dtype: str, context: int, batch: int = 1, block_size: int = 16
+    layers: Sequence[LayerShape],
+    kv_dtype: str,
+    context: int,
+    batch: int = 1,
+    block_size: int = 16,
+    hidden_bytes: int = 0,
 ) -> int:
-    """Bytes that a pool needs for ``batch`` sequences of ``context`` tokens.
+    """Bytes that a pool needs for ``batch`` sequences of ``context`` tokens, ``hidden_bytes`` a token more.
 
     Where every layer has a window, a sequence holds the blocks of the widest one and the block being filled.
     """
     blocks = blocks_for(context, block_size)
     if layers and all(layer.window for layer in layers):
         blocks = min(blocks, blocks_for(max(layer.window or 0 for layer in layers), block_size) + 1)
-    in_pool = blocks * block_bytes(layers, kv_dtype, block_size)
+    in_pool = blocks * (block_bytes(layers, kv_dtype, block_size) + block_size * hidden_bytes)
     return batch * (in_pool + residual_bytes(layers, kv_dtype, block_size))
 
 

@@ -44,6 +44,8 @@ class RunnerSettings:
         weights: int8 or int4: dense weights are rounded while they are loaded, by the compiled runner.
         activations: bits of the inputs of products with packed weights: 16, 8, or auto: 16 where the
             processor has instructions for it, else 8 (docs/runtime.md).
+        hidden_layers: layers whose hidden states a draft head will read; the default of ``kv_tokens`` counts
+            them.
 
     Raises:
         SettingsError: a setting out of range.
@@ -58,6 +60,7 @@ class RunnerSettings:
     eviction: Eviction | None = None
     weights: str | None = None
     activations: int | str = "auto"
+    hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         choices: dict[str, tuple[Any, ...]] = {

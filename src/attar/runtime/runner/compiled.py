@@ -92,6 +92,7 @@ class Compiled:
             "threads": program.threads,
             "kv_dtype": program.kv_dtype,
             "kv_bytes": len(program.pool),
+            "hidden_bytes": 0 if self._hidden is None else self._hidden.nbytes,
         }
 
     @property

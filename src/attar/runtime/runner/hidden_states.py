@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,11 +39,16 @@ class HiddenWriter:
         self._hooks = hooks
         self.pool.add(layers)
 
-    def begin(self, step: StepInput, block_size: int) -> None:
-        """Before a step is run: make its copies."""
+    @contextmanager
+    def writing(self, step: StepInput, block_size: int) -> Iterator[None]:
+        """Within it the step is run: its copies are made first. What else the model runs is not written."""
         self.pool.copy(step.copies, block_size)
         self._slots = torch.from_numpy(step.slots(block_size)).to(self.pool.states.device)
+        try:
+            yield
+        finally:
+            self._slots = None
 
     def _write(self, index: int, states: Tensor) -> None:
-        assert self._slots is not None, "a step without begin"
-        self.pool.write(self._slots, index, states.reshape(-1, states.shape[-1]))
+        if self._slots is not None:
+            self.pool.write(self._slots, index, states.reshape(-1, states.shape[-1]))

@@ -8,6 +8,7 @@ attention is :mod:`attar.runtime.runner.attention` on the runner's own pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,7 @@ class Modules:
             "threads": torch.get_num_threads() if self.pool.device.type == "cpu" else 0,
             "kv_dtype": self.pool.kv_dtype,
             "kv_bytes": self.pool.nbytes,
+            "hidden_bytes": 0 if self._hidden is None else self._hidden.pool.nbytes,
         }
 
     @property
@@ -118,9 +120,8 @@ class Modules:
     def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         paged, device = self._attention_pass(step), self.pool.device
-        if self._hidden is not None:
-            self._hidden.begin(step, self.block_size)
-        with torch.no_grad():
+        keeping = nullcontext() if self._hidden is None else self._hidden.writing(step, self.block_size)
+        with torch.no_grad(), keeping:
             logits = self.model(
                 input_ids=torch.as_tensor(step.tokens, dtype=torch.int64, device=device)[None],
                 position_ids=torch.from_numpy(step.positions).to(device)[None],

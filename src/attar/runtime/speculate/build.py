@@ -6,7 +6,9 @@ import logging
 from typing import Any, cast
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.draft_head import draft_head_of
 from attar.models.draft_heads.kind import is_draft_head
+from attar.runtime.kv.compose import FeatureRequests, check_together
 from attar.runtime.loading import Loaded, load
 from attar.runtime.speculate.combined import CombinedProposer
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
@@ -40,7 +42,9 @@ def make_speculator(
     """
     if not settings:
         return None
-    settings.check_with(getattr(target.runner, "features", {}))
+    features = getattr(target.runner, "features", {})
+    settings.check_with(features)
+    layers_read(settings.draft, features)
     proposer = _proposer(settings, target, model, options)
     most, times = FREE_DRAFTS, DraftTimes({})
     if not proposer.free:
@@ -55,6 +59,24 @@ def make_speculator(
             "%s: typical acceptance is lossy: sampled completions are not the model's", target.name
         )
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
+
+
+def layers_read(draft: Any, features: FeatureRequests) -> tuple[int, ...]:
+    """Layers of the target whose hidden states a draft reads: none, unless it is a head.
+
+    Args:
+        features: of the target, rows of ``kv/compose.py``.
+
+    Raises:
+        SettingsError: a feature does not go together with a head; names both settings.
+        CheckpointError: the draft cannot be opened, or its config is damaged.
+    """
+    checkpoint = None if draft is None else open_checkpoint(draft)
+    head = None if checkpoint is None else draft_head_of(checkpoint.config, checkpoint.tensors)
+    if checkpoint is None or head is None:
+        return ()
+    check_together({**features, "hidden_states": ("draft", checkpoint.name)})
+    return tuple(head["layers"] or ())
 
 
 def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options: dict[str, Any]) -> Proposer:

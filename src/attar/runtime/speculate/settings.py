@@ -79,7 +79,7 @@ class ProfileSettings:
 
     speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
                                          choices=METHODS)  # fmt: skip
-    draft: tuple[str, ...] = _option((), "measure this draft model against plain decoding")
+    draft: tuple[str, ...] = _option((), "measure this draft model or head against plain decoding")
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )

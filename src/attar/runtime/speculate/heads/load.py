@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Parent
@@ -92,7 +92,9 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
             checkpoint.name,
             target.name,
         )
-    return PROPOSERS[config.kind](head.to(pool.states.device), context, target)
+    proposer = PROPOSERS[config.kind](head.to(pool.states.device), context, target)
+    cast(Any, proposer).name = f"{checkpoint.name} ({config.kind})"
+    return proposer
 
 
 def trained_for(head: Checkpoint, model: Checkpoint) -> bool:

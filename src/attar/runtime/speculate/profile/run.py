@@ -12,10 +12,11 @@ from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import open_checkpoint
 from attar.data.seen import seen
 from attar.progress import SILENT, Progress
+from attar.runtime.kv.compose import evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.settings import BenchSettings, EngineSettings
-from attar.runtime.speculate.build import make_speculator
+from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
@@ -50,7 +51,10 @@ def run_profile(
     options = {name: value for name, value in engine.options().items() if name not in DRAFTING}
     limits, reuse = options.pop("limits"), options.pop("prefix_cache")
     with progress.task("load", total=1) as task:
-        loaded = load(model, **options)
+        read = {
+            layer for draft in chosen.draft for layer in layers_read(draft, evicting(options["eviction"]))
+        }
+        loaded = load(model, **options, hidden_layers=tuple(sorted(read)))
         methods = make_methods(model, loaded, chosen, {name: options[name] for name in ALIKE})
         llm = LLM.of(loaded, limits=limits, prefix_cache=reuse)
         task.advance()
