@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import attar
 from attar import verbs
 from attar.checkpoint import paths
+from attar.checkpoint.card import Card
 from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
 from attar.options import flatten
@@ -147,6 +149,17 @@ def test_json_of_a_stage_is_all_there_is_on_stdout(
 def test_a_stage_names_its_output(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["prune", "m", "-o", "some/where", "-q"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "some/where  1.50 kB"
+
+
+def test_a_draft_head_is_described_by_its_own_report(
+    calls: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its card has the acceptance at each position, where a draft model's has other numbers."""
+    details = {"head": {"kind": "dspark"}, "drafting": {"acceptance": [0.7, 0.6], "tokens_a_pass": 2.1}}
+    card = Card(name="out", stage="distill", details=details)
+    monkeypatch.setattr(sys.modules[__name__], "Built", partial(Built, card=card))
+    assert call(["distill", "MODEL", "-o", "OUT", "--head", "dspark"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "OUT  1.50 kB"
 
 
 def test_evaluate_prints_a_table_or_json(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,13 @@ def test_vllm_reads_the_switches_of_eagle3(reports):
         assert config["rope_parameters"]["rope_theta"] == 50000.0
 
 
+@pytest.mark.parametrize("markov", ["gated", "rnn"])
+def test_vllm_has_the_plain_markov_head_alone(tmp_path, markov):
+    write(tmp_path / markov, *HEAD_LAYOUTS["speculators"].encode(block("dspark", rank=4, markov=markov)))
+    unknown = run([tmp_path / markov])[markov]["unknown"]
+    assert len(unknown) == 2 and all("markov_head." in name for name in unknown)
+
+
 def test_a_tensor_that_is_missing_or_of_another_shape_is_seen(tmp_path):
     config, tensors = HEAD_LAYOUTS["speculators"].encode(block("dspark", rank=4))
     write(tmp_path / "less", config, {k: x for k, x in tensors.items() if k != "hidden_norm.weight"})

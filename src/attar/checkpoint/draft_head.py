@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from attar.checkpoint.published_head import published_head, published_layout
+from attar.checkpoint.published_head import MODEL_TYPE, published_head, published_layout
 
-MODEL_TYPE, ARCHITECTURE = "attar_draft_head", "AttarDraftHead"
+ARCHITECTURE = "AttarDraftHead"
 
 
 def draft_head_of(config: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+MODEL_TYPE = "attar_draft_head"  # of our own folders
 OURS = "attar"
 BLOCK_DRAFTERS = ("Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel")
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -23,12 +24,14 @@ _IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_stat
 
 
 def published_layout(config: Mapping[str, Any], names: Collection[str] = ()) -> str:
-    """The name of the layout; empty for a folder that is no published draft head.
+    """The name of the layout; empty for a folder that is no published draft head, or is ours.
 
     Args:
         names: of the tensors; without them an EAGLE-1 head that others made may be taken for a Llama.
     """
     architecture = (config.get("architectures") or [""])[0]
+    if config.get("model_type") == MODEL_TYPE:
+        return ""
     if "speculators_model_type" in config:
         return "speculators"
     if architecture in BLOCK_DRAFTERS:

@@ -85,10 +85,11 @@ def _run_stage(verb: str, values: dict[str, Any], progress: Progress) -> Answer:
     )
     data = _checkpoint_data(checkpoint, time.monotonic() - start)
     lines = [_size_line(values["out"], checkpoint.nbytes)]
-    if checkpoint.card and "drafting" in checkpoint.card.details:
+    details = checkpoint.card.details if checkpoint.card else {}
+    if "drafting" in details and "head" not in details:
         from attar.distillation.for_drafting import describe_report
 
-        lines.append(describe_report(checkpoint.card.details["drafting"]))
+        lines.append(describe_report(details["drafting"]))
     return Answer(data, "\n".join(lines))
 
 

@@ -85,7 +85,7 @@ def export(
     source = open_checkpoint(model)
     writer = _writer(settings.format)
     if settings.format not in HEAD_FORMATS:
-        _refuse_head(source)
+        _refuse_head(source, settings.format)
         check_fit(source)
     writer.refuse(source, settings)
     if settings.text_rows:
@@ -98,11 +98,12 @@ def export(
     return _write_file(source, Path(out), settings, writer, progress, force, key)
 
 
-def _refuse_head(source: Checkpoint) -> None:
+def _refuse_head(source: Checkpoint, format: str) -> None:
     if is_draft_head(source):
-        raise ModelError(
-            f"{source.name} is a draft head, no model", hint=f"--format {', '.join(HEAD_FORMATS)}"
-        )
+        formats = f"--format {', '.join(HEAD_FORMATS)}"
+        converter = "; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of deepspec's and eagle's"
+        hint = formats + (converter if format == "gguf" else "")
+        raise ModelError(f"{source.name} is a draft head, no model", hint=hint)
 
 
 def _writer(name: str) -> ModuleType:

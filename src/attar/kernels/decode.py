@@ -146,7 +146,7 @@ class Program:
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads = threads or default_threads() if threads_of is None else threads_of.threads
+        self.threads: int = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
         self.pool = huge_pages(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.LayerStruct * len(weights.layers))(*map(_layer, weights.layers))

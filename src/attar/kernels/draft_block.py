@@ -169,7 +169,7 @@ class DraftProgram(Program):
         survival, keys = np.ones((R, K), np.float32), np.zeros((R, K), np.uint64)
         for row, span in enumerate(spans):
             keys[row, : len(span.keys)] = span.keys[:K]
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "last": np.array([span.last for span in spans], np.int64),
             "most": np.array([span.most for span in spans], np.int64),
             "temperature": np.array([span.temperature for span in spans], np.float32),

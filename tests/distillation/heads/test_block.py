@@ -8,9 +8,10 @@ import torch
 import attar
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
-from attar.distillation.heads import block
+from attar.distillation.heads import block, draft_loss
 from attar.distillation.heads.anchors import choose_anchors, run_blocks
 from attar.distillation.heads.target_pass import run_target
+from attar.distillation.objectives import chunked
 from attar.distillation.rollouts import teacher as rollouts
 from attar.models.head import head_of
 from tests import tiny_models
@@ -32,6 +33,7 @@ def batch_of(model):
     batch = Examples.of_text(tiny_models.tokens(model, batch=2, length=14))
     batch.targets[0, 9:] = PADDING  # an answer ends there
     batch.targets[1, :4] = PADDING  # a prompt
+    batch.targets[1, 8] = PADDING  # a gap, behind which no block is learned that began before it
     return batch
 
 
@@ -94,7 +96,9 @@ def loop(drafter, model, target, options, anchors, real):
 
 
 @pytest.mark.parametrize(("kind", "family", "changes", "reduced"), CASES)
-def test_the_loss_and_its_gradients_are_those_of_a_loop(kind, family, changes, reduced):
+def test_the_loss_and_its_gradients_are_those_of_a_loop(kind, family, changes, reduced, monkeypatch):
+    monkeypatch.setattr(draft_loss, "BYTES", 4 * 320 * 10)  # ten predictions a chunk
+    monkeypatch.setattr(chunked, "CACHED", 4 * 320)  # and four, or more, of them at a time
     model = tiny_models.build(family).double()
     chosen = None if reduced is None else torch.arange(3, 320, 320 // reduced)
     drafter, options = drafter_of(model, kind, chosen=chosen, **changes).double(), options_of(kind, **changes)
@@ -169,6 +173,8 @@ def test_from_training_to_drafts(kind, options, tmp_path, monkeypatch):
         target, tmp_path / "head", head=kind, data="python-stdlib", drafts=4, anchors=4, **training, **options
     )
     assert head.config["head"]["kind"] == kind and head.card.details["steps"] == 4
+    drafting = head.card.details["drafting"]
+    assert len(drafting["acceptance"]) == 4 and 1.0 <= drafting["tokens_a_pass"] <= 5.0
     assert head.load("mask_embedding").shape == (64,)
     assert ("lm_head.weight" in head.tensors) == ("draft_vocabulary" in options)
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
@@ -182,3 +188,25 @@ def test_from_training_to_drafts(kind, options, tmp_path, monkeypatch):
         assert [one.token_ids for one in drafted] == [one.token_ids for one in wanted]
     llm.generate(prompts, attar.SamplingParams(max_tokens=20, temperature=1.0))
     assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.drafted > 30
+
+
+@pytest.mark.slow
+def test_a_short_training_raises_the_acceptance_at_each_position(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 1024)
+    training = {"data": "python-stdlib", "batch_size": 4, "sequence_length": 128, "samples": 32, "drafts": 4}
+    training |= {
+        "head": "dspark",
+        "head_layers": 1,
+        "context_layers": 3,
+        "learning_rate": 2e-3,
+        "warmup": 0.1,
+    }
+    reports = [
+        attar.distill("attar:tiny", tmp_path / f"{steps}", steps=steps, **training).card.details["drafting"]
+        for steps in (1, 40)
+    ]
+    before, after = (report["acceptance"] for report in reports)
+    assert all(b > a + 0.02 for a, b in zip(before, after, strict=True)), reports
+    assert reports[1]["tokens_a_pass"] > reports[0]["tokens_a_pass"] + 0.05, reports
+    size = (tmp_path / "40" / "model.safetensors").stat().st_size
+    assert size < 6_000_000

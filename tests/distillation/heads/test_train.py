@@ -203,3 +203,13 @@ def test_kill_9_while_training_gives_the_same_bytes(tmp_path):
     assert killed.wait() == -signal.SIGKILL
     assert start(tmp_path / "b" / "head").wait() == 0
     assert hashes(tmp_path / "a" / "head") == hashes(tmp_path / "b" / "head")
+
+
+def test_a_quantized_model_gets_a_head(target, tmp_path):
+    options = {"scheme": "W4A16", "method": "rtn", "group_size": 32, "check_tokens": 0}
+    quantized = attar.quantize(target, tmp_path / "w4", **options)
+    head = attar.distill(quantized.path, tmp_path / "head", **SMALL)
+    params = attar.SamplingParams(max_tokens=12, temperature=0.0)
+    plain = attar.LLM(quantized.path).generate([[5, 6, 7]], params)[0]
+    drafted = attar.LLM(quantized.path, draft=head.path).generate([[5, 6, 7]], params)[0]
+    assert drafted.token_ids == plain.token_ids

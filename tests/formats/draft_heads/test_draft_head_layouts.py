@@ -183,11 +183,90 @@ def test_medusa_reads_the_tensors_not_the_config():
     assert read.values["drafts"] == 3 and read.values["layers"] == [L]
 
 
+class Residual(torch.nn.Module):
+    """A layer of Medusa's heads, by its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(H, H)
+
+
+@pytest.mark.parametrize(("layers", "shared"), [(1, False), (2, False), (1, True)])
+def test_medusa_loads_the_tensors_into_its_sequences(layers, shared):
+    _, tensors = stored("medusa", medusa(layers, shared))
+    out = [torch.nn.Linear(H, V, bias=False) for _ in range(3)]
+    heads = [torch.nn.Sequential(*(Residual() for _ in range(layers)), linear) for linear in out]
+    torch.nn.ModuleList(heads).load_state_dict(tensors)
+
+
 def test_the_class_of_eagle_follows_its_bias():
     assert stored("eagle", eagle(bias=True))[0]["architectures"] == ["LlamaForCausalLMEagle"]
     assert "bias" not in stored("eagle", eagle(bias=True))[0]  # readers take it for attention's
     assert stored("eagle", eagle(bias=False))[0]["architectures"] == ["LlamaForCausalLM"]
     assert stored("eagle", eagle(bias=False))[0]["bias"] is False
+
+
+LAYERS = {  # a Qwen3 or Llama config as transformers 4 writes it
+    "attention_bias": False,
+    "head_dim": 4,
+    "hidden_act": "silu",
+    "hidden_size": H,
+    "intermediate_size": 20,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "sliding_window": None,
+    "vocab_size": V,
+}
+
+
+def read(config, head, layout, names=lambda name: name, **more):
+    """A folder of others: a config in their words, with our tensors under their names."""
+    tensors = {names(name): x for name, x in head.tensors.items() if name != "mask_embedding"} | more
+    assert published_layout(config, tensors) == layout
+    return HEAD_LAYOUTS[layout].decode(config, tensors, HeadTarget("", layers=L, embedding=table))
+
+
+def test_specforge_nests_what_deepspec_has_at_the_top():
+    head = block("dspark", rank=4, confidence=True, mask=table()[17].clone())
+    inner = {"attention_mode": "gqa", "mask_token_id": 17, "target_layer_ids": [1, 3, 5]}
+    inner |= {"projector_type": "dspark", "markov_rank": 4, "markov_head_type": "vanilla"}
+    inner |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    qwen3 = {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", **LAYERS, "num_hidden_layers": 2}
+    layers = {"layer_types": ["full_attention"] * 2, "num_target_layers": L, "block_size": 3}
+    got = read({**qwen3, **layers, "dflash_config": inner}, head, "deepspec")
+    assert got.values == head.values and same(got.tensors, head.tensors)
+    flat = {**qwen3, **layers, **inner, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    table_and_head = {
+        "embed_tokens.weight": table(),
+        "lm_head.weight": table(),
+    }  # DeepSpec stores the target's
+    got = read(flat, head, "deepspec", **table_and_head)
+    assert got.values == head.values and same(got.tensors, head.tensors)
+
+
+def test_dflash_of_its_authors():
+    head = block("dflash", mask=table()[17].clone())
+    config = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", **LAYERS, "num_hidden_layers": 2}
+    config |= {"block_size": 4, "dflash_config": {"mask_token_id": 17, "target_layer_ids": [1, 3, 5]}}
+    got = read(config, head, "deepspec")
+    assert got.values == head.values and same(got.tensors, head.tensors)
+
+
+def test_eagle_as_its_authors_publish_it():
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LAYERS, "num_hidden_layers": 1}
+    third = eagle3(layers=(1, 2, 2))  # entering blocks 2, 6 // 2 and 6 - 3
+    midlayer = lambda name: name.replace("layers.0.", "midlayer.")  # noqa: E731
+    mask = torch.zeros(V, dtype=torch.bool)
+    got = read({**llama, "draft_vocab_size": 16}, third, "eagle", midlayer, t2d=mask)
+    assert got.values == {**third.values, "drafts": 5} and same(got.tensors, third.tensors)
+    first = eagle()
+    got = read(llama, first, "eagle", **{"embed_tokens.weight": table()})
+    assert got.values == {**first.values, "drafts": 5, "branches": 1}
+    assert same(got.tensors, first.tensors)
 
 
 def without(tensors, name):

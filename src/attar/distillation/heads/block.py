@@ -57,7 +57,11 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
     }
     if isinstance(options, DSparkSettings):
         rank = min(H // 4, HIGHEST_RANK) if options.markov_rank is None else options.markov_rank
-        markov = {"markov_rank": rank, "markov": options.markov, "confidence": options.confidence > 0}
+        markov: dict[str, Any] = {
+            "markov_rank": rank,
+            "markov": options.markov,
+            "confidence": options.confidence > 0,
+        }
         drafter = BlockDrafter(DSparkConfig(**common, **markov))
     else:
         drafter = BlockDrafter(DFlashConfig(**common))
@@ -70,7 +74,8 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
                 )
             set_vocabulary(drafter, chosen)
             drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
-    return drafter.to(own.weight.device)
+    drafter.to(own.weight.device)
+    return drafter
 
 
 def spread_layers(blocks: int, count: int) -> tuple[int, ...]:

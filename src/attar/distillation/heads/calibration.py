@@ -7,17 +7,20 @@ section 3.3; temperature scaling: Guo et al. 2017, arXiv 1706.04599).
     ECE = sum over bins of (chains in it / n) |mean s - mean a_1 ... a_k|
 
 What a scheduler needs is the survival, not each confidence. A temperature does not change which chain of two
-is the likelier one.
+is the likelier one. Temperatures are fitted on one half of the chains, and their error is that on the other.
 
 Letters: n chains, K drafts of a chain, z logits of confidence, a acceptance, T temperatures.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 BINS = 15
+LEAST = 64  # chains of a half
 TEMPERATURES = torch.logspace(-0.7, 0.7, 141, dtype=torch.float64)  # 0.2 to 5
 
 
@@ -52,3 +55,21 @@ def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[floa
     T = torch.tensor(temperatures or [1.0] * logits.shape[1], dtype=torch.float64)
     survival, lived = torch.sigmoid(logits.double() / T).cumprod(1), acceptance.double().cumprod(1)
     return [expected_calibration_error(survival[:, k], lived[:, k]) for k in range(logits.shape[1])]
+
+
+def calibrate(logits: Tensor, acceptance: Tensor) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """T_1..T_K, none where there are too few chains or they do not help, and what the card says of them.
+
+    Args:
+        logits: (n, K) of whole chains, in the order of their text.
+        acceptance: (n, K).
+    """
+    half = len(logits) // 2
+    if half < LEAST:
+        return (), {}
+    fitted = fit_temperatures(logits[:half], acceptance[:half])
+    raw, scaled = (survival_errors(logits[half:], acceptance[half:], T) for T in ((), fitted))
+    fitted = fitted if sum(scaled) < sum(raw) else ()
+    errors = {"uncalibrated": raw, "calibrated": scaled if fitted else raw}
+    rounded = {name: [round(error, 4) for error in values] for name, values in errors.items()}
+    return fitted, {"calibration_error": rounded, "chains_calibrated_on": half}

@@ -10,27 +10,27 @@ logits.
 With a reduced vocabulary q is over v tokens and p over all: what p gives to others is never accepted, and
 counts in the distance. A label that the head has no token for has no cross-entropy.
 
-Slopes are computed in the forward pass, as in ``distillation/fused.py``. Predictions of one position follow
-each other, so that the target's head reads a position once a chunk.
+Slopes are computed in the forward pass, as in ``distillation/fused.py``, some predictions at a time, and
+overwrite the logits of a chunk. Predictions of one position follow each other, so that the target's head
+reads a position once a chunk.
 
-Letters: n predictions, c of a chunk, H hidden size, r Markov rank, V vocabulary of the target, v of the head;
-h (n, H) states, e (n, r) latents of the Markov head, W2 (v, r), p and q of target and draft, y labels.
+Letters: n predictions, c of a chunk at u positions, H hidden size, r Markov rank, V vocabulary of the target,
+v of the head; h (n, H) states, e (n, r) latents of the Markov head, W2 (v, r), p and q of target and draft, y
+labels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.data.packing import PADDING
-from attar.distillation.objectives.chunked import BYTES
+from attar.distillation.objectives.chunked import BYTES, rows_at_once
 from attar.distillation.objectives.softmax import dot
 from attar.models.head import Head, product_type
-
-Batch = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class DraftTargets:
     head: Head
     chosen: Tensor | None = None
 
-    def probabilities(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """p (c, v) of predictions, in at least float32; their sums are below 1 where v < V."""
-        positions, inverse = torch.unique_consecutive(self.positions[part], return_inverse=True)
+    def probabilities(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """p (u, v) at the different positions of predictions, in at least float32, with sums below 1 where
+        v < V; and the row int64 (c,) of each prediction."""
+        positions, rows = torch.unique_consecutive(self.positions[part], return_inverse=True)
         logits = self.head.logits(self.final[positions].to(dtype))
         p = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        return (p if self.chosen is None else p[:, self.chosen])[inverse]
+        return (p if self.chosen is None else p[:, self.chosen]), rows
 
 
 def draft_slopes(z: Tensor, p: Tensor | None, y: Tensor, alpha: float, beta: float) -> tuple[Tensor, ...]:
@@ -125,28 +126,30 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor, Tensor]:
         product = product_type(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        sources = (hidden, latent, bias)
+        sources, learns = (hidden, latent, bias), any(ctx.needs_input_grad[:3])
         gradients = [None if x is None else torch.zeros_like(x, dtype=wide) for x in sources]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         accepted = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         agreed = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            h, e, w2 = (None if x is None else x.detach().to(product) for x in sources)
-            own, full = head.to(product), targets.head.to(product)
-            goal = DraftTargets(targets.final, targets.positions, targets.labels, full, targets.chosen)
-            rows = max(1, BYTES // (4 * max(len(own.weight), len(full.weight))))
+            h, own = hidden.detach().to(product), head.to(product)
+            pair = None
+            if latent is not None and bias is not None:
+                pair = latent.detach().to(product), bias.detach().to(product)
+            goal = replace(targets, head=targets.head.to(product))
+            rows = max(1, BYTES // (4 * max(len(own.weight), len(goal.head.weight))))
             for start in range(0, len(hidden), rows):
                 part = slice(start, min(start + rows, len(hidden)))
-                base = own.logits(h[part])
-                z = base.to(wide) if e is None else (base + e[part] @ w2.T).to(wide)
-                p = goal.probabilities(part, product) if compare else None
-                values, dz, accepted[part], agreed[part] = draft_slopes(z, p, goal.labels[part], alpha, beta)
-                total += (values * weights[part]).sum(dtype=torch.float64)
-                dz = dz.mul_(weights[part, None]).to(product)
-                if e is not None:
-                    gradients[1][part] = dz @ w2
-                    gradients[2] += dz.T @ e[part]
-                gradients[0][part] = own.backward(base, dz) @ own.weight
+                z = own.logits(h[part])
+                base = z.clone() if own.softcap else z
+                if pair is not None:
+                    z.addmm_(pair[0][part], pair[1].T)
+                values, accepted[part], agreed[part] = _slopes_of(
+                    z, goal, part, weights[part], alpha, beta, compare
+                )
+                total += values.sum(dtype=torch.float64)
+                if learns:
+                    _add_products(gradients, part, own, base, z, pair)
         ctx.gradients, ctx.types = gradients, [None if x is None else x.dtype for x in sources]
         ctx.mark_non_differentiable(accepted, agreed)
         return total.to(wide), accepted, agreed
@@ -157,3 +160,45 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
         scaled = [None if g is None else g.mul_(upstream[0].to(g.dtype)).to(dtype) for g, dtype in pairs]
         ctx.gradients = None
         return (*scaled, None, None, None, None, None, None)
+
+
+def _slopes_of(
+    z: Tensor, goal: DraftTargets, part: slice, weights: Tensor, alpha: float, beta: float, compare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted losses, acceptances and agreements of a chunk (c,); its logits become weighted slopes."""
+    wide = torch.promote_types(z.dtype, torch.float32)
+    values, accepted = (torch.zeros(len(z), dtype=wide, device=z.device) for _ in range(2))
+    agreed, labels = torch.zeros(len(z), dtype=torch.bool, device=z.device), goal.labels[part]
+    known = goal.probabilities(part, z.dtype) if compare else None
+    size = rows_at_once(z)
+    for start in range(0, len(z), size):
+        few = slice(start, start + size)
+        p = None if known is None else known[0][known[1][few]]
+        losses, slopes, accepted[few], agreed[few] = draft_slopes(
+            z[few].to(wide), p, labels[few], alpha, beta
+        )
+        values[few] = losses * weights[few]
+        z[few] = slopes.mul_(weights[few, None]).to(z.dtype)
+    return values, accepted, agreed
+
+
+def _add_products(
+    gradients: list[Tensor | None],
+    part: slice,
+    own: Head,
+    base: Tensor,
+    dz: Tensor,
+    pair: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Go back from the slopes of a chunk to hidden states, latents and W2.
+
+    Args:
+        base: what the head's own logits were; read where it has a soft cap.
+        pair: e and W2.
+    """
+    dhidden, dlatent, dbias = gradients
+    if pair is not None and dlatent is not None and dbias is not None:
+        dlatent[part] = dz @ pair[1]
+        dbias += dz.T @ pair[0][part]
+    if dhidden is not None:
+        dhidden[part] = own.backward(base, dz) @ own.weight

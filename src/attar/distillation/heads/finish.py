@@ -1,9 +1,5 @@
-"""What becomes of a head after its last step: it is measured on held-out rows, and its confidence calibrated.
-
-Chains are halved: temperatures are fitted to the first half, and their error is that of the second.
-
-Letters: n chains, K drafts of a chain.
-"""
+"""What becomes of a head after its last step: it is measured on held-out rows, and its confidence
+calibrated."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 import torch
 
 from attar.data.examples import Examples
-from attar.distillation.heads.calibration import fit_temperatures, survival_errors
+from attar.distillation.heads.calibration import calibrate
 from attar.distillation.heads.report import DraftedChains
 from attar.distillation.heads.target_pass import TargetPass
 
@@ -36,18 +32,10 @@ def finish_by(chains_of: Callable[[Any, TargetPass, Any], DraftedChains]) -> Hea
 
 
 def _calibrate(head: Any, chains: DraftedChains) -> dict[str, Any]:
-    """Give a head with a confidence its temperatures; their errors before and after, (K,)."""
+    """Give a head with a confidence its temperatures. What the card says of them."""
     if chains.confidence is None:
         return {}
     whole = chains.whole
-    logits, acceptance = chains.confidence[whole], chains.acceptance[whole]
-    half = len(logits) // 2
-    if not half:
-        return {}
-    temperatures = fit_temperatures(logits[:half], acceptance[:half])
+    temperatures, details = calibrate(chains.confidence[whole], chains.acceptance[whole])
     head.config = replace(head.config, temperatures=temperatures)
-    errors = {
-        name: [round(error, 4) for error in survival_errors(logits[half:], acceptance[half:], used)]
-        for name, used in (("before", ()), ("after", temperatures))
-    }
-    return {"calibration_error": errors}
+    return details

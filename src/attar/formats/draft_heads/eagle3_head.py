@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.block_head import layer_ids
-from attar.formats.draft_heads.content import HeadContent, HeadTarget, known_layers, rename
+from attar.formats.draft_heads.content import HeadContent, HeadTarget, entry, known_layers, rename
 from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
 from attar.formats.draft_heads.reduced import with_mask, without_mask
 
@@ -68,7 +68,7 @@ def decode(
     """
     if decoder.depth != 1:
         raise ModelError(f"{where}: EAGLE-3 of {decoder.depth} layers: those of one are read")
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    hidden, vocabulary = (entry(config, key, int, where) for key in ("hidden_size", "vocab_size"))
     if config.get("target_hidden_size") not in (None, hidden):
         raise ModelError(
             f"{where}: a head of {hidden} channels on a target of {config['target_hidden_size']}"

@@ -90,7 +90,7 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
     flat = {**inner, **config}
     stated, of_target = rest_of(config)
     method = entry(config, "speculators_config", dict, LAYOUT)
-    verifier = method.get("verifier") or {}
+    verifier = entry(method, "verifier", dict, LAYOUT)
     facts = {
         "name": verifier.get("name_or_path"),
         "architectures": verifier.get("architectures"),
@@ -99,8 +99,8 @@ def decode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Hea
     }
     target, decoder = target.stated(facts), DecoderLayers.from_config(inner, LAYOUT)
     if kind == "eagle3":
-        methods = method.get("proposal_methods") or [{}]
-        drafts = entry(methods[0], "speculative_tokens", int, LAYOUT)
+        methods = entry(method, "proposal_methods", list, LAYOUT)
+        drafts = entry(methods[0] if methods else {}, "speculative_tokens", int, LAYOUT)
         ids = config.get("eagle_aux_hidden_state_layer_ids")
         layers = None if ids is None else [layer - 1 for layer in ids]
         head = eagle3_head.decode(flat, layers, drafts, tensors, target, decoder, LAYOUT)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.decoder_layer import Attend, DraftLayerShape, HeadLayer, rotary
+from attar.models.draft_heads.decoder_layer import Attend, DraftLayerShape, HeadLayer, normed, rotary
 from attar.models.draft_heads.markov_head import MarkovHead
 from attar.models.draft_heads.vocabulary import register_vocabulary, tokens_of
 
@@ -131,6 +131,10 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
         """The tokens int64 (v,) that can be drafted; None: all."""
         return tokens_of(self)
 
+    def output_weights(self) -> list[nn.Parameter]:
+        """Trained matrices that make logits."""
+        return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
+
     def context(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the context, (l, ..., S, K, d).
 
@@ -138,7 +142,7 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
             states: of the target (..., S, m, H).
             positions: int64 (..., S).
         """
-        c = self.hidden_norm(self.fc(states.flatten(-2)))
+        c = normed(self.hidden_norm, self.fc(states.flatten(-2)))
         turn = rotary(positions, self.config.shape)
         pairs = [layer.self_attn.keys_values(c, turn) for layer in self.layers]
         keys, values = zip(*pairs, strict=True)

@@ -86,6 +86,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     return out.unflatten(-2, (h // K, T)).movedim(-2, -4).reshape(*batch, T, h * d)
 
 
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """A norm of x in the type of its weight: products may be narrower."""
+    out: Tensor = norm(x.to(norm.weight.dtype))
+    return out
+
+
 class HeadAttention(nn.Module):  # type: ignore[misc]
     """Projections of an attention.
 
@@ -108,12 +114,12 @@ class HeadAttention(nn.Module):  # type: ignore[misc]
     def queries(self, x: Tensor, turn: Turn) -> Tensor:
         """(..., T, h, d) of (..., T, I)."""
         queries = self.q_proj(x).unflatten(-1, (-1, self.shape.head_dim))
-        return turned(self.q_norm(queries) if self.shape.head_norms else queries, turn)
+        return turned(normed(self.q_norm, queries) if self.shape.head_norms else queries, turn)
 
     def keys_values(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """Two of (..., T, K, d) of (..., T, I)."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.shape.head_dim))
-        keys = self.k_norm(keys) if self.shape.head_norms else keys
+        keys = normed(self.k_norm, keys) if self.shape.head_norms else keys
         return turned(keys, turn), self.v_proj(x).unflatten(-1, (-1, self.shape.head_dim))
 
 

@@ -52,6 +52,7 @@ def heads_of(kind, family, changes, chosen, blocks=24):
         model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", weights="int8"
     )
     picked = None if chosen is None else torch.tensor(list(chosen))
+    torch.manual_seed(0)
     drafter = drafter_of(model, kind, chosen=picked, **changes).eval().requires_grad_(False)
     for parameter in drafter.parameters():
         parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)  # chains that differ
@@ -117,8 +118,8 @@ def same_drafts(fast, slow):
         if one is not None:
             assert one.tokens == other.tokens and one.rule == other.rule
             if other.q is not None:
-                for p, q in zip(one.q, other.q, strict=True):
-                    assert p == pytest.approx(q, abs=2e-3)
+                for p, q in zip(one.q, other.q, strict=True):  # near a cut a token may be on either side
+                    assert abs(p - q).sum() < 0.02
                 one.check()
 
 
@@ -192,3 +193,17 @@ def test_a_context_that_was_read_again_is_replaced():
         context.seen[0] = 24
         drafts += ChainProposer(head, context, name="block").propose([DraftRequest(0, tokens, 8)])
     assert drafts[0].tokens == drafts[1].tokens
+
+
+def test_a_context_may_begin_later():
+    """Its first blocks were released."""
+    fast, slow = heads_of("dspark", "qwen3", {}, None)
+    states, tokens = states_of(fast, [60])[0], tokens_of_length(41)
+    drafts = []
+    for head in (fast, slow):
+        context = GivenStates({0: states})
+        context.seen[0] = 16
+        proposer = ChainProposer(head, context, name="block")
+        for n in (39, 41):
+            drafts += proposer.propose([DraftRequest(0, tokens[:n], 8)])
+    assert drafts[0].tokens == drafts[2].tokens and drafts[1].tokens == drafts[3].tokens

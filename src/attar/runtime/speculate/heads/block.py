@@ -64,7 +64,7 @@ class BlockHead:
         config, device = self.drafter.config, self.drafter.mask_embedding.device
         sequences = [draft.request.sequence for draft in drafts]
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
-        contexts = [self.cache.read(sequence) for sequence in sequences]
+        contexts = [[part.to(device) for part in self.cache.read(sequence)] for sequence in sequences]
         ids = [draft.ids[draft.certain - 1] for draft in drafts]
         anchors = self.own.embed(torch.tensor(ids, device=device)).to(device)
         first = torch.tensor([[draft.certain - 1] for draft in drafts], device=device)
