@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
-from speculate_cases import Oracle, print_ngram_figures, print_suffix_figures
+from speculate_cases import Oracle, print_ngram_figures, print_policy_figures, print_suffix_figures
 from speculate_pair import generated, print_pair
 
 from attar.cli.bench import profile_text
@@ -81,6 +81,7 @@ def suffix(arguments: argparse.Namespace) -> None:
     """No model."""
     for most in (4, 8, 16):
         print_suffix_figures(count=arguments.prompts * 2, length=1500, most=most)
+    print_policy_figures(count=arguments.prompts, length=1000)
 
 
 def tiny(arguments: argparse.Namespace) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import ngrams
+from ngrams import NgramIndex, NgramProposer, SharedNgrams
 
 from attar.data.python_text import texts
 from attar.models.load import load_tokenizer
-from attar.runtime.speculate import ngram
 from attar.runtime.speculate.draft import LEVELS, Draft, DraftBuilder
-from attar.runtime.speculate.ngram import NgramIndex, NgramProposer, SharedNgrams
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.suffix import SuffixProposer
+from attar.runtime.speculate.suffix_tree import suffix_tree
 
 START = 64  # tokens of a prompt
 
@@ -99,15 +104,15 @@ def print_ngram_figures(count: int, length: int, most: int) -> None:
         "latest, 3 branches": lambda: NgramProposer(branches=3),
         "latest, 3 branches, shared": lambda: NgramProposer(branches=3, shared=SharedNgrams()),
     }
-    walk = ngram.WALK
+    walk = ngrams.WALK
     for name, make in ways.items():
-        ngram.WALK = length if name.startswith("earliest") else walk
+        ngrams.WALK = length if name.startswith("earliest") else walk
         proposer, tokens, passes = make(), 0, 0
         for number, text in enumerate(ids):
             tokens += len(text) - START
             passes += _followed(proposer, number, text, most)
         print(f"  {name:28}{tokens / passes:6.2f} tokens a pass")
-    ngram.WALK = walk
+    ngrams.WALK = walk
     _print_by_match(ids)
 
 
@@ -120,22 +125,82 @@ def print_suffix_figures(count: int, length: int, most: int) -> None:
         "suffix trees": SuffixProposer,
         "suffix trees, factor 1": lambda: SuffixProposer(factor=1.0),
     }
+    suffix_tree()  # compiles
     for name, make in ways.items():
         proposer, tokens, passes, clock = make(), 0, 0, Clock()
         for number, text in enumerate(ids):
             tokens += len(text) - START
             passes += _followed(proposer, number, text, most, clock)
-        seconds, drafts = clock.seconds / passes, clock.drafts / passes
+        asking, drafts = 1e6 * statistics.median(clock.seconds), clock.drafts / passes
         print(
-            f"  {name:28}{tokens / passes:6.2f} tokens, {drafts:5.2f} drafts,{1e6 * seconds:5.0f} us a pass"
+            f"  {name:28}{tokens / passes:6.2f} tokens, {drafts:5.2f} drafts a pass,"
+            f"{asking:5.1f} us to ask (median)"
         )
+
+
+LATENCIES = {  # milliseconds of a pass over n tokens, measured: docs/speculation.md
+    "attar:tiny": {1: 0.366, 2: 0.366, 3: 0.547, 5: 0.631, 9: 0.944},
+    "1.1 B int4": {1: 18.1, 3: 20.6, 4: 20.6, 5: 22.8, 7: 28.5},
+}
+
+
+def print_policy_figures(count: int, length: int) -> None:
+    """As the policy chooses, with the times of LATENCIES and without that of asking: nothing is measured."""
+    generator = random.Random(0)
+    record = [generator.randrange(4000) for _ in range(60)]
+    records = [[token if generator.random() < 0.95 else generator.randrange(4000) for token in record * 20]
+               for _ in range(4)]  # fmt: skip
+    noise = [[generator.randrange(300) for _ in range(length)] for _ in range(4)]
+    sets = {"code": code(count, length), "records": [row[:length] for row in records], "noise": noise}
+    ways: dict[str, Callable[[], Proposer]] = {
+        "n-grams": lambda: NgramProposer(shared=SharedNgrams()),
+        "suffix trees": SuffixProposer,
+    }
+    for model, times in LATENCIES.items():
+        for name, rows in sets.items():
+            shown = [f"{way} {_speedup(make(), rows, times):5.2f}" for way, make in ways.items()]
+            print(f"  {model:12}{name:9} speedup, as chosen: {', '.join(shown)}")
+
+
+def _speedup(proposer: Proposer, rows: Sequence[Sequence[int]], times: dict[int, float]) -> float:
+    """Of sequences that the target generates as they are."""
+    policy, seconds, tokens, pause = DraftPolicy(Latency(times), 40), 0.0, 0, 0
+    for number, row in enumerate(rows):
+        done = START
+        while done < len(row):
+            draft, start, pause = None, done, pause - 1
+            if pause < 0 and policy.open:
+                (found,) = proposer.propose([DraftRequest(number, row[:done], 40)])
+                (draft,) = policy.select([number], [found])
+            path = [] if draft is None else _accepted(draft, row[done:-1])
+            done += len(path) + 1
+            took = policy.latency.target(1, 1 + len(draft or ()))
+            feedback = [DraftFeedback(number, draft, tuple(path), row[start:done])]
+            policy.note(feedback, took)
+            proposer.observe(feedback)
+            pause = policy.budget.closed_passes if pause < 0 else pause
+            seconds, tokens = seconds + took, tokens + done - start
+        proposer.forget(number)
+        policy.forget(number)
+    return tokens / seconds * times[1]
+
+
+def _accepted(draft: Draft, text: Sequence[int]) -> list[int]:
+    """Nodes of the draft that are the text."""
+    node, path = 0, list[int]()
+    for token in text:
+        node = next((child for child in draft.children(node) if draft.tokens[child - 1] == token), 0)
+        if not node:
+            break
+        path.append(node)
+    return path
 
 
 @dataclass
 class Clock:
     """What a proposer took and gave."""
 
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     drafts: int = 0
 
 
@@ -148,7 +213,7 @@ def _followed(
         request = DraftRequest(number, text[:done], most)
         began = time.perf_counter()
         draft = proposer.propose([request])[0]
-        clock.seconds += time.perf_counter() - began
+        clock.seconds.append(time.perf_counter() - began)
         clock.drafts += len(draft or ())
         node = 0
         while draft is not None and done < len(text) - 1:

@@ -15,7 +15,7 @@ from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event, Result
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.ngram import NgramProposer
+from attar.runtime.speculate.suffix import SuffixProposer
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner
 from tests.runtime.faults import HARMLESS, PLACES, Fault, FaultError, Faults
 from tests.runtime.speculate.proposing import Drawer, Oracle, speculator
@@ -50,7 +50,7 @@ def engine_of(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ign
     """An engine whose pool is too small for all that runs, so that sequences are preempted."""
     proposer = {
         "plain": lambda: None,
-        "ngram": NgramProposer,
+        "ngram": SuffixProposer,
         "oracle": lambda: Oracle([[*p, *alone(p, q)] for p, q in asked[:40] if q.guide is None], right=0.8),
         "drawer": lambda: Drawer([], size=4),
     }[kind]()

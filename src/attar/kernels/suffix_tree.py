@@ -73,7 +73,7 @@ class CompiledSuffixTree:
         """Append tokens to a text, and draft after them: tokens, parents and kinds."""
         count, most = len(tokens), min(most, MOST)
         if count <= SHORT:
-            self._in[:count], address = tokens, self._in_at
+            self._in[:count], address = list(tokens), self._in_at
         else:
             buffer = array("i", tokens)
             address = buffer.buffer_info()[0]

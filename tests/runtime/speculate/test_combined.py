@@ -13,7 +13,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.combined import BESIDE, CombinedProposer, combined, drafts_alone, merged
+from attar.runtime.speculate.combined import MERGED, CombinedProposer, combined, drafts_alone, merged
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
@@ -39,7 +39,7 @@ def test_nodes_of_both_are_the_head_s() -> None:
     head = Draft.chain([5, 6, 7])
     draft = merged(head, tree((5, 8, 6, 9, 3), (0, 1, 1, 3, 0)))
     assert draft.tokens == (5, 6, 7, 8, 9, 3) and draft.parents == (0, 1, 2, 1, 2, 0)
-    assert draft.kinds == (*kinds_of(head), *[KIND + BESIDE] * 3)
+    assert draft.kinds == (*kinds_of(head), *[KIND + MERGED] * 3)
     draft.check()
     assert merged(head, tree((5, 6), (0, 1))).tokens == head.tokens
 
@@ -49,7 +49,7 @@ def test_a_chain_with_siblings_keeps_its_order() -> None:
     head = Draft((5, 6, 1, 2), (0, 1, 0, 1), kinds=(1, 2, LEVELS + 1, LEVELS + 2))
     draft = merged(head, tree((1, 4), (0, 1)))
     assert draft.tokens == (5, 6, 1, 2, 4) and draft.parents == (0, 1, 0, 1, 3)
-    assert draft.kinds == (*head.kinds, KIND + BESIDE)  # type: ignore[misc]
+    assert draft.kinds == (*head.kinds, KIND + MERGED)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("seed", range(3))

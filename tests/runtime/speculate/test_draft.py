@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attar.runtime.sampling.sampled_tokens import SampledTokens
-from attar.runtime.speculate.draft import Draft, Verdict
+from attar.runtime.speculate.draft import Draft, DraftBuilder, Verdict
 from attar.runtime.step import depths
 
 Q = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.1, 0.2, 0.7]], np.float32)
@@ -127,3 +127,15 @@ def test_a_chain_moves_nothing_and_rows_name_what_decided() -> None:
     assert moves((1, 2), 4, 3) == () and verdict.rows == (0, 1, 2)
     assert verdict.tokens(Draft.chain([5, 6, 7])) == (5, 6, 9)
     assert Verdict((), 9).rows == (0,)
+
+
+def test_equal_beginnings_are_one_branch() -> None:
+    builder = DraftBuilder(frozenset([9]), most=6)
+    assert builder.add([1, 2, 3], [1, 1, 1]) == [1, 2, 3]
+    assert builder.add([1, 2, 4], [2, 2, 2]) == [1, 2, 4]
+    assert builder.add([5, 9, 6], [3, 3, 3]) == [5, 6]
+    assert builder.add([7], [4]) == [] and builder.add([1, 2], [4, 4]) == [1, 2]
+    draft = builder.draft()
+    assert draft is not None and (draft.tokens, draft.parents) == ((1, 2, 3, 4, 5, 9), (0, 1, 2, 2, 0, 5))
+    assert draft.kinds == (1, 1, 1, 2, 3, 3) and builder.roots == 2 and 5 in builder and 2 not in builder
+    assert DraftBuilder().draft() is None

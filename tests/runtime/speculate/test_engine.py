@@ -18,10 +18,10 @@ from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.lookahead import LookaheadProposer
-from attar.runtime.speculate.ngram import NgramProposer
 from attar.runtime.speculate.noise import DraftRules
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.suffix import SuffixProposer
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 from tests.runtime.speculate.laws import fits
 from tests.runtime.speculate.proposing import Drawer, Oracle, speculator
@@ -270,7 +270,7 @@ def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> Non
         assert list(got.token_ids) == want and subject.failure is None and subject.counts.drafts
 
 
-@pytest.mark.parametrize("make", [NgramProposer, LookaheadProposer])
+@pytest.mark.parametrize("make", [SuffixProposer, LookaheadProposer])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
     """Greedy and coupled texts with the real proposers, eager and with the real policy."""

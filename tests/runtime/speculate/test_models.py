@@ -22,7 +22,6 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate.latency import measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
-from attar.runtime.speculate.ngram import NgramProposer
 from attar.runtime.speculate.suffix import SuffixProposer
 from tests import tiny_models
 from tests.runtime.fake_runner import FakeRunner
@@ -75,7 +74,6 @@ def test_families(family: str) -> None:
     vocabulary = plain_model(family).config.vocab_size
     for proposer in (
         Oracle(texts, vocabulary=vocabulary),
-        NgramProposer(),
         SuffixProposer(),
         LookaheadProposer(2, 3, 2),
     ):

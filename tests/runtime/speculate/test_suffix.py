@@ -29,10 +29,21 @@ def ask(proposer, tokens, most=8, sequence=0, salt="") -> Draft | None:
 
 def test_the_continuation_of_a_match() -> None:
     draft = ask(SuffixProposer(), [1, 2, 3, 4, 9, 8, 1, 2, 3])
-    assert draft is not None and draft.tokens == (4, 9, 8, 1, 2, 3) and draft.is_chain
+    assert draft is not None and draft.tokens == (4, 9, 8, 1, 2, 3, 4, 9) and draft.is_chain
     assert ask(SuffixProposer(), [1, 2, 3]) is None and ask(SuffixProposer(), [1]) is None
     assert ask(SuffixProposer(), [1, 1, 1], most=0) is None
     assert ask(SuffixProposer(ends=[9]), [1, 2, 3, 4, 9, 8, 1, 2, 3]).tokens == (4, 9)  # type: ignore[union-attr]
+
+
+def test_a_repetition_goes_on_past_the_end() -> None:
+    """What was copied once is copied again, with the period of the match."""
+    draft = ask(SuffixProposer(), [7, 8, 1, 2, 3, 1, 2, 3, 1], most=12)
+    assert draft is not None and draft.tokens == (2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
+    proposer = SuffixProposer()
+    ask(proposer, [7, 1, 2, 3], sequence=1)
+    proposer.forget(1)
+    draft = ask(proposer, [5, 7, 1])
+    assert draft is not None and draft.tokens == (2, 3), "another request's end is its end"
 
 
 def test_continuations_that_differ_are_branches_the_more_frequent_first() -> None:
@@ -104,10 +115,13 @@ def test_the_oldest_of_the_least_recently_used_tenant_goes() -> None:
     for number, salt in enumerate("aab"):
         finished.add(number, salt, [number, 50])
     finished.tree("a")
-    finished.add(3, "a", [3, 50])
-    assert finished.salts == ("a",) and finished.tree("b") is None
-    finished.add(4, "c", [4, 50])
-    assert [finished.tree("a").count([n]) for n in range(4)] == [0, 1, 0, 1]  # type: ignore[union-attr]
+    finished.add(3, "c", [3, 50])
+    assert finished.salts == ("a", "c") and finished.tree("b") is None
+    finished.add(4, "a", [4, 50])
+    finished.add(5, "d", [5, 50])
+    assert finished.salts == ("a", "d"), "c was used before a"
+    finished.add(6, "d", [6, 50])
+    assert [finished.tree("a").count([n]) for n in (0, 1, 4)] == [0, 0, 1]  # type: ignore[union-attr]
 
 
 def test_it_looks_as_far_ahead_as_has_paid() -> None:

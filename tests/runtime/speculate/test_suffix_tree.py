@@ -55,6 +55,10 @@ def reference(
         def follow(path: tuple[int, ...], p: float, parent: int, match=match, frontier=frontier) -> None:
             string = (*match, *path)
             children = [(*string, token) for token in known.after[string]] if len(string) < depth else []
+            if not known.after[string] and not group and path and len(string) < depth:  # past the end
+                reached = next(d for d in range(len(path)) if not known.after[(*match, *path[: d + 1])]) + 1
+                again = path[len(path) - reached]
+                frontier.append((p, (*path, again), parent, kind(1, 1, len(string), group)))
             total = sum(known.counts[child] for child in children)
             for child in sorted(children, key=known.last.__getitem__, reverse=True):
                 count = known.counts[child]
@@ -198,4 +202,4 @@ def test_without_a_compiler_the_tree_is_in_python(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ATTAR_KERNELS", "off")
     tree = trees.suffix_tree()
     assert isinstance(tree, PythonSuffixTree)
-    assert tree.draft(tree.begin(), [1, 2, 3, 1, 2], None, 4)[0] == [3, 1, 2]
+    assert tree.draft(tree.begin(), [1, 2, 3, 1, 2], None, 4)[0] == [3, 1, 2, 3]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.distillation.heads import block, eagle, eagle3, medusa
+from attar.distillation.heads import block, eagle, eagle3, medusa, unrolled_chains
 from attar.distillation.heads.finish import HeadFinish, finish_by
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head
@@ -35,6 +35,8 @@ HEAD_LOSSES: dict[str, HeadObjective] = {
 }
 HEAD_FINISHES: dict[str, HeadFinish] = {
     "medusa": medusa.finish,
+    "eagle": finish_by(unrolled_chains.chains),
+    "eagle3": finish_by(unrolled_chains.chains),
     "dflash": finish_by(block.chains),
     "dspark": finish_by(block.chains),
 }

@@ -115,7 +115,7 @@ public:
             const Int limit = std::min(most, Int(factor_ * length));
             if (best.score >= limit) break;  // a score is at most the number of drafts
             matches(end, length, at);
-            grow(at, length, limit, group);
+            grow(context, at, length, limit, group);
             if (grown_.score > best.score) std::swap(grown_, best);
         }
         return low;
@@ -139,6 +139,7 @@ private:
     std::vector<Text> texts_;
     std::vector<Int> unused_;
     std::vector<Item> heap_;
+    std::vector<Int> depths_;  // of the nodes of grown_, from 0 on
     Draft grown_;
 
     void append(Int number, Int token) {
@@ -272,15 +273,15 @@ private:
     }
 
     // At most `limit` drafts after a match, the likeliest first.
-    void grow(const Place& match, Int length, Int limit, Int group) {
+    void grow(const std::vector<Int>& context, const Place& match, Int length, Int limit, Int group) {
         grown_.score = 0;
         grown_.tokens.clear();
         grown_.parents.clear();
         grown_.kinds.clear();
         heap_.clear();
+        depths_.assign(1, 0);
         Int order = 0;
-        push(match, 1.0, 0, length, group, order);
-        std::vector<Int> depths{0};
+        push(context, match, 1.0, 0, length, group, order);
         while (!heap_.empty() && Int(grown_.tokens.size()) < limit) {
             std::pop_heap(heap_.begin(), heap_.end());
             const Item one = heap_.back();
@@ -289,20 +290,22 @@ private:
             grown_.parents.push_back(one.parent);
             grown_.kinds.push_back(one.kind);
             grown_.score += one.p;
-            depths.push_back(depths[one.parent] + 1);
-            const Int context = length + depths.back();
-            if (context < depth_ && std::find(ends_.begin(), ends_.end(), one.token) == ends_.end())
-                push(one.at, one.p, Int(grown_.tokens.size()), context, group, order);
+            depths_.push_back(depths_[one.parent] + 1);
+            const Int deeper = length + depths_.back();
+            if (deeper < depth_ && std::find(ends_.begin(), ends_.end(), one.token) == ends_.end())
+                push(context, one.at, one.p, Int(grown_.tokens.size()), deeper, group, order);
         }
     }
 
-    // The children of a place whose context has `length` tokens.
-    void push(const Place& at, double p, Int parent, Int length, Int group, Int& order) {
+    // The children of a place, `length` tokens from the beginning of the match.
+    void push(const std::vector<Int>& context, const Place& at, double p, Int parent, Int length, Int group,
+              Int& order) {
         if (at.text != NONE) {
             const std::vector<Int>& tokens = texts_[at.text].tokens;
-            if (at.offset < Int(tokens.size()))
-                add({p, order++, parent, tokens[at.offset], kind(1, 1, length, group),
-                     {at.node, at.text, at.offset + 1}});
+            const Int ahead = at.offset - Int(tokens.size());
+            if (ahead >= 0 && (&tokens != &context || ahead >= depths_[parent])) return;
+            add({p, order++, parent, ahead < 0 ? tokens[at.offset] : drafted(parent, ahead),
+                 kind(1, 1, length, group), {at.node, at.text, at.offset + 1}});
             return;
         }
         Int total = 0;
@@ -314,6 +317,12 @@ private:
                 add({below, order++, parent, one.token, kind(one.count, total, length, group),
                      {child, one.text, one.offset}});
         }
+    }
+
+    // The token of a node's path at an index: what follows the end of the context, where a draft goes on past it.
+    Int drafted(Int node, Int index) const {
+        while (depths_[node] > index + 1) node = grown_.parents[node - 1];
+        return grown_.tokens[node - 1];
     }
 
     void add(const Item& item) {

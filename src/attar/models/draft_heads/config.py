@@ -44,7 +44,7 @@ class HeadConfig:
             raise CheckpointError(f"{file}: a {cls.kind} head has no field {name!r}")
         try:
             for name, inner in get_type_hints(cls).items():
-                if is_dataclass(inner) and isinstance(given.get(name), dict):
+                if isinstance(inner, type) and is_dataclass(inner) and isinstance(given.get(name), dict):
                     given[name] = inner(**given[name])
             return cls(**{**given, "layers": tuple(given.get("layers", ()))})
         except (TypeError, ValueError) as error:

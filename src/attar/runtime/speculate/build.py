@@ -13,7 +13,6 @@ from attar.runtime.loading import Loaded, load
 from attar.runtime.speculate.combined import CombinedProposer
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
-from attar.runtime.speculate.ngram import NgramProposer, SharedNgrams
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftTimes, Proposer, TimedProposer
 from attar.runtime.speculate.settings import LOSSY, SpeculationSettings
@@ -84,10 +83,8 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
     if settings.draft is not None:
         head = _drafter(settings.draft, target, model, {**options, "kv_tokens": tokens})
         return CombinedProposer(head, SuffixProposer(ends=target.ends)) if settings.speculate else head
-    if settings.speculate == "ngram":
-        return NgramProposer(ends=target.ends, shared=SharedNgrams())
-    if settings.speculate == "suffix":
-        return SuffixProposer(ends=target.ends)
+    if settings.speculate in ("ngram", "suffix"):
+        return SuffixProposer(ends=target.ends, name=settings.speculate)
     if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
     from attar.runtime.speculate.self_speculation import load_self_draft

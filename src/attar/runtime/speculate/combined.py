@@ -24,7 +24,7 @@ from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftT
 from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.suffix_tree import GROUPS
 
-BESIDE = 2 * GROUPS * LEVELS  # added to the kinds of nodes next to a head's
+MERGED = 2 * GROUPS * LEVELS  # added to the kinds of nodes next to a head's
 
 
 class CombinedProposer:
@@ -60,11 +60,11 @@ class CombinedProposer:
         return self.head.times()
 
 
-def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, found: Draft | None) -> bool:
+def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None) -> bool:
     """Whether the draft of the trees promises at least the speed of a head with ``limit`` drafts."""
-    if found is None or not policy.latency.known:
+    if draft is None or not policy.latency.known:
         return False
-    return policy.speedup(sequence, found) >= policy.speedup(sequence, limit)
+    return policy.speedup(sequence, draft) >= policy.speedup(sequence, limit)
 
 
 def combined(
@@ -72,7 +72,7 @@ def combined(
     sequences: Sequence[int],
     limits: Sequence[int],
     drafts: Sequence[Draft | None],
-    found: Sequence[Draft | None],
+    tree_drafts: Sequence[Draft | None],
     prompt_tokens: int = 0,
 ) -> list[Draft | None]:
     """The drafts that are run.
@@ -80,9 +80,9 @@ def combined(
     Args:
         limits: drafts of each sequence at most.
         drafts: the head's.
-        found: of the trees.
+        tree_drafts: of the trees.
     """
-    pairs = list(zip(drafts, found, strict=True))
+    pairs = list(zip(drafts, tree_drafts, strict=True))
     alone = policy.select(sequences, [None if head else tree for head, tree in pairs], prompt_tokens)
     both = [
         merged(head, tree).cut(limit) if head and tree and head.q is None else head
@@ -105,7 +105,7 @@ def merged(first: Draft, second: Draft) -> Draft:
         if child not in nodes:
             tokens.append(token)
             parents.append(index[parent])
-            kinds.append(kind + BESIDE)
+            kinds.append(kind + MERGED)
             nodes[child] = len(tokens)
         index.append(nodes[child])
     return Draft(tuple(tokens), tuple(parents), kinds=tuple(kinds))

@@ -6,7 +6,7 @@
 
 The rule is how the drafts after one node were chosen, and decides how they must be verified:
 
-    fixed      deterministic: n-grams, argmax, the k likeliest, trained heads. There is no q, even if the
+    fixed      deterministic: suffix trees, argmax, the k likeliest, trained heads. There is no q, even if the
                proposer has probabilities: an argmax was not drawn from the softmax
     iid        drawn from q independently; equal siblings are possible, and both count
     distinct   drawn from q without replacement (Gumbel top-k), in the order drawn
@@ -16,7 +16,7 @@ a draft of the last two rules is in the tree may depend on earlier draws and on 
 own token or a later one: stopping at a doubtful prefix is allowed, dropping a doubtful draw is not.
 
 The acceptance of a draft is counted under its kind, a group and a level in it from 1: for a chain of a draft
-model the level is the depth, for n-grams the number of tokens that matched before it.
+model the level is the depth, for suffix trees it grows with the tokens that match.
 
 Letters: n drafts, V vocabulary of the proposer, p and q distributions of target and draft.
 """

@@ -8,9 +8,9 @@ A proposer cannot change the output: verification is exact, and a bad draft only
 state per sequence, and updates it from the tokens: a request has all of them, also those decoded without a
 proposal or before a preemption.
 
-A ``free`` proposer (n-grams, lookahead) takes almost no time: it proposes all it has, the policy keeps the
-nodes that pay (``DraftPolicy.select``). A ``TimedProposer`` runs a model: the policy first chooses how deep
-its drafts are (``DraftPolicy.choose``), from its times and from what was accepted at each depth:
+A ``free`` proposer (suffix trees, lookahead) takes almost no time: it proposes all it has, the policy keeps
+the nodes that pay (``DraftPolicy.select``). A ``TimedProposer`` runs a model: the policy first chooses how
+deep its drafts are (``DraftPolicy.choose``), from its times and from what was accepted at each depth:
 
     a chain            has as many drafts as were chosen
     a confident one    ends where it doubts, before it draws the next token: ``least``
@@ -111,7 +111,7 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and metrics: "ngram", "lookahead", "self", or the draft model's name."""
+        """For logs and metrics: "suffix", "lookahead", "self", or the draft model's name."""
         ...
 
     @property

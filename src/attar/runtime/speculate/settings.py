@@ -9,7 +9,7 @@ from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "suffix", "lookahead", "self")
-BESIDE = "suffix"  # the method that goes together with a draft model or a head
+WITH_DRAFT = "suffix"  # the method that goes together with a draft model or a head
 LOSSY = "typical"  # the mode that changes completions
 MODES = ("coupled", "exact", LOSSY)
 
@@ -39,8 +39,8 @@ class SpeculationSettings:
             close = nearest(self.speculate, METHODS)
             suggestion = f" (did you mean {close}?)" if close else ""
             raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
-        if self.speculate not in (None, BESIDE) and self.draft is not None:
-            allowed = f"{BESIDE} or None with a draft model: other methods draft alone"
+        if self.speculate not in (None, WITH_DRAFT) and self.draft is not None:
+            allowed = f"{WITH_DRAFT} or None with a draft model: other methods draft alone"
             raise SettingsError("speculate", self.speculate, allowed)
         if self.drafts is not None and self.drafts < 1:
             raise SettingsError("drafts", self.drafts, "at least 1")

@@ -240,20 +240,20 @@ class Speculator:
         tree = self.proposer if self.proposer.free else None
         if isinstance(self.proposer, CombinedProposer):
             tree = self.proposer.tree
-        found: Sequence[Draft | None] = nothing
+        tree_drafts: Sequence[Draft | None] = nothing
         if tree is not None:
             requests = [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
-            found = self._asked(tree, requests, ())
+            tree_drafts = self._asked(tree, requests, ())
         if self.proposer.free:
-            return self.policy.select(ids, found, prompt_tokens, whole=self.proposer.learns_tree)
+            return self.policy.select(ids, tree_drafts, prompt_tokens, whole=self.proposer.learns_tree)
         asked = [
             0 if drafts_alone(self.policy, one.id, most, draft) else most
-            for (one, most), draft in zip(pairs, found, strict=True)
+            for (one, most), draft in zip(pairs, tree_drafts, strict=True)
         ]
         drafts = self._timed(decoding, asked, left, prompt_tokens, completion, blocks)
         if tree is not None:
             self._steps = self._steps or -1
-            return combined(self.policy, ids, limits, drafts, found, prompt_tokens)
+            return combined(self.policy, ids, limits, drafts, tree_drafts, prompt_tokens)
         trees = cast(TimedProposer, self.proposer).trees
         return self.policy.trim(ids, drafts, prompt_tokens) if trees else drafts
 

@@ -114,9 +114,10 @@ class SuffixProposer:
         ends: end tokens: nothing is proposed after one.
         finished: of the finished requests; None: new ones, with the usual bounds.
         factor: drafts for each token of a match at most.
+        name: "ngram" is the same: a match is an n-gram that occurred before.
     """
 
-    name, free, draws, learns_tree = "suffix", True, False, False
+    free, draws, learns_tree = True, False, False
 
     def __init__(
         self,
@@ -124,8 +125,9 @@ class SuffixProposer:
         ends: Sequence[int] = (),
         finished: FinishedRequests | None = None,
         factor: float = FACTOR,
+        name: str = "suffix",
     ) -> None:
-        self.ends, self.factor = tuple(ends), factor
+        self.ends, self.factor, self.name = tuple(ends), factor, name
         self.finished = FinishedRequests(self.ends, factor=factor) if finished is None else finished
         self._running: dict[int, RunningText] = {}
 

@@ -11,6 +11,8 @@ The draft of the highest score is taken, of equal ones that of the longest match
 requests only where its match is longer than any in the sequence itself. Of equally likely tokens the one that
 occurred last is the first.
 
+Past the end of its sequence a draft goes on from its own beginning: what was copied once is copied again.
+
 A token adds one occurrence to each string that ends with it: O(D). Removing a text takes its occurrences
 away.
 
@@ -193,17 +195,26 @@ class PythonSuffixTree:
 
     def _grow(self, match: _Node, length: int, limit: int, group: int) -> tuple[Nodes, float]:
         """At most ``limit`` drafts after a match, the likeliest first, and the sum of their probabilities."""
-        tokens, parents, kinds, depths, score = list[int](), list[int](), list[int](), [0], 0.0
-        heap: list[tuple[float, int, int, int, int, _Node]] = []
+        tokens, parents, kinds, paths, score = list[int](), list[int](), list[int](), [list[int]()], 0.0
+        heap: list[tuple[float, int, int, int, int, _Node | int]] = []
         order = 0
 
-        def push(node: _Node, p: float, parent: int) -> None:
+        def push(node: _Node | int, p: float, parent: int) -> None:
+            """``node``: or, past the end of the sequence, an index in the path."""
             nonlocal order
-            total, context = sum(child.count for child in node.children.values()), length + depths[parent]
-            for token, child in reversed(node.children.items()):
-                below = p * (child.count / total)
+            path = paths[parent]
+            if isinstance(node, int) or not (node.children or group):
+                index = node if isinstance(node, int) else 0
+                children: list[tuple[int, int, _Node | int]] = [
+                    (token, 1, index + 1) for token in path[index:][:1]
+                ]
+            else:
+                children = [(token, child.count, child) for token, child in reversed(node.children.items())]
+            total = sum(count for _, count, _ in children)
+            for token, count, child in children:
+                below = p * (count / total)
                 if below >= self._least:
-                    label = kind(child.count, total, context, group)
+                    label = kind(count, total, length + len(path), group)
                     heapq.heappush(heap, (-below, order, parent, token, label, child))
                     order += 1
 
@@ -213,8 +224,8 @@ class PythonSuffixTree:
             tokens.append(token)
             parents.append(parent)
             kinds.append(label)
-            depths.append(depths[parent] + 1)
+            paths.append([*paths[parent], token])
             score -= p
-            if token not in self._ends and length + depths[-1] < self._depth:
+            if token not in self._ends and length + len(paths[-1]) < self._depth:
                 push(node, -p, len(tokens))
         return (tokens, parents, kinds), score

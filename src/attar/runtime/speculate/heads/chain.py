@@ -127,11 +127,14 @@ class ChainProposer:
         endless.confident = False
         return measure_rounds(endless, self.context, self.head.drafts)
 
-    def _begin(self, request: DraftRequest) -> GrowingDraft:
-        """Read what is new of a sequence, and begin its draft."""
+    def read(self, request: DraftRequest) -> None:
+        """Read what is new of a sequence."""
         start, states = self.context.unread(request)
         if len(states):
             self.head.read(request.sequence, request.tokens, start, states)
+
+    def _begin(self, request: DraftRequest) -> GrowingDraft:
+        self.read(request)
         most = min(request.most, self.head.drafts)
         branches = self.branches if request.siblings else 1
         ids = list(request.tokens)

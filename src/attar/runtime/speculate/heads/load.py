@@ -18,6 +18,7 @@ from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
+from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.medusa import MedusaProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
@@ -33,8 +34,11 @@ def _medusa(head: Any, context: ContextReader, target: Loaded) -> Proposer:
 
 
 def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
-    drafter = EagleDrafter(head, own_tensors(target.runner, target.name))
-    return ChainProposer(EagleChain(drafter), context, name=head.config.kind, ends=target.ends)
+    drafter, config = EagleDrafter(head, own_tensors(target.runner, target.name)), head.config
+    if config.branches > 1:
+        named = {"name": config.kind, "ends": target.ends}
+        return EagleTreeProposer(drafter, context, width=config.branches, **named)
+    return ChainProposer(EagleChain(drafter), context, name=config.kind, ends=target.ends)
 
 
 def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:

@@ -64,7 +64,7 @@ def own_tensors(runner: Any, name: str) -> OwnTensors:
     model = getattr(runner, "model", None)
     embedding = None if model is None else getattr(model.get_input_embeddings(), "weight", None)
     head = None if model is None else model.get_output_embeddings()
-    if embedding is None or head is None or not embedding.is_floating_point():
+    if model is None or embedding is None or head is None or not embedding.is_floating_point():
         raise ModelError(f"{name}: draft heads share the embedding and the head, and its runner has none")
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)

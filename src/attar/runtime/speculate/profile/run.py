@@ -20,7 +20,7 @@ from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-from attar.runtime.speculate.settings import BESIDE, LOSSY, ProfileSettings, SpeculationSettings
+from attar.runtime.speculate.settings import LOSSY, WITH_DRAFT, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
@@ -101,7 +101,9 @@ def make_methods(
     """A speculator for each method and number of drafts, by what people call them."""
     methods = {}
     options = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
-    options += [{"draft": name, "speculate": BESIDE} for name in chosen.draft if BESIDE in chosen.speculate]
+    options += [
+        {"draft": name, "speculate": WITH_DRAFT} for name in chosen.draft if WITH_DRAFT in chosen.speculate
+    ]
     for option in options:
         for most in chosen.drafts or (None,):
             wanted = SpeculationSettings(**option, drafts=most, verification=chosen.verification)

@@ -1,4 +1,4 @@
-"""N-gram drafts (prompt lookup): the continuations of earlier occurrences of the last tokens.
+"""What suffix trees replaced: n-gram drafts, the continuations of earlier occurrences of the last tokens.
 
     own        the longest match of the last tokens, at most ``longest``, the latest of equal ones first;
                up to ``branches`` different continuations as one tree
