@@ -17,10 +17,10 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError
-from attar.models.draft_heads import DRAFT_HEADS
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.content import head_content
 from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
+from attar.models.draft_heads.table import DRAFT_HEADS
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
