@@ -86,34 +86,34 @@ class TreeShape:
     """The nodes of a static tree, in its order: parents first, best first.
 
     Attributes:
-        places: head and rank of each draft.
+        head_ranks: head and rank of each draft.
         parents, kinds: as a :class:`Draft` has them.
     """
 
     def __init__(
-        self, places: tuple[tuple[int, int], ...], parents: tuple[int, ...], kinds: tuple[int, ...]
+        self, head_ranks: tuple[tuple[int, int], ...], parents: tuple[int, ...], kinds: tuple[int, ...]
     ) -> None:
-        self.places, self.parents, self.kinds = places, parents, kinds
+        self.head_ranks, self.parents, self.kinds = head_ranks, parents, kinds
 
     @classmethod
     def of(cls, tree: Paths) -> TreeShape:
         """From its paths."""
         index = {(): 0} | {path: node for node, path in enumerate(tree, 1)}
-        places = tuple((len(path) - 1, path[-1]) for path in tree)
+        head_ranks = tuple((len(path) - 1, path[-1]) for path in tree)
         kinds = tuple(kind_of(path[-1], len(path)) for path in tree)
-        return cls(places, tuple(index[path[:-1]] for path in tree), kinds)
+        return cls(head_ranks, tuple(index[path[:-1]] for path in tree), kinds)
 
     def draft(self, ranked: Sequence[Sequence[int]], ends: frozenset[int]) -> Draft | None:
         """The draft of the likeliest tokens of each head; nothing follows an end, and a rank that a small
         vocabulary lacks is left out."""
-        whole = all(rank < len(ranked[k]) for k, rank in self.places)
+        whole = all(rank < len(ranked[k]) for k, rank in self.head_ranks)
         if whole:
-            tokens = tuple(ranked[k][rank] for k, rank in self.places)
+            tokens = tuple(ranked[k][rank] for k, rank in self.head_ranks)
             if ends.isdisjoint(tokens):
                 return Draft(tokens, self.parents, kinds=self.kinds) if tokens else None
         kept, drafted = {0: 0}, list[tuple[int, int, int]]()
         for node, ((k, rank), parent, kind) in enumerate(
-            zip(self.places, self.parents, self.kinds, strict=True), 1
+            zip(self.head_ranks, self.parents, self.kinds, strict=True), 1
         ):
             if parent not in kept or rank >= len(ranked[k]):
                 continue
