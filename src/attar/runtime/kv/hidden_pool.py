@@ -48,7 +48,7 @@ class HiddenPool:
     @staticmethod
     def token_bytes(layers: int, hidden: int) -> int:
         """Bytes of a token."""
-        return layers * hidden * int(DTYPE.itemsize)
+        return int(layers * hidden * DTYPE.itemsize)
 
     @property
     def nbytes(self) -> int:
