@@ -5,7 +5,7 @@
     python benchmarks/heads.py WORK --parts oracle
     python benchmarks/heads.py WORK --parts chosen
 
-    tiny      each trained the same wall time on the same rows of the target's own; then on held-out text:
+    tiny      each trained the same time on the same rows of the target's own; then on held-out text:
               tokens a pass at temperature 0 and 1 with a fixed number of drafts, acceptance at each position
               where those before it were accepted, milliseconds of a draft, tokens/s over plain decoding
     smollm2   the same for a real model: by task of Spec-Bench's questions, and along training tokens
@@ -52,7 +52,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder of drafters and finished cells; kept")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["tiny"])
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training, for each drafter")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of --threads cores, for each drafter")
     parser.add_argument("--steps", type=int, default=0, help="of each training instead of the minutes")
     parser.add_argument("--drafters", nargs="+", help="the part's own by default")
     parser.add_argument("--teacher", default="attar:tiny")
@@ -60,6 +60,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--questions", type=Path, help="of smollm2: Spec-Bench's question.jsonl")
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.125, 0.25, 0.5, 1.0])
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="0: attar's default")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--samples", type=int, default=2048, help="rows that the target writes")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,9 @@
-"""Drafters for ``benchmarks/heads.py``: each trained for the same wall time on the same rows, once.
+"""Drafters for ``benchmarks/heads.py``: each trained for the same time on the same rows, once.
 
-Seconds of a step are measured on the first steps of a training that is then thrown away; the run has as many
-steps as fit into the minutes, so that its learning rate ends where it should. A killed run goes on.
+Time is the process's own on all its cores, by their number: whatever else the machine does, each drafter has
+the same. Seconds of a step are measured on the first steps of a training that is then thrown away; the run
+has as many steps as fit into the minutes, so that its learning rate ends where it should. A killed run goes
+on. The target runs in each step: no states are kept, which would be another share of the time for each kind.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from attar.progress import ProgressTask, Terminal
 
 DRAFT_MODEL = "draft model"
 HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
-PROBED = 6  # steps
+PROBED = 12  # steps
 
 
 class ProbedError(Exception):
@@ -37,11 +39,12 @@ class StepClock:
     """A ``Progress`` that times the steps of a training.
 
     Args:
+        threads: by which the process's time is divided.
         most: steps after which it raises :class:`ProbedError`; None: never.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most, self.inner, self.seconds = most, Terminal(), list[float]()
+    def __init__(self, threads: int, most: int | None = None) -> None:
+        self.threads, self.most, self.inner, self.seconds = threads, most, Terminal(), list[float]()
 
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
@@ -63,11 +66,11 @@ class StepClock:
 
 class _TimedTask:
     def __init__(self, shown: ProgressTask, clock: StepClock) -> None:
-        self.shown, self.clock, self.last = shown, clock, time.perf_counter()
+        self.shown, self.clock, self.last = shown, clock, time.process_time()
 
     def advance(self, n: int = 1, **numbers: float) -> None:
-        now = time.perf_counter()
-        self.clock.seconds.append(now - self.last)
+        now = time.process_time()
+        self.clock.seconds.append((now - self.last) / self.clock.threads)
         self.last = now
         self.shown.advance(n, **numbers)
         if self.clock.most is not None and len(self.clock.seconds) >= self.clock.most:
@@ -92,9 +95,11 @@ def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSetti
         "checkpoint_every": 20,
         "device": "cpu",
     }
+    if args.learning_rate:
+        common["learning_rate"] = args.learning_rate
     if name == DRAFT_MODEL:
         return distill_settings(for_drafting=True, keep_layers=args.draft_layers, **common)
-    wanted = {"drafts": args.drafts}
+    wanted = {"drafts": args.drafts, "state_cache": "0"}
     return distill_settings(head=name, **common, **wanted)
 
 
@@ -102,6 +107,7 @@ def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, An
     """A drafter: its folder, steps, tokens, seconds and the report of its card; None with ``--cached`` where
     it is not there yet."""
     wanted = [name, minutes, args.steps, args.batch_size, args.length, args.samples, args.drafts, args.seed]
+    wanted += [args.threads, args.learning_rate]
     key = identity("heads-benchmark", 1, {"wanted": wanted, "data": args.data}, [args.teacher])
     folder = args.work / f"{name.replace(' ', '-')}-{key[:12]}"
     file = folder.with_suffix(".json")
@@ -109,7 +115,7 @@ def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, An
         return dict(json.loads(file.read_text()))
     if args.cached:
         return None
-    steps, clock = steps_of(name, minutes, folder, args), StepClock()
+    steps, clock = steps_of(name, minutes, folder, args), StepClock(args.threads)
     settings = settings_of(name, steps, args)
     if not (folder / "attar.json").exists():
         distill(args.teacher, folder, settings, progress=clock, samples=rows_folder(args))
@@ -149,7 +155,7 @@ def steps_of(name: str, minutes: float, folder: Path, args: argparse.Namespace) 
 
 def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> float:
     """The median of a few steps; the first is slower."""
-    clock, probe = StepClock(PROBED), folder.with_name(f"probe-{folder.name}")
+    clock, probe = StepClock(args.threads, PROBED), folder.with_name(f"probe-{folder.name}")
     enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
     settings = settings_of(name, enough, args)
     with suppress(ProbedError):
