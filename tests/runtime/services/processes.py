@@ -21,11 +21,11 @@ def service(folder, name, *options, model="attar:tiny", port=0, grpc_port=0):
     with log.open("a") as file:
         child = subprocess.Popen([*command, *options], stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        until(lambda: child.poll() is not None or "http://" in log.read_text(), 60)
+        until(lambda: child.poll() is not None or "http://" in log.read_text(), 150)
         text = log.read_text()
         urls = re.findall(r"^http://\S+", text, re.MULTILINE)
         assert urls, text[-2000:]
-        until(lambda: ready(urls[-1]), 60)
+        until(lambda: ready(urls[-1]), 150)
         grpc = re.findall(r"^grpc://(\S+)", text, re.MULTILINE)
         yield child, urls[-1], grpc[-1] if grpc else None
     finally:

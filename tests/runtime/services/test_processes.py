@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("grpc")
@@ -17,6 +14,7 @@ from tests.runtime.server.real import COMPLETIONS, scraped
 from tests.runtime.server.test_process import until
 from tests.runtime.services.processes import service
 
+pytestmark = pytest.mark.slow
 PROMPTS = ["def f(x):\n", "import os\n", "class A:\n    def __init__(self", "for i in range("]
 
 
@@ -59,20 +57,3 @@ def test_an_ordinary_server_with_a_draft_service(tmp_path):
             assert scraped(drafts)["draft_tokens_total"] > 0
         refused = httpx.post(drafts + COMPLETIONS, json=next(requests()))
         assert refused.status_code == 400 and "only drafts for others" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--role", "coordinator"], "--target-endpoint HOST:PORT"),
-        (["--draft-endpoint", "nowhere"], "HOST:PORT"),
-        (["--role", "draft", "--draft-endpoint", "a:1"], "takes no draft_endpoint"),
-        (["--draft-endpoint", "127.0.0.1:1", "--speculate", "suffix"], "drafts come from one side"),
-        (["--role", "drafts"], "draft, target, coordinator"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_options_that_do_not_fit_are_one_line(options, words):
-    command = [sys.executable, "-m", "attar.cli.main", "serve", "attar:tiny", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr

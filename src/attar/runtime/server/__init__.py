@@ -10,7 +10,7 @@ need no model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,12 @@ def serve(
     """
     settings = with_environment_keys(settings or ServerSettings())
     _check_extra()
+    services = services or ServiceSettings()
+    services.check_with(options)
+    if services:
+        _check_extra(("grpc",), "services")
     from attar.runtime.server.roles import SERVERS
 
-    services = services or ServiceSettings()
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
@@ -72,10 +75,12 @@ def with_environment_keys(settings: ServerSettings) -> ServerSettings:
     return replace(settings, api_key=(*settings.api_key, *keys))
 
 
-def _check_extra() -> None:
+def _check_extra(
+    packages: Sequence[str] = ("fastapi", "uvicorn", "prometheus_client"), extra: str = "serve"
+) -> None:
     """Raise MissingExtraError before a model is loaded."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in packages:
         try:
             __import__(package)
         except ImportError:
-            raise MissingExtraError(package, "serve") from None
+            raise MissingExtraError(package, extra) from None

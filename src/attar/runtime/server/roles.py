@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from attar.errors import ModelError, UsageError
+from attar.errors import DataError, ModelError
 from attar.progress import Progress
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event
@@ -116,7 +116,7 @@ class DraftBackend:
         salt: str = "",
     ) -> AsyncIterator[Event]:
         """Refused."""
-        raise UsageError("this service only drafts for others", hint="ask the server that it drafts for")
+        raise DataError("this service only drafts for others", hint="ask the server that it drafts for")
         yield  # an iterator of no events
 
     def cancel(self, id: str) -> None:
@@ -160,14 +160,14 @@ def _with_drafters(
     check_files(security)
     network = Network()
     stack.callback(network.close)
-    made: list[Replicas] = []
+    replicas: list[Replicas] = []
 
     def pool(hello: Any, receive: Any) -> Replicas:
-        made.append(Replicas(services.draft_endpoint, hello, network, receive, security))
-        return made[0]
+        replicas.append(Replicas(services.draft_endpoint, hello, network, receive, security))
+        return replicas[0]
 
     llm, proposer = load_with_offers(model, pool, options)
-    return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(made[0])]
+    return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 
 def _serve_engine(

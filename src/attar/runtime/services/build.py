@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from attar.errors import SettingsError, UsageError
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -59,14 +58,9 @@ def load_with_offers(model: Any, pool: PoolMaker, options: Mapping[str, Any]) ->
         options: of :class:`attar.runtime.llm.LLM`.
 
     Raises:
-        UsageError: it should draft itself as well.
         as :class:`attar.runtime.llm.LLM`.
     """
     speculation, rest = _split(options)
-    if speculation:
-        raise UsageError(
-            "speculate and draft do not go together with draft_endpoint", hint="drafts come from one side"
-        )
     how = {"speculation": ("draft_endpoint", "given")}
     check_together({**evicting(rest.get("eviction")), **how})
     limits, prefix_cache = rest.pop("limits", None), rest.pop("prefix_cache", None)
@@ -101,15 +95,9 @@ def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftSer
     """A service that drafts with a model, or with the suffix trees of what it reads.
 
     Raises:
-        SettingsError: a setting that does not suit a drafter.
         as :func:`attar.runtime.loading.load`.
     """
     speculation, rest = _split(options)
-    if speculation.draft is not None or speculation.speculate not in (None, "suffix", "ngram"):
-        name = "draft" if speculation.draft is not None else "speculate"
-        raise SettingsError(name, getattr(speculation, name), "none for the role draft: MODEL itself drafts")
-    if rest.get("eviction") is not None:
-        raise SettingsError("eviction", type(rest["eviction"]).__name__, "none for the role draft")
     limits = rest.pop("limits", None)
     rest.pop("prefix_cache", None)
     loaded = load(model, **rest)

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from attar.errors import DataError, MissingExtraError, OutputError
-from attar.runtime.services.messages import Hello, Message, ProtocolError, check_hello, decode, encode
+from attar.runtime.services.messages import Hello, ServiceMessage, ProtocolError, check_hello, decode, encode
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class FrameStream:
     ) -> None:
         self._read, self._write, self._end = read, write, end
 
-    async def read(self) -> list[Message]:
+    async def read(self) -> list[ServiceMessage]:
         """The messages of the next frame.
 
         Raises:
@@ -82,7 +82,7 @@ class FrameStream:
             raise StreamEnded("the other side has ended the stream")
         return decode(frame)
 
-    async def write(self, messages: Sequence[Message]) -> None:
+    async def write(self, messages: Sequence[ServiceMessage]) -> None:
         """Send a frame; waits while the other side is slow.
 
         Raises:

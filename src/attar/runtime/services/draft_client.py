@@ -25,7 +25,7 @@ from attar.runtime.services.messages import (
     Close,
     Commit,
     Hello,
-    Message,
+    ServiceMessage,
     Offer,
     Open,
     Ping,
@@ -161,7 +161,7 @@ class DraftLink:
         self.client, self.name, self.turnaround = client, name, turnaround
         self.closed = self.hung = False
         self.open_requests = 0
-        self._outbox: deque[Message] = deque()
+        self._outbox: deque[ServiceMessage] = deque()
         self._wake, self._waking = asyncio.Event(), False
         self._credit = SPARE  # offers that may come
         self._ping, self._pinged = 0, 0.0
@@ -171,7 +171,7 @@ class DraftLink:
     def ready(self) -> bool:
         return not (self.closed or self.hung) and time.monotonic() >= self.client.paused_until
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServiceMessage) -> None:
         """Send soon; a connection that is closed sends nothing."""
         if self.closed:
             return

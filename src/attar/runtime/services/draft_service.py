@@ -20,7 +20,7 @@ from typing import Protocol
 
 from attar.errors import AttarError
 from attar.runtime.services.draft_session import DraftSession
-from attar.runtime.services.messages import Close, Commit, Message, Offer, Open, Ping, Pong
+from attar.runtime.services.messages import Close, Commit, ServiceMessage, Offer, Open, Ping, Pong
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import DraftRequest, Proposer
 
@@ -86,7 +86,7 @@ class DraftService:
         """Frames that wait; a stream that sends more should be read more slowly."""
         return self._inbox.qsize()
 
-    def receive(self, stream: OfferStream, messages: Sequence[Message]) -> None:
+    def receive(self, stream: OfferStream, messages: Sequence[ServiceMessage]) -> None:
         """Messages of a stream arrived, in order."""
         self._inbox.put(lambda: self._handle(stream, messages))
 
@@ -117,7 +117,7 @@ class DraftService:
         except Empty:
             return
 
-    def _handle(self, stream: OfferStream, messages: Iterable[Message]) -> None:
+    def _handle(self, stream: OfferStream, messages: Iterable[ServiceMessage]) -> None:
         for message in messages:
             if isinstance(message, Open):
                 self._begin(stream, message)

@@ -30,8 +30,8 @@ MOST_MESSAGES = 4096  # of a frame
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=MOST_TOKENS)]
+WireToken = Annotated[int, Field(ge=0, lt=2**31)]
+WireTokens = Annotated[tuple[WireToken, ...], Field(max_length=MOST_TOKENS)]
 ShortText = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -83,9 +83,9 @@ class DraftSampling:
     repetition_penalty: Penalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[tuple[tuple[TokenId, Penalty], ...], Field(max_length=4096)] = ()
+    logit_bias: Annotated[tuple[tuple[WireToken, Penalty], ...], Field(max_length=4096)] = ()
     min_tokens: Count = 0
-    ends: Annotated[tuple[TokenId, ...], Field(max_length=4096)] = ()
+    ends: Annotated[tuple[WireToken, ...], Field(max_length=4096)] = ()
 
     def params(self) -> SamplingParams:
         """As parameters of a request.
@@ -120,7 +120,7 @@ class Open:
     """
 
     request: Count
-    tokens: TokenIds
+    tokens: WireTokens
     sampling: DraftSampling
     ahead: Annotated[int, Field(ge=0, le=MOST_AHEAD)]
     salt: ShortText = ""
@@ -134,7 +134,7 @@ class Commit:
 
     request: Count
     base: Count
-    tokens: TokenIds
+    tokens: WireTokens
     ahead: Annotated[int, Field(ge=0, le=MOST_AHEAD)]
     kind: Literal["commit"] = "commit"
 
@@ -153,7 +153,7 @@ class Offer:
 
     request: Count
     base: Count
-    tokens: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_AHEAD)]
+    tokens: Annotated[tuple[WireToken, ...], Field(min_length=1, max_length=MOST_AHEAD)]
     kind: Literal["offer"] = "offer"
 
 
@@ -173,18 +173,18 @@ class Pong:
     kind: Literal["pong"] = "pong"
 
 
-Message = Hello | Open | Commit | Close | Offer | Ping | Pong
-_FRAME: TypeAdapter[list[Message]] = TypeAdapter(
-    Annotated[list[Annotated[Message, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)]
+ServiceMessage = Hello | Open | Commit | Close | Offer | Ping | Pong
+_FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
+    Annotated[list[Annotated[ServiceMessage, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)]
 )
 
 
-def encode(messages: Sequence[Message]) -> bytes:
+def encode(messages: Sequence[ServiceMessage]) -> bytes:
     """A frame."""
     return _FRAME.dump_json(list(messages))
 
 
-def decode(frame: bytes) -> list[Message]:
+def decode(frame: bytes) -> list[ServiceMessage]:
     """The messages of a frame.
 
     Raises:

@@ -35,7 +35,7 @@ from attar.runtime.services.messages import (
     Close,
     Commit,
     DraftSampling,
-    Message,
+    ServiceMessage,
     Offer,
     Open,
 )
@@ -65,7 +65,7 @@ class Drafter(Protocol):
     @property
     def ready(self) -> bool: ...
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServiceMessage) -> None:
         """Send soon, in order."""
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,24 @@ class ServiceSettings:
     def __bool__(self) -> bool:
         """Whether other processes take part."""
         return self.role is not None or bool(self.draft_endpoint)
+
+    def check_with(self, engine: Mapping[str, Any]) -> None:
+        """Refuse what does not go together with the engine's options, before a model is loaded.
+
+        Raises:
+            UsageError: names both.
+        """
+        own = [name for name in ("speculate", "draft") if engine.get(name) is not None]
+        if self.draft_endpoint and own:
+            raise UsageError(
+                f"{own[0]} and draft_endpoint do not go together", hint="drafts come from one side"
+            )
+        if self.role == "draft" and (engine.get("draft") or engine.get("speculate") in ("lookahead", "self")):
+            raise UsageError(
+                f"{own[-1]} does not go together with the role draft", hint="MODEL itself drafts for others"
+            )
+        if self.role == "draft" and engine.get("eviction") is not None:
+            raise UsageError("eviction does not go together with the role draft")
 
     @property
     def key(self) -> str:
