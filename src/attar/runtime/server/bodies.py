@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from attar.runtime.server.token_sources import TokenSources
 from attar.runtime.server.tool_calls.protocol import CallBody
 
 FinishReasonBody = Literal["stop", "length", "tool_calls"]
@@ -34,6 +35,7 @@ class CompletionChoice(BaseModel):
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
+    attar: TokenSources | None = None
 
 
 class CompletionBody(BaseModel):
@@ -66,6 +68,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
+    attar: TokenSources | None = None
 
 
 class ChatBody(BaseModel):

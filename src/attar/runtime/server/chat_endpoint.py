@@ -16,13 +16,14 @@ from starlette.responses import Response
 
 from attar.runtime.results import Event, Sample, TokenLogprob, gather
 from attar.runtime.server.answer import AnswerParser
-from attar.runtime.server.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons
+from attar.runtime.server.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons, sources_of
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import ChatRequest
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.responses import respond
 from attar.runtime.server.sampling_params import chat_params
 from attar.runtime.server.service import Service
+from attar.runtime.server.token_sources import token_sources
 from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 from attar.runtime.server.tool_calls.parts import AnswerPiece, join_pieces
 from attar.runtime.server.tool_calls.tool_use import ToolUse, tool_use
@@ -107,9 +108,11 @@ class ChatBuilder(BodyBuilder):
         if event.finished:
             pieces += self._parsers[choice].finish()
         deltas = [self._piece(choice, piece) for piece in pieces]
-        if event.logprobs and not deltas:
+        if (event.logprobs or event.proposers) and not deltas:
             deltas = [{"content": ""}]
         parts = [self._delta(choice, delta) for delta in deltas]
+        if parts:
+            parts[0]["choices"][0] |= token_sources(event.token_ids, event.proposers)
         if event.logprobs:
             parts[0]["choices"][0]["logprobs"] = chat_logprobs(event.logprobs, self._tokenizer)
         chunks += parts
@@ -152,11 +155,12 @@ class ChatBuilder(BodyBuilder):
                 }
                 for call in answer.calls
             ]
-        return {
+        head = {
             "index": choice,
             "message": message,
             "logprobs": chat_logprobs(sample.logprobs or (), self._tokenizer) if self._logprobs else None,
-        } | self._finish(bool(answer.calls), sample)
+        }
+        return head | self._finish(bool(answer.calls), sample) | sources_of(sample)
 
     def _finish(self, calls: bool, end: Event | Sample) -> dict[str, Any]:
         reasons = finish_reasons(end.finish_reason, end.stop_reason)

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attar.runtime.results import Event, FinishReason, TokenLogprob, gather
+from attar.runtime.results import Event, FinishReason, Sample, TokenLogprob, gather
 from attar.runtime.server.bodies import FinishReasonBody
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import CompletionRequest, SamplingRequest
@@ -20,6 +20,7 @@ from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.responses import respond
 from attar.runtime.server.sampling_params import completion_params
 from attar.runtime.server.service import Service
+from attar.runtime.server.token_sources import token_sources
 from attar.runtime.server.tokenizer import ServerTokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity
@@ -137,7 +138,7 @@ class CompletionBuilder(BodyBuilder):
         if choice not in self._offsets:
             self._offsets[choice] = 0
             text = self._echoes[self._prompt_index(choice)] + text
-        if not text and not event.logprobs and not event.finished:
+        if not (text or event.logprobs or event.proposers or event.finished):
             return []
         logprobs = None
         if event.logprobs:
@@ -145,7 +146,8 @@ class CompletionBuilder(BodyBuilder):
             logprobs = completion_logprobs(event.logprobs, event.token_ids, self._tokenizer, offset)
         self._offsets[choice] += len(text)
         reasons = finish_reasons(event.finish_reason, event.stop_reason)
-        return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons)]
+        sources = token_sources(event.token_ids, event.proposers)
+        return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons | sources)]
 
     def _completion_tokens(self) -> int:
         return 0 if self._scores_only else super()._completion_tokens()
@@ -156,7 +158,8 @@ class CompletionBuilder(BodyBuilder):
     def _choice(self, choice: int, events: list[list[Event]]) -> dict[str, Any]:
         sample = gather(events[choice], logprobs=self._logprobs)
         if self._scores_only:
-            sample = replace(sample, text="", token_ids=(), logprobs=(), finish_reason="length")
+            empty: Any = {"text": "", "token_ids": (), "logprobs": (), "proposers": ()}
+            sample = replace(sample, **empty, finish_reason="length")
         index, logprobs = self._prompt_index(choice), None
         if self._logprobs:
             ids, scores = list(sample.token_ids), list[TokenLogprob | None](sample.logprobs or ())
@@ -164,11 +167,8 @@ class CompletionBuilder(BodyBuilder):
                 ids = self._prompts[index] + ids
                 scores = [*_prompt_logprobs(events[index * self._handler.params.n]), *scores]
             logprobs = completion_logprobs(scores, ids, self._tokenizer, 0)
-        return {
-            "index": choice,
-            "text": self._echoes[index] + sample.text,
-            "logprobs": logprobs,
-        } | finish_reasons(sample.finish_reason, sample.stop_reason)
+        head = {"index": choice, "text": self._echoes[index] + sample.text, "logprobs": logprobs}
+        return head | finish_reasons(sample.finish_reason, sample.stop_reason) | sources_of(sample)
 
 
 def finish_reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, Any]:
@@ -176,6 +176,11 @@ def finish_reasons(finish: FinishReason | None, stop: str | int | None) -> dict[
     ``stop_reason`` as in vLLM: the stop string or token, or attar's reason where OpenAI has none."""
     reason: FinishReasonBody | None = None if finish is None else "stop" if finish == "stop" else "length"
     return {"finish_reason": reason, "stop_reason": finish if finish in ("deadline", "capacity") else stop}
+
+
+def sources_of(sample: Sample) -> dict[str, Any]:
+    """Who proposed the tokens of a completion, where that was asked for."""
+    return token_sources(sample.token_ids, sample.proposers)
 
 
 def _prompt_logprobs(events: list[Event]) -> tuple[TokenLogprob | None, ...]:

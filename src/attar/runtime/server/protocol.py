@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+from attar.runtime.server.token_sources import AttarOptions
 from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, CallBody, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -96,6 +97,7 @@ class SamplingRequest(StrictModel):
     regex: str | None = None
     grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    attar: AttarOptions | None = None  # attar's own
     # ignored
     user: str | None = None
     metadata: dict[str, Any] | None = None
