@@ -16,7 +16,7 @@ from typing import Any
 
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.services.settings import ServiceSettings
 
 KEY_VARIABLE = "ATTAR_API_KEY"
@@ -25,6 +25,7 @@ KEY_VARIABLE = "ATTAR_API_KEY"
 def serve(
     model: str,
     settings: ServerSettings | None = None,
+    answers: TemplateSettings | None = None,
     services: ServiceSettings | None = None,
     *,
     progress: Progress = SILENT,
@@ -36,6 +37,7 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, separated by commas.
+        answers: how answers are read.
         services: which other processes take part, and the role of this one.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
@@ -44,6 +46,7 @@ def serve(
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed; or grpcio, where other
             services take part.
         ModelError: the model has no tokenizer.
+        SettingsError: there is no parser of this name.
         OutputError: the port cannot be opened.
         DataError: the file of keys is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
@@ -54,12 +57,13 @@ def serve(
     services.check_with(options)
     if services:
         _check_extra(("grpc",), "services")
-    from attar.runtime.server.roles import SERVERS
+    from attar.runtime.server.roles import SERVERS, ServeCommand
 
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
-    SERVERS[services.role](model, settings, services, options, progress, show)
+    answers = answers or TemplateSettings()
+    SERVERS[services.role](ServeCommand(model, settings, answers, services, options, progress, show))
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:

@@ -6,80 +6,80 @@ draft         drafts for others over gRPC; HTTP has its health and metrics
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import DataError, ModelError
 from attar.progress import Progress
+from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
 from attar.runtime.server.run import run
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
 
 Show = Callable[[str], None]
-RoleServer = Callable[[str, ServerSettings, ServiceSettings, dict[str, Any], Progress, Show], None]
 
 
-def serve_ordinary(
-    model: str,
-    settings: ServerSettings,
-    services: ServiceSettings,
-    options: dict[str, Any],
-    progress: Progress,
-    show: Show,
-) -> None:
+@dataclass(frozen=True)
+class ServeCommand:
+    """What ``attar serve`` was told; ``options`` are those of the engine, ``show`` prints a line."""
+
+    model: str
+    settings: ServerSettings
+    answers: TemplateSettings
+    services: ServiceSettings
+    options: dict[str, Any]
+    progress: Progress
+    show: Show
+
+
+def serve_ordinary(command: ServeCommand) -> None:
     """An engine and its API in one process."""
     with ExitStack() as stack:
         samples: Callable[[], Sequence[MetricSample]] = tuple
-        with progress.task("load", total=1) as task:
-            if services.draft_endpoint:
-                llm, samples = _with_drafters(model, services, options, stack)
+        with command.progress.task("load", total=1) as task:
+            if command.services.draft_endpoint:
+                llm, samples = _with_drafters(command, stack)
             else:
-                llm = LLM(model, **options)
+                llm = LLM(command.model, **command.options)
             task.advance()
-        _serve_engine(model, llm, samples, settings, show)
+        _serve_engine(command, llm, samples)
 
 
-def serve_draft(
-    model: str,
-    settings: ServerSettings,
-    services: ServiceSettings,
-    options: dict[str, Any],
-    progress: Progress,
-    show: Show,
-) -> None:
+def serve_draft(command: ServeCommand) -> None:
     """A service that drafts for others."""
     from attar.runtime.services.build import hello_of, load_draft_service
     from attar.runtime.services.channel import DRAFT, Network, check_files, listen
     from attar.runtime.services.draft_stream import serve_drafts
 
+    services = command.services
     security = security_of(services)
     check_files(security)
     network = Network()
     with ExitStack() as stack:
         stack.callback(network.close)
-        with progress.task("load", total=1) as task:
-            service, loaded = load_draft_service(model, options)
+        with command.progress.task("load", total=1) as task:
+            service, loaded = load_draft_service(command.model, command.options)
             stack.callback(service.close)
             task.advance()
         hello = hello_of("draft", loaded)
         methods = {DRAFT: lambda stream: serve_drafts(stream, service, hello)}
-        server, port = network.run(listen(methods, settings.host, services.grpc_port, security))
+        server, port = network.run(listen(methods, command.settings.host, services.grpc_port, security))
         stack.callback(lambda: network.run(server.stop(0.5)))
         backend = DraftBackend(service, loaded.runner.context, hello.vocabulary)
-        show(f"{loaded.name} drafts with {service.proposer.name}")
-        _show_grpc(settings, services, port, show)
-        _run(model, backend, loaded.tokenizer, {"model": loaded.name, "role": "draft"}, settings, show)
+        command.show(f"{loaded.name} drafts with {service.proposer.name}")
+        _show_grpc(command, port)
+        _run(command, backend, loaded.tokenizer, {"model": loaded.name, "role": "draft"})
 
 
-SERVERS: dict[str | None, RoleServer] = {None: serve_ordinary, "draft": serve_draft}
+SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {None: serve_ordinary, "draft": serve_draft}
 
 
 class DraftBackend:
@@ -136,6 +136,10 @@ class DraftBackend:
         samples = [MetricSample(name, help, value) for name, help, value in rows]
         return Stats(running=self._service.running, waiting=self._service.waiting, free=1, samples=samples)
 
+    def block_map(self) -> BlockMap | None:
+        """There is no engine."""
+        return None
+
     async def close(self) -> None:
         """The service is closed by its maker."""
 
@@ -148,7 +152,7 @@ def security_of(services: ServiceSettings) -> Any:
 
 
 def _with_drafters(
-    model: str, services: ServiceSettings, options: dict[str, Any], stack: ExitStack
+    command: ServeCommand, stack: ExitStack
 ) -> tuple[LLM, Callable[[], Sequence[MetricSample]]]:
     """An engine whose drafts come from services, closed with the stack; and its metrics."""
     from attar.runtime.server.service_metrics import offer_samples, replica_samples
@@ -156,51 +160,40 @@ def _with_drafters(
     from attar.runtime.services.channel import Network, check_files
     from attar.runtime.services.replicas import Replicas
 
-    security = security_of(services)
+    endpoints, security = command.services.draft_endpoint, security_of(command.services)
     check_files(security)
     network = Network()
     stack.callback(network.close)
     replicas: list[Replicas] = []
 
     def pool(hello: Any, receive: Any) -> Replicas:
-        replicas.append(Replicas(services.draft_endpoint, hello, network, receive, security))
+        replicas.append(Replicas(endpoints, hello, network, receive, security))
         return replicas[0]
 
-    llm, proposer = load_with_offers(model, pool, options)
+    llm, proposer = load_with_offers(command.model, pool, command.options)
     return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 
-def _serve_engine(
-    model: str,
-    llm: LLM,
-    samples: Callable[[], Sequence[MetricSample]],
-    settings: ServerSettings,
-    show: Show,
-) -> None:
+def _serve_engine(command: ServeCommand, llm: LLM, samples: Callable[[], Sequence[MetricSample]]) -> None:
     if llm.tokenizer is None:
-        raise ModelError(f"{model} has no tokenizer, so it cannot be served")
+        raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
     description = llm.describe()
     for line in description.lines():
-        show(line)
-    backend = EngineBackend(llm.streams(), samples)
-    _run(model, backend, llm.tokenizer, description.to_dict(), settings, show)
+        command.show(line)
+    _run(command, EngineBackend(llm.streams(), samples), llm.tokenizer, description.to_dict())
 
 
-def _run(
-    model: str,
-    backend: Backend,
-    tokenizer: Any,
-    facts: dict[str, Any],
-    settings: ServerSettings,
-    show: Show,
-) -> None:
+def _run(command: ServeCommand, backend: Backend, tokenizer: Any, facts: dict[str, Any]) -> None:
+    settings = command.settings
     words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
-    logging.getLogger("attar.runtime.services").setLevel(logging.INFO)
-    run(create_app(backend, settings, tokenizer=words, model=model, facts=facts), settings, show)
+    app = create_app(
+        backend, settings, tokenizer=words, model=command.model, facts=facts, answers=command.answers
+    )
+    run(app, settings, command.show)
 
 
-def _show_grpc(settings: ServerSettings, services: ServiceSettings, port: int, show: Show) -> None:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    show(f"grpc://{host}:{port}")
-    if not settings.loopback and not services.key:
-        show(f"warning: grpc://{host}:{port} can be reached by other machines; set {KEY_VARIABLE}")
+def _show_grpc(command: ServeCommand, port: int) -> None:
+    host = f"[{command.settings.host}]" if ":" in command.settings.host else command.settings.host
+    command.show(f"grpc://{host}:{port}")
+    if not command.settings.loopback and not command.services.key:
+        command.show(f"warning: grpc://{host}:{port} can be reached by other machines; set {KEY_VARIABLE}")

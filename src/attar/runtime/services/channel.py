@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from attar.errors import DataError, MissingExtraError, OutputError
-from attar.runtime.services.messages import Hello, ServiceMessage, ProtocolError, check_hello, decode, encode
+from attar.runtime.services.messages import Hello, ProtocolError, ServiceMessage, check_hello, decode, encode
 
 T = TypeVar("T")
 

@@ -25,12 +25,12 @@ from attar.runtime.services.messages import (
     Close,
     Commit,
     Hello,
-    ServiceMessage,
     Offer,
     Open,
     Ping,
     Pong,
     ProtocolError,
+    ServiceMessage,
 )
 from attar.runtime.services.offers import Outcome
 from attar.runtime.services.turnaround import Turnaround

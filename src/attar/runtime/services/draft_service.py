@@ -20,7 +20,7 @@ from typing import Protocol
 
 from attar.errors import AttarError
 from attar.runtime.services.draft_session import DraftSession
-from attar.runtime.services.messages import Close, Commit, ServiceMessage, Offer, Open, Ping, Pong
+from attar.runtime.services.messages import Close, Commit, Offer, Open, Ping, Pong, ServiceMessage
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import DraftRequest, Proposer
 

@@ -35,9 +35,9 @@ from attar.runtime.services.messages import (
     Close,
     Commit,
     DraftSampling,
-    ServiceMessage,
     Offer,
     Open,
+    ServiceMessage,
 )
 from attar.runtime.services.offers import Offers, Outcome
 from attar.runtime.services.turnaround import Turnaround
