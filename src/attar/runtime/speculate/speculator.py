@@ -30,7 +30,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone
+from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone, proposers_of
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
@@ -167,6 +167,7 @@ class Speculator:
             verdict.path,
             len(draft),
             lossy,
+            proposers_of(self.proposer, draft, verdict.path) if completion.params.proposers else (),
         )
 
     def note(
