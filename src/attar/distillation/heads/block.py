@@ -75,7 +75,8 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
                 )
             set_vocabulary(drafter, chosen)
             drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
-    start_near(drafter, target)
+    if options.start == "target":
+        start_near(drafter, target)
     drafter.to(own.weight.device)
     return drafter
 
