@@ -16,7 +16,7 @@ from typing import Any
 
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 
 KEY_VARIABLE = "ATTAR_API_KEY"
 
@@ -24,6 +24,7 @@ KEY_VARIABLE = "ATTAR_API_KEY"
 def serve(
     model: str,
     settings: ServerSettings | None = None,
+    answers: TemplateSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -34,12 +35,14 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, separated by commas.
+        answers: how answers are read.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
     Raises:
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed.
         ModelError: the model has no tokenizer.
+        SettingsError: there is no parser of this name.
         OutputError: the port cannot be opened.
         DataError: the file of keys is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
@@ -60,7 +63,8 @@ def serve(
     description = llm.describe()
     tokenizer = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     backend = EngineBackend(llm.streams())
-    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=description.to_dict())
+    facts = description.to_dict()
+    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=facts, answers=answers)
     for line in description.lines():
         show(line)
     if not settings.loopback and not settings.api_key and not settings.keys:
