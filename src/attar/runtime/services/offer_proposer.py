@@ -136,7 +136,7 @@ class OfferProposer:
         vocabulary: int,
         *,
         most: int = 16,
-        name: str = "offers",
+        name: str = "draft",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy, self.most, self.name, self.clock = policy, most, name, clock
