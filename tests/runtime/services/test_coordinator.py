@@ -21,11 +21,11 @@ from attar.runtime.services.channel import TARGET, StreamEnded, connect
 from attar.runtime.services.coordinator import Coordinator
 from attar.runtime.services.messages import (
     EventMessage,
-    Load,
     Offer,
     Ping,
     ProtocolError,
     Submit,
+    TargetLoad,
     UnavailableError,
 )
 from attar.runtime.services.offer_proposer import OfferProposer
@@ -53,7 +53,7 @@ class Target:
         runner = Slow(blocks=400)
         self.engine = engine(runner, limits=Limits(sequences=32), speculator=self.speculator)
         self.service.streams = AsyncEngine(self.engine)
-        self.service.load = lambda: Load(1, 0, 9, 0.0, {}, 0, 0, 0, self.speculator.counts.copy())
+        self.service.load = lambda: TargetLoad(1, 0, 9, 0.0, {}, 0, 0, 0, self.speculator.counts.copy())
 
     @contextmanager
     def open(self, port=0):

@@ -11,7 +11,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.backend import MetricSample, Stats
 from attar.runtime.server.service_metrics import replica_samples
 from attar.runtime.services.coordinator import Coordinator
-from attar.runtime.services.messages import Load
+from attar.runtime.services.messages import TargetLoad
 
 SHARED = (
     "running",
@@ -94,8 +94,8 @@ class RemoteBackend:
         ]
 
 
-def load_of(stats: Stats) -> Load:
+def load_of(stats: Stats) -> TargetLoad:
     """The load of an engine as a message."""
-    own = {field.name for field in fields(Load)}
+    own = {field.name for field in fields(TargetLoad)}
     numbers = {name: getattr(stats, name) for name in SHARED if name in own}
-    return Load(**numbers | {"blocks": dict(stats.blocks)}, speculation=stats.speculation)
+    return TargetLoad(**numbers | {"blocks": dict(stats.blocks)}, speculation=stats.speculation)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from attar.runtime.services.channel import Network, Security
 from attar.runtime.services.draft_client import DraftLink
-from attar.runtime.services.messages import Close, Commit, Drafters, Hello, Offer, Open, Verdict
+from attar.runtime.services.messages import Close, Commit, Drafters, DraftVerdict, Hello, Offer, Open
 from attar.runtime.services.offers import Offers, Outcome
 from attar.runtime.services.replicas import Replicas
 from attar.runtime.services.target_client import TargetClient
@@ -60,7 +60,7 @@ class Coordinator:
             self.target.send(offer)
         return outcome
 
-    def drafting(self, message: Open | Commit | Close | Verdict | None) -> None:
+    def drafting(self, message: Open | Commit | Close | DraftVerdict | None) -> None:
         """What the target says about drafts; None: it is lost."""
         if message is None:
             self._ready = -1
@@ -70,7 +70,7 @@ class Coordinator:
             self._open(message)
         elif message.request not in self.links:
             return
-        elif isinstance(message, Verdict):
+        elif isinstance(message, DraftVerdict):
             self.links[message.request].judged(message.drafted, message.accepted)
         elif isinstance(message, Close):
             self._drop(message.request)

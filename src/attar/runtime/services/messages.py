@@ -269,7 +269,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Load:
+class TargetLoad:
     """The load of the target, a few times a second; the fields are those of its metrics."""
 
     running: Count
@@ -293,7 +293,7 @@ class Drafters:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Verdict:
+class DraftVerdict:
     """Of a request's draft so many tokens were verified and accepted in a pass."""
 
     request: Count
@@ -314,9 +314,9 @@ ServiceMessage = (
     | Cancel
     | EventMessage
     | Refusal
-    | Load
+    | TargetLoad
     | Drafters
-    | Verdict
+    | DraftVerdict
 )
 _FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
     Annotated[list[Annotated[ServiceMessage, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)],

@@ -30,9 +30,9 @@ from attar.runtime.services.messages import (
     Cancel,
     Close,
     Commit,
+    DraftVerdict,
     EventMessage,
     Hello,
-    Load,
     Open,
     Ping,
     Pong,
@@ -40,8 +40,8 @@ from attar.runtime.services.messages import (
     Refusal,
     ServiceMessage,
     Submit,
+    TargetLoad,
     UnavailableError,
-    Verdict,
 )
 from attar.runtime.services.turnaround import Turnaround
 
@@ -66,13 +66,13 @@ class TargetClient:
         endpoint: str,
         hello: Hello,
         network: Network,
-        drafting: Callable[[Open | Commit | Close | Verdict | None], None],
+        drafting: Callable[[Open | Commit | Close | DraftVerdict | None], None],
         security: Security | None = None,
     ) -> None:
         self.endpoint, self.hello, self.network, self.drafting = endpoint, hello, network, drafting
         self.security, self.round_trip = security or Security(), Turnaround()
         self.target: Hello | None = None
-        self.load: Load | None = None
+        self.load: TargetLoad | None = None
         self.connected, self.reason, self.connections = False, "not connected yet", 0
         self._readers: dict[str, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
         self._outbox: deque[ServiceMessage] = deque()
@@ -187,9 +187,9 @@ class TargetClient:
                     self._deliver(message.request, message.event(), message.usage is not None)
                 elif isinstance(message, Refusal):
                     self._deliver(message.request, message.failure(), True)
-                elif isinstance(message, Load):
+                elif isinstance(message, TargetLoad):
                     self.load = message
-                elif isinstance(message, Open | Commit | Close | Verdict):
+                elif isinstance(message, Open | Commit | Close | DraftVerdict):
                     self.drafting(message)
                 elif isinstance(message, Pong):
                     self._answered = message.number

@@ -25,9 +25,9 @@ from attar.runtime.services.messages import (
     Cancel,
     Close,
     Drafters,
+    DraftVerdict,
     EventMessage,
     Hello,
-    Load,
     Offer,
     Open,
     Ping,
@@ -36,7 +36,7 @@ from attar.runtime.services.messages import (
     Refusal,
     ServiceMessage,
     Submit,
-    Verdict,
+    TargetLoad,
 )
 from attar.runtime.services.offer_proposer import Drafter
 from attar.runtime.services.offers import Outcome
@@ -63,7 +63,7 @@ class TargetService:
     def __init__(self) -> None:
         self.hello: Hello | None = None
         self.streams: AsyncEngine | None = None
-        self.load: Callable[[], Load] | None = None
+        self.load: Callable[[], TargetLoad] | None = None
         self.receive: Callable[[Offer], Outcome] | None = None
         self.coordinators: dict[CoordinatorStream, None] = {}
         self.owners: dict[str, CoordinatorStream] = {}  # by request
@@ -232,4 +232,4 @@ class RemoteDrafter:
         self.owner.send(message)
 
     def judged(self, drafted: int, accepted: int) -> None:
-        self.owner.send(Verdict(self.request, drafted, accepted))
+        self.owner.send(DraftVerdict(self.request, drafted, accepted))
