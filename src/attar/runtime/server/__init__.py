@@ -17,6 +17,7 @@ from typing import Any
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
 
 KEY_VARIABLE = "ATTAR_API_KEY"
 
@@ -25,6 +26,7 @@ def serve(
     model: str,
     settings: ServerSettings | None = None,
     answers: TemplateSettings | None = None,
+    transport: ConnectionSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -35,7 +37,8 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, separated by commas.
-        answers: how answers are read.
+        answers: how prompts are made, and answers read.
+        transport: a unix socket, TLS, web pages of other origins.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -47,30 +50,48 @@ def serve(
         DataError: the file of keys is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
     """
-    settings = with_environment_keys(settings or ServerSettings())
+    settings, answers = with_environment_keys(settings or ServerSettings()), answers or TemplateSettings()
     _check_extra()
+    from attar.checkpoint import open_checkpoint
     from attar.runtime.llm import LLM
     from attar.runtime.server.app import create_app
     from attar.runtime.server.backend import EngineBackend
+    from attar.runtime.server.chat_template import read_template
+    from attar.runtime.server.generation_config import sampling_defaults
     from attar.runtime.server.run import run
     from attar.runtime.server.tokenizer import ServerTokenizer
 
+    template = read_template(answers.chat_template) if answers.chat_template else ""
+    defaults = sampling_defaults(answers.generation_config, open_checkpoint(model).path)
     with progress.task("load", total=1) as task:
         llm = LLM(model, **options)
         task.advance()
     if llm.tokenizer is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot be served")
     description = llm.describe()
+    if template:
+        llm.tokenizer.chat_template = template
     tokenizer = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     backend = EngineBackend(llm.streams())
     facts = description.to_dict()
-    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=facts, answers=answers)
+    app = create_app(
+        backend,
+        settings,
+        tokenizer=tokenizer,
+        model=model,
+        facts=facts,
+        answers=answers,
+        defaults=defaults,
+        transport=transport,
+    )
     for line in description.lines():
         show(line)
+    if defaults:
+        show(f"{'sampling':<12}{', '.join(f'{name} {value}' for name, value in defaults.items())}")
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
-    run(app, settings, show)
+    run(app, settings, show, transport)
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:
