@@ -151,6 +151,11 @@ class BlockSettings(DraftHeadSettings):
     context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
     anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
     gamma: float = _option(4.0, "weight of a draft in the loss: exp(-(k - 1) / gamma) at position k")
+    start: str = _option(
+        "target",
+        "its first weights: target (those of the model's last layers) or random",
+        ("target", "random"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
