@@ -56,7 +56,7 @@ class Completion:
         self._start = len(prompt)
         self._history = TokenHistory(prompt) if params.penalises else None
         self._detokenizer = Detokenizer(decode, prompt) if decode else None
-        self._stops = StopFinder(params.stop)
+        self._stops = StopFinder(params.stop, params.include_stop)
         self._matcher = matcher
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
@@ -77,11 +77,14 @@ class Completion:
             return True
         return self._matcher is not None and bool(drafted) and self._matcher.after(drafted).complete
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Event:
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), proposers: Sequence[str] = ()
+    ) -> Event:
         """One or more tokens were sampled; those after the end of the completion are dropped.
 
         Args:
             logprobs: one for each token, or none.
+            proposers: the same.
         """
         assert not self.finished, "the completion has ended"
         text, reason, match, used = "", None, None, 0
@@ -97,7 +100,14 @@ class Completion:
                 reason, match = "stop", self._stops.match
         self.finished = reason is not None
         return Event(
-            self.request, self.sample, text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, match
+            self.request,
+            self.sample,
+            text,
+            tuple(tokens[:used]),
+            tuple(logprobs[:used]),
+            reason,
+            match,
+            proposers=tuple(proposers[:used]),
         )
 
     def finish(self, reason: FinishReason, failure: Exception | None = None) -> Event:
@@ -123,7 +133,8 @@ class Completion:
             self._history.add(token)
         if self._matcher and token not in self.ends:
             self._matcher.consume(token)
-        if self._detokenizer is None or token in self.ends:
+        shown = self.params.include_stop and token in self.params.stop_ids
+        if self._detokenizer is None or (token in self.ends and not shown):
             return ""
         piece = self._detokenizer.add(token)
         return piece if self.count < self.params.min_tokens else self._stops.add(piece)

@@ -33,7 +33,9 @@ OPERATIONS = (
     "POST /detokenize",
     "GET /health",
     "GET /ready",
+    "GET /version",
     "GET /metrics",
+    "GET /attar/state",
 )
 CHECKED = (
     "not_a_server_error",

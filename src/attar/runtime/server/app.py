@@ -17,12 +17,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from attar.errors import AttarError
-from attar.runtime.server import protocol
+from attar.runtime.server import bodies, protocol
 from attar.runtime.server.access_log import AccessLogMiddleware
 from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.endpoints import chat, complete
+from attar.runtime.server.chat_endpoint import chat, chat_options
+from attar.runtime.server.endpoints import complete
+from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
 from attar.runtime.server.metrics import CONTENT_TYPE, Metrics
 from attar.runtime.server.middleware import (
@@ -35,15 +38,17 @@ from attar.runtime.server.middleware import (
 )
 from attar.runtime.server.request_body import BodyRoute
 from attar.runtime.server.service import Service
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.tool_calls.tool_use import tool_use
+from attar.runtime.server.transport import ConnectionSettings, add_cors
 from attar.version import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "An error."}}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
 }
-_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StateBody, "description": "Not so."}}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": bodies.StateBody, "description": "Not so."}}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "For Prometheus."}
 }
@@ -56,6 +61,9 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    answers: TemplateSettings | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    transport: ConnectionSettings | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -63,16 +71,21 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
+        answers: how answers are read.
+        defaults: of sampling parameters that a request does not have.
+        transport: origins of web pages that may call the server.
 
     Raises:
         DataError: the file of keys is wrong.
     """
-    settings = settings or ServerSettings()
+    settings, answers = settings or ServerSettings(), answers or TemplateSettings()
     name = settings.name or model or "attar"
     keys = make_api_keys(settings.api_key, settings.keys)
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.defaults = dict(defaults or {})
+    service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -88,8 +101,10 @@ def create_app(
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
-    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
+    origins = transport.cors_origin if transport is not None else ()
+    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings), origins=origins)  # type: ignore[arg-type]
     app.add_middleware(UnexpectedErrorMiddleware, error_for=service.error_for)  # type: ignore[arg-type]
+    add_cors(app, origins)
     app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
 
@@ -118,22 +133,23 @@ def make_routes(service: Service) -> APIRouter:
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
+    add_state(router, service)
     return router
 
 
 def _add_completions(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/completions", response_model=protocol.CompletionBody, responses=_STREAM)
+    @router.post("/v1/completions", response_model=bodies.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
         return await complete(service, body, request)
 
-    @router.post("/v1/chat/completions", response_model=protocol.ChatBody, responses=_STREAM)
+    @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         return await chat(service, body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    def card() -> protocol.ModelCard:
-        return protocol.ModelCard(
+    def card() -> bodies.ModelCard:
+        return bodies.ModelCard(
             id=service.model,
             created=service.created,
             max_model_len=service.backend.context,
@@ -141,29 +157,31 @@ def _add_models(router: APIRouter, service: Service) -> None:
         )
 
     @router.get("/v1/models")
-    async def list_models() -> protocol.ModelList:
-        return protocol.ModelList(data=[card()])
+    async def list_models() -> bodies.ModelList:
+        return bodies.ModelList(data=[card()])
 
     @router.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> protocol.ModelCard:
+    async def retrieve_model(model: str) -> bodies.ModelCard:
         service.check_model(model)
         return card()
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize", response_model=protocol.TokenizeBody)
+    @router.post("/tokenize", response_model=bodies.TokenizeBody)
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         with service.admission.preparing(1, service.caller(request)):
             if body.messages is not None:
-                tokens = await service.encode_chat(body.messages)
+                tools = tool_use(body.tools, None, None)
+                options = chat_options(body, tools, service.answers)
+                tokens = await service.encode_chat(body.messages, options)
             else:
                 tokens = await service.encode(body.prompt or "", body.add_special_tokens)
         context = service.backend.context
-        response = protocol.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
+        response = bodies.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
         return JSONResponse(response.model_dump())
 
-    @router.post("/detokenize", response_model=protocol.DetokenizeBody)
+    @router.post("/detokenize", response_model=bodies.DetokenizeBody)
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         if any(token >= service.backend.vocabulary for token in body.tokens):
@@ -176,14 +194,19 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
 
 def _add_state(router: APIRouter, service: Service) -> None:
-    @router.get("/health", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
         if service.backend.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
-    @router.get("/ready", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/version")
+    async def version() -> bodies.VersionBody:
+        """Of attar."""
+        return bodies.VersionBody(version=__version__)
+
+    @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
         """Whether the server takes new requests: 503 while it drains."""
         accepting = service.backend.alive and not service.admission.draining

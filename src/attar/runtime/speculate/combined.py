@@ -20,9 +20,15 @@ from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes, TimedProposer
+from attar.runtime.speculate.proposer import (
+    DraftFeedback,
+    DraftRequest,
+    DraftTimes,
+    Proposer,
+    TimedProposer,
+)
 from attar.runtime.speculate.suffix import SuffixProposer
-from attar.runtime.speculate.suffix_tree import GROUPS
+from attar.runtime.speculate.suffix_tree import GROUP, GROUPS
 
 MERGED = 2 * GROUPS * LEVELS  # added to the kinds of nodes next to a head's
 
@@ -58,6 +64,15 @@ class CombinedProposer:
     def times(self) -> DraftTimes:
         """The head's."""
         return self.head.times()
+
+
+def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple[str, ...]:
+    """Names of the proposers of the drafts on a path: of a head or of the trees where both propose, which
+    have kinds of their own."""
+    if not isinstance(proposer, CombinedProposer):
+        return (proposer.name,) * len(path)
+    names, kinds = (proposer.head.name, proposer.tree.name), kinds_of(draft)
+    return tuple(names[kinds[node - 1] >= GROUP * LEVELS] for node in path)
 
 
 def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None) -> bool:

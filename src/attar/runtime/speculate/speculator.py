@@ -30,7 +30,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone
+from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone, proposers_of
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
@@ -167,6 +167,7 @@ class Speculator:
             verdict.path,
             len(draft),
             lossy,
+            proposers_of(self.proposer, draft, verdict.path) if completion.params.proposers else (),
         )
 
     def note(
@@ -242,7 +243,10 @@ class Speculator:
             tree = self.proposer.tree
         tree_drafts: Sequence[Draft | None] = nothing
         if tree is not None:
-            requests = [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
+            requests = [
+                DraftRequest(one.id, one.tokens, most, one.request.salt, completion(one))
+                for one, most in pairs
+            ]
             tree_drafts = self._asked(tree, requests, ())
         if self.proposer.free:
             return self.policy.select(ids, tree_drafts, prompt_tokens, whole=self.proposer.learns_tree)
