@@ -42,7 +42,7 @@ from attar.runtime.services.build import hello_of
 from attar.runtime.services.channel import DRAFT, Network, Security, listen
 from attar.runtime.services.draft_service import DraftService
 from attar.runtime.services.draft_stream import serve_drafts
-from attar.runtime.services.offer_proposer import OfferProposer
+from attar.runtime.services.offer_proposer import OfferPolicy, OfferProposer
 from attar.runtime.services.replicas import Replicas
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency, measure
@@ -177,7 +177,7 @@ def best_on_paper(passes: dict[int, float], a: float, step: float, round_trip: f
 
 def services_speculator(loaded: Loaded, port: int, network: Network, passes: dict[int, float]) -> Speculator:
     """Drafts from the service behind a port, once it is ready."""
-    policy = DraftPolicy(Latency(passes), MOST)
+    policy = OfferPolicy(Latency(passes), MOST)
     proposer = OfferProposer(policy, loaded.runner.vocabulary, most=MOST)
     own = hello_of("target", "target", None, loaded.runner.vocabulary)
     proposer.pool = replicas = Replicas([f"127.0.0.1:{port}"], own, network, proposer.offer)

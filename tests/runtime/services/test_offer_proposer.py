@@ -115,6 +115,20 @@ def test_a_late_answer_is_waited_for_once():
     assert counts.late == 1 and counts.waited < 0.5 and drafter.counts.drafts > 0
 
 
+def test_waits_after_which_no_draft_is_usable_become_rare():
+    """Every offer disagrees with what was committed meanwhile."""
+
+    def other(offer: Offer):
+        return [Offer(offer.request, max(offer.base - 1, 0), tuple(token ^ 1 for token in offer.tokens))]
+
+    service = drafting()
+    drafter = offered(service, other, Waiting())
+    drafter.proposer.policy.latency = Latency({1: 0.002, 64: 0.002})
+    same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=120))])
+    service.close()
+    assert drafter.proposer.usable < 0.6 and drafter.proposer.counts.waits < 20
+
+
 def test_waiting_is_chosen_where_it_gives_more_tokens_a_second():
     policy = DraftPolicy(Latency({1: 0.010, 64: 0.010}))  # a pass takes 10 ms, however many tokens it has
     rates = [0.8] * 4
