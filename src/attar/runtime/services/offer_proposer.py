@@ -22,6 +22,7 @@ Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -168,9 +169,9 @@ class OfferProposer:
             outcome = self.offers.put(offer)
             self.counts.outcomes[outcome] += 1
             one = self._by_request.get(offer.request)
-            if outcome != "new" or one is None:
+            if outcome == "wrong" or one is None:
                 return outcome
-            if one.unanswered is not None and offer.base >= one.answers:
+            if one.unanswered is not None and offer.base >= one.answers:  # a stale offer answers, too
                 if one.answers > one.opened:  # the first answer takes a prefill
                     one.drafter.turnaround.note(self.clock() - one.unanswered)
                 one.unanswered = None
@@ -297,11 +298,12 @@ class OfferProposer:
         if self._passes % REFRESH != 1 or not self.policy.latency.known:
             return
         depth, gain = best_depth(self.policy, batch, self.most)
-        passed = 0.0
         turnarounds = [one.drafter.turnaround.mean for one in self._sequences.values()]
-        if known := [seconds for seconds in turnarounds if seconds is not None]:
+        known = [seconds for seconds in turnarounds if seconds is not None]
+        passed = float(FIRST_AHEAD)
+        if known:
             passed = max(known) / self.policy.latency.target(batch, batch * (1 + depth)) * (1 + gain)
-        self.ahead = max(min(depth + round(min(passed, MOST_AHEAD)), MOST_AHEAD), 1)
+        self.ahead = min(depth + math.ceil(min(passed, MOST_AHEAD)), MOST_AHEAD)
 
 
 def sampling_of(completion: Completion, length: int) -> DraftSampling:
