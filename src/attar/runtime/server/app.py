@@ -34,6 +34,7 @@ from attar.runtime.server.middleware import (
     allowed_hosts,
     error_response,
 )
+from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
@@ -86,6 +87,8 @@ def create_app(
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
+    if settings.page:
+        add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]

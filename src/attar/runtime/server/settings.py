@@ -68,6 +68,7 @@ class ServerSettings:
     alive_s: float = field(
         default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
     )
+    page: bool = field(default=True, metadata={"help": "a page for people at /"})
     log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
     def __post_init__(self) -> None:
