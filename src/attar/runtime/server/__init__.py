@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.server.settings import ServerSettings
+from attar.runtime.speculate.settings import SpeculationSettings
+
+if TYPE_CHECKING:
+    from attar.runtime.server.app import ServedModel
 
 KEY_VARIABLE = "ATTAR_API_KEY"
 
@@ -60,13 +64,43 @@ def serve(
     description = llm.describe()
     tokenizer = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     backend = EngineBackend(llm.streams())
-    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=description.to_dict())
+    second = _second_model(model, settings, options, progress) if settings.compare else None
+    facts = description.to_dict()
+    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=facts, second=second)
     for line in description.lines():
         show(line)
+    if second is not None:
+        show(f"compare     {second.name}")
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
     run(app, settings, show)
+
+
+def _second_model(
+    model: str, settings: ServerSettings, options: dict[str, Any], progress: Progress
+) -> ServedModel:
+    """The model of ``--compare``, with the first one's options.
+
+    Raises:
+        SettingsError: it is the first one; else as :func:`serve`.
+    """
+    from attar.runtime.llm import LLM
+    from attar.runtime.server.app import ServedModel
+    from attar.runtime.server.backend import EngineBackend
+    from attar.runtime.server.tokenizer import ServerTokenizer
+
+    name = settings.compare
+    if name in (model, settings.name):
+        raise SettingsError("compare", name, "another model than the first")
+    speculation = {field.name for field in fields(SpeculationSettings)}
+    with progress.task("load", total=1) as task:
+        llm = LLM(name, **{key: value for key, value in options.items() if key not in speculation})
+        task.advance()
+    if llm.tokenizer is None:
+        raise ModelError(f"{name} has no tokenizer, so it cannot be served")
+    tokenizer = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
+    return ServedModel(name, EngineBackend(llm.streams()), tokenizer, llm.describe().to_dict())
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -22,6 +23,7 @@ from attar.runtime.server.access_log import AccessLogMiddleware
 from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
+from attar.runtime.server.compare import add_compare
 from attar.runtime.server.endpoints import chat, complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
@@ -51,6 +53,16 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, its name for clients, and a description of its engine."""
+
+    name: str
+    backend: Backend
+    tokenizer: ServerTokenizer
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 def create_app(
     backend: Backend,
     settings: ServerSettings | None = None,
@@ -58,6 +70,7 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    second: ServedModel | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -65,6 +78,7 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
+        second: a model to compare with, which answers by its own name too.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -75,6 +89,15 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    if second is not None:
+        service.second = replace(
+            service,
+            backend=second.backend,
+            tokenizer=second.tokenizer,
+            model=second.name,
+            metrics=Metrics(second.backend, second.name, second.facts),
+            facts=dict(second.facts),
+        )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,6 +105,8 @@ def create_app(
         yield
         admission.draining = True
         await backend.close()
+        if second is not None:
+            await second.backend.close()
         service.threads.close()
 
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -123,21 +148,23 @@ def make_routes(service: Service) -> APIRouter:
     _add_tokenizer(router, service)
     _add_state(router, service)
     add_state(router, service)
+    if service.second is not None:
+        add_compare(router, service, service.second)
     return router
 
 
 def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post("/v1/completions", response_model=protocol.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        return await complete(service, body, request)
+        return await complete(service.of_model(body.model), body, request)
 
     @router.post("/v1/chat/completions", response_model=protocol.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
-        return await chat(service, body, request)
+        return await chat(service.of_model(body.model), body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    def card() -> protocol.ModelCard:
+    def card(service: Service) -> protocol.ModelCard:
         return protocol.ModelCard(
             id=service.model,
             created=service.created,
@@ -147,12 +174,14 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/models")
     async def list_models() -> protocol.ModelList:
-        return protocol.ModelList(data=[card()])
+        others = [service.second] if service.second is not None else []
+        return protocol.ModelList(data=[card(one) for one in (service, *others)])
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> protocol.ModelCard:
-        service.check_model(model)
-        return card()
+        named = service.of_model(model)
+        named.check_model(model)
+        return card(named)
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -184,14 +213,14 @@ def _add_state(router: APIRouter, service: Service) -> None:
     @router.get("/health", response_model=protocol.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
-        if service.backend.alive:
+        if service.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
     @router.get("/ready", response_model=protocol.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
         """Whether the server takes new requests: 503 while it drains."""
-        accepting = service.backend.alive and not service.admission.draining
+        accepting = service.alive and not service.admission.draining
         status = "ready" if accepting else "draining"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -28,6 +28,7 @@ from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 
+T = TypeVar("T")
 SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
 
 
@@ -55,6 +56,10 @@ class ThreadPools:
         """Run work that writes a response."""
         return await run_in_thread(self._responses, function, arguments)
 
+    def submit_response(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The same from any thread."""
+        return self._responses.submit(function, *arguments)
+
     def close(self) -> None:
         """Running work ends, waiting work is dropped."""
         for pool in (self._small, self._large, self._responses):
@@ -70,7 +75,11 @@ async def run_in_thread(
 
 @dataclass
 class Service:
-    """One server."""
+    """One model of a server.
+
+    Args:
+        second: the service of ``--compare``'s model, with the same admission.
+    """
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -81,7 +90,22 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
     threads: ThreadPools = field(default_factory=ThreadPools)
+    second: Service | None = None
     _failure_logged: bool = field(default=False, init=False)
+
+    def of_model(self, name: str | None) -> Service:
+        """The service of a model's name; this one for an unknown name, which it refuses."""
+        return self.second if self.second is not None and name == self.second.model else self
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return self.backend.alive and (self.second is None or self.second.alive)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What stopped an engine; None while all run."""
+        return self.backend.failure or (self.second.failure if self.second is not None else None)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for another model's name."""
@@ -229,7 +253,7 @@ class Service:
 
         Only the engine's own checks are quoted: messages of other errors may hold private data.
         """
-        failure = self.backend.failure
+        failure = self.failure
         if failure is None:
             return None
         if not self._failure_logged:
