@@ -61,6 +61,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.125, 0.25, 0.5, 1.0])
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=0.0, help="0: attar's default")
+    parser.add_argument("--optimizer", default="", help="empty: attar's default")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--samples", type=int, default=2048, help="rows that the target writes")
     parser.add_argument("--seed", type=int, default=0)

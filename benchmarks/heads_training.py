@@ -97,6 +97,8 @@ def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSetti
     }
     if args.learning_rate:
         common["learning_rate"] = args.learning_rate
+    if args.optimizer:
+        common["optimizer"] = args.optimizer
     if name == DRAFT_MODEL:
         return distill_settings(for_drafting=True, keep_layers=args.draft_layers, **common)
     wanted = {"drafts": args.drafts, "state_cache": "0"}
@@ -107,7 +109,7 @@ def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, An
     """A drafter: its folder, steps, tokens, seconds and the report of its card; None with ``--cached`` where
     it is not there yet."""
     wanted = [name, minutes, args.steps, args.batch_size, args.length, args.samples, args.drafts, args.seed]
-    wanted += [args.threads, args.learning_rate]
+    wanted += [args.threads, args.learning_rate, args.optimizer]
     key = identity("heads-benchmark", 1, {"wanted": wanted, "data": args.data}, [args.teacher])
     folder = args.work / f"{name.replace(' ', '-')}-{key[:12]}"
     file = folder.with_suffix(".json")

@@ -60,7 +60,8 @@ def distill(
     signal: Path | None = None,
     samples: Path | None = None,
 ) -> Checkpoint:
-    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
+    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution; or make
+    a draft head of it (``heads/train.py``).
 
     With ``adapter_rank`` the student's weights stay as they start, and low-rank adapters learn, which ``out``
     has added to its weights; of a given student ``out/adapter`` has them alone, too.

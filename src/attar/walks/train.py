@@ -201,7 +201,7 @@ def _step(
         raise _diverged(f"the gradient became {float(norm)} at step {step + 1}", settings)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = optimizers.rate(step, settings)
+            group["lr"] = optimizers.rate(step, settings) * group.get("scale", 1.0)
         optimizer.step()
         optimizer.zero_grad()
     mask_weights(run.pruned)

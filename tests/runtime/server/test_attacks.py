@@ -187,6 +187,11 @@ def test_a_deep_schema_is_called_deep(server):
     answer = httpx.post(f"{server}/v1/chat/completions", content=content, headers=JSON)
     detail = refused(answer, 400, "invalid_value", "response_format")
     assert "levels" in detail["message"] and "surrogate" not in detail["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    answer = httpx.post(
+        f"{server}/v1/chat/completions", content=message_content("a", tools=tools), headers=JSON
+    )
+    refused(answer, 400, "invalid_value", "tools")
 
 
 @pytest.mark.parametrize(

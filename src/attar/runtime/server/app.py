@@ -18,13 +18,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from attar.errors import AttarError
-from attar.runtime.server import protocol
+from attar.runtime.server import bodies, protocol
 from attar.runtime.server.access_log import AccessLogMiddleware
 from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
+from attar.runtime.server.chat_endpoint import chat
 from attar.runtime.server.compare import add_compare
-from attar.runtime.server.endpoints import chat, complete
+from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
 from attar.runtime.server.metrics import CONTENT_TYPE, Metrics
@@ -39,7 +41,7 @@ from attar.runtime.server.middleware import (
 from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
 from attar.runtime.server.service import Service
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from attar.version import __version__
 
@@ -47,7 +49,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "des
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
 }
-_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StateBody, "description": "Not so."}}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": bodies.StateBody, "description": "Not so."}}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "For Prometheus."}
 }
@@ -70,6 +72,7 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    answers: TemplateSettings | None = None,
     second: ServedModel | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
@@ -78,17 +81,19 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
+        answers: how answers are read.
         second: a model to compare with, which answers by its own name too.
 
     Raises:
         DataError: the file of keys is wrong.
     """
-    settings = settings or ServerSettings()
+    settings, answers = settings or ServerSettings(), answers or TemplateSettings()
     name = settings.name or model or "attar"
     keys = make_api_keys(settings.api_key, settings.keys)
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
     if second is not None:
         service.second = replace(
             service,
@@ -97,6 +102,7 @@ def create_app(
             model=second.name,
             metrics=Metrics(second.backend, second.name, second.facts),
             facts=dict(second.facts),
+            answers=AnswerForm.of(second.tokenizer.template, answers.tool_parser, answers.reasoning_parser),
         )
 
     @asynccontextmanager
@@ -154,18 +160,18 @@ def make_routes(service: Service) -> APIRouter:
 
 
 def _add_completions(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/completions", response_model=protocol.CompletionBody, responses=_STREAM)
+    @router.post("/v1/completions", response_model=bodies.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
         return await complete(service.of_model(body.model), body, request)
 
-    @router.post("/v1/chat/completions", response_model=protocol.ChatBody, responses=_STREAM)
+    @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         return await chat(service.of_model(body.model), body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    def card(service: Service) -> protocol.ModelCard:
-        return protocol.ModelCard(
+    def card(service: Service) -> bodies.ModelCard:
+        return bodies.ModelCard(
             id=service.model,
             created=service.created,
             max_model_len=service.backend.context,
@@ -173,19 +179,19 @@ def _add_models(router: APIRouter, service: Service) -> None:
         )
 
     @router.get("/v1/models")
-    async def list_models() -> protocol.ModelList:
+    async def list_models() -> bodies.ModelList:
         others = [service.second] if service.second is not None else []
-        return protocol.ModelList(data=[card(one) for one in (service, *others)])
+        return bodies.ModelList(data=[card(one) for one in (service, *others)])
 
     @router.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> protocol.ModelCard:
+    async def retrieve_model(model: str) -> bodies.ModelCard:
         named = service.of_model(model)
         named.check_model(model)
         return card(named)
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize", response_model=protocol.TokenizeBody)
+    @router.post("/tokenize", response_model=bodies.TokenizeBody)
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         with service.admission.preparing(1, service.caller(request)):
@@ -194,10 +200,10 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
             else:
                 tokens = await service.encode(body.prompt or "", body.add_special_tokens)
         context = service.backend.context
-        response = protocol.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
+        response = bodies.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
         return JSONResponse(response.model_dump())
 
-    @router.post("/detokenize", response_model=protocol.DetokenizeBody)
+    @router.post("/detokenize", response_model=bodies.DetokenizeBody)
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         if any(token >= service.backend.vocabulary for token in body.tokens):
@@ -210,14 +216,14 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
 
 def _add_state(router: APIRouter, service: Service) -> None:
-    @router.get("/health", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
         if service.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
-    @router.get("/ready", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
         """Whether the server takes new requests: 503 while it drains."""
         accepting = service.alive and not service.admission.draining

@@ -1,7 +1,7 @@
-"""Bodies of requests and responses, as OpenAI documents them, with fields of vLLM (``top_k``, ``min_p``).
+"""Bodies of requests, as OpenAI documents them, with fields of vLLM (``top_k``, ``min_p``).
 
 As at OpenAI an unknown field is refused by name. Fields without effect here (``user``, ``store``, ...) are
-accepted and ignored. Fields that are not supported (``tools``, ``suffix``, ...) are refused unless empty.
+accepted and ignored. Fields that are not supported (``functions``, ``suffix``, ...) are refused unless empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
-from attar.runtime.server.token_sources import AttarOptions, TokenSources
+from attar.runtime.server.token_sources import AttarOptions
+from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, CallBody, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -186,8 +187,10 @@ class ChatMessage(StrictModel):
     name: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    # in answers of some servers, which clients send back
+    tool_calls: list[CallBody] | None = None
+    # in answers, which clients send back
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
     annotations: Any = None
     audio: None = None
@@ -200,7 +203,12 @@ class ChatMessage(StrictModel):
             "role": "system" if self.role == "developer" else self.role,
             "content": text if isinstance(self.content, list) else self.content or "",
         }
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": self.tool_calls}
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
@@ -211,18 +219,28 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _check_tool_choice(cls, choice: Any) -> Any:
+        function = choice.get("function") if isinstance(choice, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if choice in (None, "none", "auto", "required") or (named and choice.get("type") == "function"):
+            return choice
+        message = "it is none, auto, required or an object like"
+        raise ValueError(f'{message} {{"type": "function", "function": {{"name": ...}}}}')
+
     @model_validator(mode="after")
     def _check_supported(self) -> ChatRequest:
-        if self.tools or self.functions or self.tool_choice not in (None, "none", "auto"):
-            raise _field_error("tools", "tools are not supported")
+        if self.functions:
+            raise _field_error("functions", "functions are not supported: give them as tools")
         if self.modalities not in (None, [], ["text"]):
             raise _field_error("modalities", "modalities must be ['text']")
         if self.top_logprobs and not self.logprobs:
@@ -250,112 +268,3 @@ class DetokenizeRequest(StrictModel):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-FinishReasonBody = Literal["stop", "length"]
-
-
-class PromptDetails(BaseModel):
-    """Prefix cache hits, in prompt tokens."""
-
-    cached_tokens: int
-
-
-class UsageBody(BaseModel):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class CompletionChoice(BaseModel):
-    """A completion."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReasonBody | None
-    stop_reason: str | int | None = None
-    attar: TokenSources | None = None
-
-
-class CompletionBody(BaseModel):
-    """The response of /v1/completions, and each of its chunks."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageBody | None = None
-
-
-class AnswerMessage(BaseModel):
-    """The model's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """A chat completion."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReasonBody | None
-    stop_reason: str | int | None = None
-    attar: TokenSources | None = None
-
-
-class ChatBody(BaseModel):
-    """The response of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody | None = None
-
-
-class ModelCard(BaseModel):
-    """A model."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "attar"
-    max_model_len: int | None = None
-    runtime: dict[str, Any] = {}
-
-
-class ModelList(BaseModel):
-    """The model of this server."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class TokenizeBody(BaseModel):
-    """The response of /tokenize."""
-
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-
-
-class DetokenizeBody(BaseModel):
-    """The response of /detokenize."""
-
-    prompt: str
-
-
-class StateBody(BaseModel):
-    """The response of /health and /ready."""
-
-    status: str
-    reason: str | None = None

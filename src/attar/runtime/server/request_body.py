@@ -26,6 +26,7 @@ MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are 
 MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
+_SCHEMAS = ("response_format", "tools")  # fields that hold them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -147,13 +148,15 @@ def _check_ids(data: dict[str, Any], limit: int) -> None:
 
 def _check_schema(data: dict[str, Any]) -> None:
     """Raise ApiError for a JSON schema that is nested too deeply to be compiled."""
-    level: list[Any] = [data.get("response_format")]
-    for _ in range(MAX_LEVELS):
-        level = [part for value in level for part in _children(value)]
-        if not level:
-            return
-    message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
-    raise ApiError(400, message, param="response_format", code="invalid_value")
+    for name in _SCHEMAS:
+        level: list[Any] = _children([data.get(name)])
+        for _ in range(MAX_LEVELS):
+            level = [part for value in level for part in _children(value)]
+            if not level:
+                break
+        else:
+            message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
+            raise ApiError(400, message, param=name, code="invalid_value")
 
 
 def _children(value: Any) -> list[Any]:

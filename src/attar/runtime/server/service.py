@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from attar.errors import AttarError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.access_log import log_errors
 from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.errors import ApiError, api_error
@@ -26,7 +28,7 @@ from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.protocol import ChatMessage
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 
 T = TypeVar("T")
 SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
@@ -89,6 +91,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
+    answers: AnswerForm = field(default_factory=lambda: AnswerForm.of(""))
     threads: ThreadPools = field(default_factory=ThreadPools)
     second: Service | None = None
     _failure_logged: bool = field(default=False, init=False)
@@ -161,7 +164,9 @@ class Service:
         encode = self.tokenizer.encode
         return self.check_prompt(await self.threads.run_sized(len(prompt), encode, prompt, special))
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], options: ChatOptions | None = None
+    ) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
@@ -169,10 +174,12 @@ class Service:
             DataError: the chat template refuses it.
         """
         plain = [message.plain() for message in messages]
+        options = options or ChatOptions()
         length = sum(len(message["content"]) for message in plain)
+        length += sum(len(json.dumps(tool, ensure_ascii=False)) for tool in options.tools)
         self._check_length(length)
         size = length + sum(len(message.get("tool_calls", ())) << 10 for message in plain)
-        return self.check_prompt(await self.threads.run_sized(size, self.tokenizer.chat, plain))
+        return self.check_prompt(await self.threads.run_sized(size, self.tokenizer.chat, plain, options))
 
     def _check_length(self, characters: int) -> None:
         """Raise ApiError (400) for a text that exceeds the context whatever its tokens are."""

@@ -104,6 +104,23 @@ class ServerSettings:
             return self.host == "localhost"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TemplateSettings:
+    """How conversations become prompts, and completions become answers."""
+
+    tool_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "form of calls of tools: hermes, qwen_xml, llama3, mistral or json; "
+            "auto: by the chat template"
+        },
+    )
+    reasoning_parser: str = field(
+        default="auto",
+        metadata={"help": "tags around reasoning: think, mistral, seed or none; auto: by the chat template"},
+    )
+
+
 _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive
     ("port", 0, 65535),
     ("max_body", 1024, float("inf")),

@@ -1,0 +1,229 @@
+"""What a server is: an ordinary one, or a draft, target or coordinator of several processes.
+
+None          an engine; with ``draft_endpoint`` its drafts come from services
+draft         drafts for others over gRPC; HTTP has its health and metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from typing import Any
+
+from attar.errors import DataError, ModelError, SettingsError
+from attar.progress import Progress
+from attar.runtime.kv.block_map import BlockMap
+from attar.runtime.llm import LLM
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.app import ServedModel, create_app
+from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
+from attar.runtime.server.run import run
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
+from attar.runtime.speculate.settings import SpeculationSettings
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """What ``attar serve`` was told; ``options`` are those of the engine, ``show`` prints a line."""
+
+    model: str
+    settings: ServerSettings
+    answers: TemplateSettings
+    services: ServiceSettings
+    options: dict[str, Any]
+    progress: Progress
+    show: Show
+
+
+def serve_ordinary(command: ServeCommand) -> None:
+    """An engine and its API in one process."""
+    with ExitStack() as stack:
+        samples: Callable[[], Sequence[MetricSample]] = tuple
+        with command.progress.task("load", total=1) as task:
+            if command.services.draft_endpoint:
+                llm, samples = _with_drafters(command, stack)
+            else:
+                llm = LLM(command.model, **command.options)
+            task.advance()
+        _serve_engine(command, llm, samples)
+
+
+def serve_draft(command: ServeCommand) -> None:
+    """A service that drafts for others."""
+    from attar.runtime.services.build import hello_of, load_draft_service
+    from attar.runtime.services.channel import DRAFT, Network, check_files, listen
+    from attar.runtime.services.draft_stream import serve_drafts
+
+    services = command.services
+    security = security_of(services)
+    check_files(security)
+    network = Network()
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        with command.progress.task("load", total=1) as task:
+            service, loaded = load_draft_service(command.model, command.options)
+            stack.callback(service.close)
+            task.advance()
+        hello = hello_of("draft", loaded)
+        methods = {DRAFT: lambda stream: serve_drafts(stream, service, hello)}
+        server, port = network.run(listen(methods, command.settings.host, services.grpc_port, security))
+        stack.callback(lambda: network.run(server.stop(0.5)))
+        backend = DraftBackend(service, loaded.runner.context, hello.vocabulary)
+        command.show(f"{loaded.name} drafts with {service.proposer.name}")
+        _show_grpc(command, port)
+        _run(command, backend, loaded.tokenizer, {"model": loaded.name, "role": "draft"})
+
+
+SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {None: serve_ordinary, "draft": serve_draft}
+
+
+class DraftBackend:
+    """A draft service as the server sees it: alive or not, with numbers; it answers no requests."""
+
+    def __init__(self, service: Any, context: int | None, vocabulary: int) -> None:
+        self._service, self._context, self._vocabulary = service, context, vocabulary
+
+    @property
+    def context(self) -> int | None:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def alive(self) -> bool:
+        return self.failure is None
+
+    @property
+    def failure(self) -> Exception | None:
+        failure: Exception | None = self._service.failure
+        return failure
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: str = "",
+    ) -> AsyncIterator[Event]:
+        """Refused."""
+        raise DataError("this service only drafts for others", hint="ask the server that it drafts for")
+        yield  # an iterator of no events
+
+    def cancel(self, id: str) -> None:
+        """Nothing runs."""
+
+    def stats(self) -> Stats:
+        """The requests that are drafted for."""
+        counts = self._service.counts
+        rows = [
+            ("draft_rounds", "Rounds of drafts.", counts.rounds),
+            ("draft_requests_opened", "Requests that were drafted for.", counts.opened),
+            ("draft_requests_refused", "Requests beyond the limits.", counts.refused),
+            ("draft_tokens", "Tokens that were drafted.", counts.drafted),
+            ("draft_commits", "Commits that arrived.", counts.commits),
+            ("draft_commits_stale", "Of these, on another length.", counts.stale),
+        ]
+        samples = [MetricSample(name, help, value) for name, help, value in rows]
+        return Stats(running=self._service.running, waiting=self._service.waiting, free=1, samples=samples)
+
+    def block_map(self) -> BlockMap | None:
+        """There is no engine."""
+        return None
+
+    async def close(self) -> None:
+        """The service is closed by its maker."""
+
+
+def security_of(services: ServiceSettings) -> Any:
+    """Keys and certificates of the settings."""
+    from attar.runtime.services.channel import Security
+
+    return Security(services.key, services.service_cert, services.service_cert_key, services.service_ca)
+
+
+def _with_drafters(
+    command: ServeCommand, stack: ExitStack
+) -> tuple[LLM, Callable[[], Sequence[MetricSample]]]:
+    """An engine whose drafts come from services, closed with the stack; and its metrics."""
+    from attar.runtime.server.service_metrics import offer_samples, replica_samples
+    from attar.runtime.services.build import load_with_offers
+    from attar.runtime.services.channel import Network, check_files
+    from attar.runtime.services.replicas import Replicas
+
+    endpoints, security = command.services.draft_endpoint, security_of(command.services)
+    check_files(security)
+    network = Network()
+    stack.callback(network.close)
+    replicas: list[Replicas] = []
+
+    def pool(hello: Any, receive: Any) -> Replicas:
+        replicas.append(Replicas(endpoints, hello, network, receive, security))
+        return replicas[0]
+
+    llm, proposer = load_with_offers(command.model, pool, command.options)
+    return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
+
+
+def _serve_engine(command: ServeCommand, llm: LLM, samples: Callable[[], Sequence[MetricSample]]) -> None:
+    if llm.tokenizer is None:
+        raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
+    description = llm.describe()
+    for line in description.lines():
+        command.show(line)
+    second = _second_model(command) if command.settings.compare else None
+    _run(command, EngineBackend(llm.streams(), samples), llm.tokenizer, description.to_dict(), second)
+
+
+def _second_model(command: ServeCommand) -> ServedModel:
+    """The model of ``--compare``, with the first one's options, without speculation.
+
+    Raises:
+        SettingsError: it is the first one.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    name, settings = command.settings.compare, command.settings
+    if name in (command.model, settings.name):
+        raise SettingsError("compare", name, "another model than the first")
+    speculation = {field.name for field in fields(SpeculationSettings)}
+    options = {key: value for key, value in command.options.items() if key not in speculation}
+    with command.progress.task("load", total=1) as task:
+        llm = LLM(name, **options)
+        task.advance()
+    if llm.tokenizer is None:
+        raise ModelError(f"{name} has no tokenizer, so it cannot be served")
+    command.show(f"compare     {name}")
+    words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
+    return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
+
+
+def _run(
+    command: ServeCommand,
+    backend: Backend,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    second: ServedModel | None = None,
+) -> None:
+    settings, model = command.settings, command.model
+    words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
+    app = create_app(
+        backend, settings, tokenizer=words, model=model, facts=facts, answers=command.answers, second=second
+    )
+    run(app, settings, command.show)
+
+
+def _show_grpc(command: ServeCommand, port: int) -> None:
+    host = f"[{command.settings.host}]" if ":" in command.settings.host else command.settings.host
+    command.show(f"grpc://{host}:{port}")
+    if not command.settings.loopback and not command.services.key:
+        command.show(f"warning: grpc://{host}:{port} can be reached by other machines; set {KEY_VARIABLE}")
