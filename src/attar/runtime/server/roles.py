@@ -22,20 +22,31 @@ from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, S
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
 from attar.runtime.speculate.settings import SpeculationSettings
 
 Show = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeCommand:
-    """What ``attar serve`` was told; ``options`` are those of the engine, ``show`` prints a line."""
+    """What ``attar serve`` was told.
+
+    Attributes:
+        template: the chat template in place of the model's; empty: its own.
+        defaults: sampling parameters of requests without their own.
+        options: of the engine.
+        show: prints a line.
+    """
 
     model: str
     settings: ServerSettings
     answers: TemplateSettings
     services: ServiceSettings
+    transport: ConnectionSettings
+    template: str
+    defaults: dict[str, Any]
     options: dict[str, Any]
     progress: Progress
     show: Show
@@ -181,6 +192,9 @@ def _serve_engine(command: ServeCommand, llm: LLM, samples: Callable[[], Sequenc
     description = llm.describe()
     for line in description.lines():
         command.show(line)
+    if command.defaults:
+        values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
+        command.show(f"{'sampling':<12}{values}, where a request has none")
     second = _second_model(command) if command.settings.compare else None
     _run(command, EngineBackend(llm.streams(), samples), llm.tokenizer, description.to_dict(), second)
 
@@ -203,23 +217,26 @@ def _second_model(command: ServeCommand) -> ServedModel:
     if llm.tokenizer is None:
         raise ModelError(f"{name} has no tokenizer, so it cannot be served")
     command.show(f"compare     {name}")
+    if command.template:
+        llm.tokenizer.chat_template = command.template
     words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
 
-
-def _run(
-    command: ServeCommand,
-    backend: Backend,
-    tokenizer: Any,
-    facts: dict[str, Any],
-    second: ServedModel | None = None,
-) -> None:
-    settings, model = command.settings, command.model
+    if command.template:
+        tokenizer.chat_template = command.template
     words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
     app = create_app(
-        backend, settings, tokenizer=words, model=model, facts=facts, answers=command.answers, second=second
+        backend,
+        settings,
+        tokenizer=words,
+        model=command.model,
+        facts=facts,
+        answers=command.answers,
+        defaults=command.defaults,
+        transport=command.transport,
+        second=second,
     )
-    run(app, settings, command.show)
+    run(app, settings, command.show, command.transport)
 
 
 def _show_grpc(command: ServeCommand, port: int) -> None:
