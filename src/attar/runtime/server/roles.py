@@ -222,6 +222,15 @@ def _second_model(command: ServeCommand) -> ServedModel:
     words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
 
+
+def _run(
+    command: ServeCommand,
+    backend: Backend,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    second: ServedModel | None = None,
+) -> None:
+    settings = command.settings
     if command.template:
         tokenizer.chat_template = command.template
     words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
