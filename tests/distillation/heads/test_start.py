@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attar.distillation.heads import block
-from attar.distillation.heads.start import norm_scale, start_near
+from attar.distillation.heads.start import norm_scale, start_block_drafter
 from attar.models.anatomy import discover
 from attar.models.draft_heads.decoder_layer import rotary
 from attar.models.head import head_of
@@ -29,7 +29,7 @@ def test_the_context_has_the_keys_and_values_of_the_target(family, depth):
     drafter, length, seen = new(model, start="random", head_layers=depth), 9, {}
     with torch.no_grad():
         drafter.fc.weight.zero_()  # what it has besides
-    start_near(drafter, model)
+    start_block_drafter(drafter, model)
     blocks = discover(model).blocks
     first, d = blocks[len(blocks) - depth], drafter.config.shape.head_dim
     k, v = (
