@@ -223,6 +223,7 @@ LIGHT = (
     "attar.runtime.kv.block_manager",
     "attar.runtime.sampling.params",
     "attar.runtime.server.settings",
+    "attar.runtime.services.settings",
     "attar.runtime.scheduler",
     "attar.runtime.step",
 )

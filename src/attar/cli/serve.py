@@ -8,6 +8,8 @@ from typing import Any
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
 from attar.verbs import check_models
 
@@ -18,6 +20,8 @@ def build_serve(verb: str) -> Any:
         argument("model", MODEL_HELP),
         *settings_options(ServerSettings),
         *settings_options(TemplateSettings),
+        *settings_options(ServiceSettings),
+        *settings_options(ConnectionSettings),
         *settings_options(EngineSettings),
     ]
 
@@ -27,8 +31,10 @@ def build_serve(verb: str) -> Any:
         check_models(values["model"])
         settings = read_settings(ServerSettings, verb, values)
         answers = read_settings(TemplateSettings, verb, values)
-        options = read_settings(EngineSettings, verb, values).options()
-        serve(values["model"], settings, answers, progress=progress, show=_print_line, **options)
+        services = read_settings(ServiceSettings, verb, values)
+        transport = read_settings(ConnectionSettings, verb, values)
+        options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
+        serve(values["model"], settings, answers, services, transport, show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."

@@ -56,7 +56,7 @@ class Completion:
         self._start = len(prompt)
         self._history = TokenHistory(prompt) if params.penalises else None
         self._detokenizer = Detokenizer(decode, prompt) if decode else None
-        self._stops = StopFinder(params.stop)
+        self._stops = StopFinder(params.stop, params.include_stop)
         self._matcher = matcher
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
@@ -133,7 +133,8 @@ class Completion:
             self._history.add(token)
         if self._matcher and token not in self.ends:
             self._matcher.consume(token)
-        if self._detokenizer is None or token in self.ends:
+        shown = self.params.include_stop and token in self.params.stop_ids
+        if self._detokenizer is None or (token in self.ends and not shown):
             return ""
         piece = self._detokenizer.add(token)
         return piece if self.count < self.params.min_tokens else self._stops.add(piece)

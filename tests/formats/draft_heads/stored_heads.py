@@ -108,7 +108,8 @@ def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, **swi
 
 def shape_of(**more):
     shape = {"depth": 1, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 20, "eps": 1e-5}
-    return {**shape, "rope_theta": 50000.0, "bias": False, "head_norms": False, **more}
+    rope = {"rope_theta": 50000.0, "rope_scaling": {}}
+    return {**shape, **rope, "bias": False, "head_norms": False, **more}
 
 
 def layer(prefix, inputs, shape, norms=False, bias=False):

@@ -199,6 +199,26 @@ def test_medusa_loads_the_tensors_into_its_sequences(layers, shared):
     torch.nn.ModuleList(heads).load_state_dict(tensors)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("speculators", block("dspark")), ("deepspec", block("dspark")), ("eagle", eagle3())]
+)
+def test_scaled_positions_are_stated_and_read(name, head):
+    """By both keys; without the new one, as older configs are, by the old one."""
+    scaled = HeadContent(
+        {**head.values, "shape": {**head.values["shape"], "rope_scaling": YARN}}, head.tensors, TARGET
+    )
+    config, tensors = stored(name, scaled)
+    inner = config.get("transformer_layer_config", config)
+    assert inner["rope_scaling"] == YARN and "shape" not in config.get("attar", {}).get("head", {})
+    assert inner["rope_parameters"] == {**YARN, "rope_theta": 50000.0}
+    assert HEAD_LAYOUTS[name].decode(config, tensors, TARGET).values == scaled.values
+    del inner["rope_parameters"]
+    assert HEAD_LAYOUTS[name].decode(config, tensors, TARGET).values == scaled.values
+
+
 def test_the_class_of_eagle_follows_its_bias():
     assert stored("eagle", eagle(bias=True))[0]["architectures"] == ["LlamaForCausalLMEagle"]
     assert "bias" not in stored("eagle", eagle(bias=True))[0]  # readers take it for attention's
@@ -305,7 +325,15 @@ def reduced(tensors):
         ),
         ("deepspec", block("dspark", rank=4), {"hidden_act": "gelu"}, dict, "hidden_act"),
         ("deepspec", block("dspark"), {"layer_types": ["sliding_attention"]}, dict, "layer_types"),
-        ("deepspec", block("dspark"), {"rope_parameters": {"rope_type": "yarn"}}, dict, "yarn"),
+        (
+            "deepspec",
+            block("dspark"),
+            {"rope_parameters": {"rope_type": "yarn"}},
+            dict,
+            "yarn with factor None",
+        ),
+        ("deepspec", block("dspark"), {"rope_parameters": {"rope_type": "dynamic"}}, dict, "dynamic"),
+        ("eagle", eagle3(), {"rope_parameters": 4}, dict, "rope_parameters is 4"),
         ("deepspec", block("dspark"), {"num_attention_heads": None}, dict, "num_attention_heads"),
         ("eagle", eagle3(), {"num_hidden_layers": 2}, dict, "2 layers"),
         ("eagle", eagle3(), {}, reduced, "rows"),

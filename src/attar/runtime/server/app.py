@@ -23,7 +23,7 @@ from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.chat_endpoint import chat
+from attar.runtime.server.chat_endpoint import chat, chat_options
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
@@ -40,6 +40,8 @@ from attar.runtime.server.request_body import BodyRoute
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.tool_calls.tool_use import tool_use
+from attar.runtime.server.transport import ConnectionSettings, add_cors
 from attar.version import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "An error."}}
@@ -60,6 +62,8 @@ def create_app(
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
     answers: TemplateSettings | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    transport: ConnectionSettings | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -68,6 +72,8 @@ def create_app(
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
         answers: how answers are read.
+        defaults: of sampling parameters that a request does not have.
+        transport: origins of web pages that may call the server.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -78,6 +84,7 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.defaults = dict(defaults or {})
     service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
 
     @asynccontextmanager
@@ -94,8 +101,10 @@ def create_app(
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
-    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
+    origins = transport.cors_origin if transport is not None else ()
+    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings), origins=origins)  # type: ignore[arg-type]
     app.add_middleware(UnexpectedErrorMiddleware, error_for=service.error_for)  # type: ignore[arg-type]
+    add_cors(app, origins)
     app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
 
@@ -163,7 +172,9 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         service.check_model(body.model)
         with service.admission.preparing(1, service.caller(request)):
             if body.messages is not None:
-                tokens = await service.encode_chat(body.messages)
+                tools = tool_use(body.tools, None, None)
+                options = chat_options(body, tools, service.answers)
+                tokens = await service.encode_chat(body.messages, options)
             else:
                 tokens = await service.encode(body.prompt or "", body.add_special_tokens)
         context = service.backend.context
@@ -190,11 +201,17 @@ def _add_state(router: APIRouter, service: Service) -> None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
+    @router.get("/version")
+    async def version() -> bodies.VersionBody:
+        """Of attar."""
+        return bodies.VersionBody(version=__version__)
+
     @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
-        """Whether the server takes new requests: 503 while it drains."""
-        accepting = service.backend.alive and not service.admission.draining
-        status = "ready" if accepting else "draining"
+        """Whether the server takes new requests: 503 while it drains, or cannot reach its target."""
+        draining = service.admission.draining or not service.backend.alive
+        accepting = not draining and service.backend.stats().ready
+        status = "ready" if accepting else "draining" if draining else "waiting"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)
 
     @router.get("/metrics", response_class=Response, responses=_METRICS)

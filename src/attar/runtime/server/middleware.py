@@ -69,16 +69,19 @@ class HostMiddleware:
 
     Args:
         allowed: host names; none: any.
+        origins: of pages that may call the server besides; ``*``: all.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        self._app, self._allowed = app, allowed
+    def __init__(self, app: ASGIApp, allowed: Collection[str], origins: Collection[str] = ()) -> None:
+        self._app, self._allowed, self._origins = app, allowed, origins
 
     async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] == "http" and self._allowed:
             headers = Headers(scope=scope)
             for name, status in (("host", 421), ("origin", 403)):
                 value = headers.get(name)
+                if name == "origin" and ("*" in self._origins or value in self._origins):
+                    continue
                 if value is not None and _host_name(value) not in self._allowed:
                     message = f"the {name} {value[:200]!r} is not one of this server's; see --allowed-host"
                     error = ApiError(status, message, code=f"{name}_not_allowed")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +83,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
     answers: AnswerForm = field(default_factory=lambda: AnswerForm.of(""))
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     threads: ThreadPools = field(default_factory=ThreadPools)
     _failure_logged: bool = field(default=False, init=False)
 
@@ -120,30 +121,53 @@ class Service:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return ids
 
-    def params(self, convert: Callable[[Any], SamplingParams], body: Any) -> SamplingParams:
+    def params(
+        self, convert: Callable[[Any, Mapping[str, Any]], SamplingParams], body: Any
+    ) -> SamplingParams:
         """Sampling parameters of a body.
 
         Raises:
             SettingsError: fields that do not go together, or tokens outside the vocabulary.
         """
-        params = convert(body)
+        params = convert(body, self.defaults)
         params.fit(self.backend.vocabulary)
         return params
 
-    async def encode(self, prompt: str, special: bool = True) -> list[int]:
+    async def encode(self, prompt: str, special: bool = True, keep: int | None = None) -> list[int]:
         """Token ids of a text.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
         """
-        self._check_length(len(prompt))
-        encode = self.tokenizer.encode
-        return self.check_prompt(await self.threads.run_sized(len(prompt), encode, prompt, special))
+        if keep is None:
+            self._check_length(len(prompt))
+        ids = await self.threads.run_sized(len(prompt), self.tokenizer.encode, prompt, special)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
+
+    def kept_tokens(self, truncate: int | None, params: SamplingParams) -> int | None:
+        """Last tokens of a prompt that are kept; None: all.
+
+        Args:
+            truncate: ``truncate_prompt_tokens``; -1: as many as the context has beside the completion.
+        """
+        if truncate != -1:
+            return truncate
+        context = self.backend.context
+        return None if context is None else max(context - (params.max_tokens or 1), 1)
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], options: ChatOptions | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        options: ChatOptions | None = None,
+        keep: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
@@ -153,9 +177,11 @@ class Service:
         options = options or ChatOptions()
         length = sum(len(message["content"]) for message in plain)
         length += sum(len(json.dumps(tool, ensure_ascii=False)) for tool in options.tools)
-        self._check_length(length)
+        if keep is None:
+            self._check_length(length)
         size = length + sum(len(message.get("tool_calls", ())) << 10 for message in plain)
-        return self.check_prompt(await self.threads.run_sized(size, self.tokenizer.chat, plain, options))
+        ids = await self.threads.run_sized(size, self.tokenizer.chat, plain, options)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
 
     def _check_length(self, characters: int) -> None:
         """Raise ApiError (400) for a text that exceeds the context whatever its tokens are."""

@@ -104,6 +104,16 @@ class ServerSettings:
 class TemplateSettings:
     """How conversations become prompts, and completions become answers."""
 
+    chat_template: str = field(
+        default="", metadata={"help": "file of a chat template in place of the model's own"}
+    )
+    generation_config: str = field(
+        default="auto",
+        metadata={
+            "help": "sampling parameters of requests without their own; auto: the model's "
+            "generation_config.json; none; or a file"
+        },
+    )
     tool_parser: str = field(
         default="auto",
         metadata={

@@ -243,7 +243,10 @@ class Speculator:
             tree = self.proposer.tree
         tree_drafts: Sequence[Draft | None] = nothing
         if tree is not None:
-            requests = [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
+            requests = [
+                DraftRequest(one.id, one.tokens, most, one.request.salt, completion(one))
+                for one, most in pairs
+            ]
             tree_drafts = self._asked(tree, requests, ())
         if self.proposer.free:
             return self.policy.select(ids, tree_drafts, prompt_tokens, whole=self.proposer.learns_tree)
