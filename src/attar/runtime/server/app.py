@@ -241,9 +241,10 @@ def _add_state(router: APIRouter, service: Service) -> None:
 
     @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
-        """Whether the server takes new requests: 503 while it drains."""
-        accepting = service.alive and not service.admission.draining
-        status = "ready" if accepting else "draining"
+        """Whether the server takes new requests: 503 while it drains, or cannot reach its target."""
+        draining = service.admission.draining or not service.alive
+        accepting = not draining and service.backend.stats().ready
+        status = "ready" if accepting else "draining" if draining else "waiting"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)
 
     @router.get("/metrics", response_class=Response, responses=_METRICS)

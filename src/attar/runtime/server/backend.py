@@ -38,6 +38,7 @@ class Stats:
         speculation: None without speculation.
         free: sequences that may start in addition to those that run.
         samples: further numbers, of the services that take part.
+        ready: whether it takes requests now.
     """
 
     running: int = 0
@@ -50,6 +51,7 @@ class Stats:
     speculation: SpeculationCounts | None = None
     free: int = 0
     samples: Sequence[MetricSample] = ()
+    ready: bool = True
 
 
 class Backend(Protocol):
