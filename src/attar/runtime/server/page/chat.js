@@ -112,6 +112,7 @@ function ask(text) {
 
 function requestOf(messages) {  // the path and the body that ask for an answer to the messages
   const settings = readSettings(), body = {model: state.model, ...samplingOf(settings)};
+  messages = messages.filter((message) => message.content);  // an answer that failed at once has none
   if (settings.record) body.attar = {tokens: true};
   if (state.chat) {
     body.messages = messages.map(({role, content}) => ({role, content}));
