@@ -7,7 +7,7 @@ let chat = newChat(), running = null, state = null;
 const tokens = new WeakMap(), rows = new WeakMap();
 
 function showChat() {
-  $("log").replaceChildren(...(chat.messages.length ? chat.messages.map(messageNode) : [emptyNode()]));
+  $("log").replaceChildren(...(chat.messages.length ? chat.messages.map((message) => rows.get(message) || messageNode(message)) : [emptyNode()]));
   $("system").value = chat.system;
   $("log").scrollTop = $("log").scrollHeight;
 }
