@@ -24,6 +24,9 @@ from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.chat_endpoint import chat, chat_options
+from attar.runtime.server.embeddings import protocol as of_texts
+from attar.runtime.server.embeddings.embedders import Embedder
+from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
@@ -64,6 +67,7 @@ def create_app(
     answers: TemplateSettings | None = None,
     defaults: Mapping[str, Any] | None = None,
     transport: ConnectionSettings | None = None,
+    embedder: Embedder | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -73,6 +77,7 @@ def create_app(
         facts: a description of the engine, for /v1/models and /metrics.
         answers: how answers are read.
         defaults: of sampling parameters that a request does not have.
+        embedder: makes embeddings; None: the server makes none.
         transport: origins of web pages that may call the server.
 
     Raises:
@@ -84,6 +89,7 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.embedder = embedder
     service.defaults = dict(defaults or {})
     service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
 
@@ -130,6 +136,7 @@ def make_routes(service: Service) -> APIRouter:
     """All paths of the API."""
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, service)
+    _add_embeddings(router, service)
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
@@ -145,6 +152,22 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         return await chat(service, body, request)
+
+
+def _add_embeddings(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
+    async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(service, body, request)
+
+    @router.post("/score", include_in_schema=False)
+    @router.post("/v1/score", response_model=of_texts.ScoreBody)
+    async def score_pairs(body: of_texts.ScoreRequest, request: Request) -> Response:
+        return await score(service, body, request)
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank", response_model=of_texts.RerankBody)
+    async def rerank_documents(body: of_texts.RerankRequest, request: Request) -> Response:
+        return await rerank(service, body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
