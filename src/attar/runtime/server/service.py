@@ -7,10 +7,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -33,6 +33,7 @@ from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 if TYPE_CHECKING:
     from attar.runtime.server.embeddings.embedders import Embedder
 
+T = TypeVar("T")
 SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
 
 
@@ -60,6 +61,10 @@ class ThreadPools:
         """Run work that writes a response."""
         return await run_in_thread(self._responses, function, arguments)
 
+    def submit_response(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The same from any thread."""
+        return self._responses.submit(function, *arguments)
+
     def close(self) -> None:
         """Running work ends, waiting work is dropped."""
         for pool in (self._small, self._large, self._responses):
@@ -75,7 +80,11 @@ async def run_in_thread(
 
 @dataclass
 class Service:
-    """One server."""
+    """One model of a server.
+
+    Args:
+        second: the service of ``--compare``'s model, with the same admission.
+    """
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -89,7 +98,22 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     embedder: Embedder | None = None
     threads: ThreadPools = field(default_factory=ThreadPools)
+    second: Service | None = None
     _failure_logged: bool = field(default=False, init=False)
+
+    def of_model(self, name: str | None) -> Service:
+        """The service of a model's name; this one for an unknown name, which it refuses."""
+        return self.second if self.second is not None and name == self.second.model else self
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return self.backend.alive and (self.second is None or self.second.alive)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What stopped an engine; None while all run."""
+        return self.backend.failure or (self.second.failure if self.second is not None else None)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for another model's name."""
@@ -302,7 +326,7 @@ class Service:
 
         Only the engine's own checks are quoted: messages of other errors may hold private data.
         """
-        failure = self.backend.failure
+        failure = self.failure
         if failure is None:
             return None
         if not self._failure_logged:

@@ -82,6 +82,10 @@ class ServerTokenizer:
         """Whether the model can answer conversations."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    def same_tokens(self, other: ServerTokenizer) -> bool:
+        """Whether each token id stands for the same text in another tokenizer."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:
