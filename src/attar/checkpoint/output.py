@@ -128,7 +128,7 @@ def produce(
         card = _card(final.name, stage, settings, lineage, output)
         write_readme(card, folder)
         replace(card, files=_files(folder)).write(folder)
-    if place != final:
+    if place != final and key is not None:
         for path in (place, atomic.hidden(place, "work")):
             shutil.rmtree(path, ignore_errors=True)
         wait_for_first(final, key, atomic.hidden(final, "work") / _LOCK)
