@@ -28,7 +28,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
-from attar.checkpoint.processes import LeftToFirst, own_place, rank, wait_for_first
+from attar.checkpoint.processes import LeftToFirst, own_output, rank, wait_for_first
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
 from attar.options import flatten
@@ -100,7 +100,7 @@ def produce(
         full.
     """
     final = atomic.target(Path(out))
-    place = own_place(final)
+    own = own_output(final)
     parents = [*((item, "weights") for item in weights), *((item, "signal") for item in signals)]
     _check_apart(final, parents)
     atomic.check_target(final, force)
@@ -108,8 +108,8 @@ def produce(
         suppress(LeftToFirst),
         atomic.explain_os_errors(final, needed),
         _parent_folder(final),
-        _work_folder(place) as work,
-        atomic.folder(place, force or place != final) as folder,
+        _work_folder(own) as work,
+        atomic.folder(own, force or own != final) as folder,
     ):
         if needed:
             atomic.check_space(folder, needed)
@@ -128,8 +128,8 @@ def produce(
         card = _card(final.name, stage, settings, lineage, output)
         write_readme(card, folder)
         replace(card, files=_files(folder)).write(folder)
-    if place != final and key is not None:
-        for path in (place, atomic.hidden(place, "work")):
+    if own != final and key is not None:
+        for path in (own, atomic.hidden(own, "work")):
             shutil.rmtree(path, ignore_errors=True)
         wait_for_first(final, key, atomic.hidden(final, "work") / _LOCK)
 

@@ -32,7 +32,7 @@ def rank() -> int:
     return int(value) if value.isdigit() and int(os.environ.get("WORLD_SIZE") or 1) > 1 else 0
 
 
-def own_place(final: Path) -> Path:
+def own_output(final: Path) -> Path:
     """Where this process writes an output."""
     return final if not rank() else atomic.hidden(final, f"rank-{rank()}")
 
