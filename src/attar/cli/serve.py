@@ -8,6 +8,7 @@ from typing import Any
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
 from attar.verbs import check_models
@@ -20,6 +21,7 @@ def build_serve(verb: str) -> Any:
         *settings_options(ServerSettings),
         *settings_options(TemplateSettings),
         *settings_options(ServiceSettings),
+        *settings_options(ConnectionSettings),
         *settings_options(EngineSettings),
     ]
 
@@ -30,8 +32,9 @@ def build_serve(verb: str) -> Any:
         settings = read_settings(ServerSettings, verb, values)
         answers = read_settings(TemplateSettings, verb, values)
         services = read_settings(ServiceSettings, verb, values)
-        options = read_settings(EngineSettings, verb, values).options()
-        serve(values["model"], settings, answers, services, progress=progress, show=_print_line, **options)
+        transport = read_settings(ConnectionSettings, verb, values)
+        options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
+        serve(values["model"], settings, answers, services, transport, show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."

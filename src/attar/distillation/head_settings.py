@@ -135,6 +135,9 @@ class Eagle3Settings(TreeHeadSettings):
     norm_before_fc: bool = _option(False, "the states of all layers are normed together")
     fc_norm: bool = _option(False, "the states of each layer are normed")
     norm_output: bool = _option(False, "its own states are normed before it reads them (EAGLE-3.1)")
+    start: str = _option(
+        "target", "its first weights: target (those of the model's layer) or random", ("target", "random")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -42,6 +42,8 @@ from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import Runner, StepInput
 
 T = TypeVar("T")
+PromptObserver = Callable[[int, Tensor], None]
+"""Called in the engine's thread with the index of a prompt token and the logits that follow it."""
 DecodeTokens = Callable[[Sequence[int], bool], str]
 """Tokens to text; the flag leaves special tokens out."""
 DEFAULT = SamplingParams()
@@ -97,6 +99,7 @@ class Engine:
         deadline_s: float | None = None,
         salt: str = "",
         matcher: Matcher | None = None,
+        observe: tuple[int, PromptObserver] | None = None,
     ) -> str:
         """Add a request to the waiting ones. Returns its id.
 
@@ -107,6 +110,7 @@ class Engine:
             deadline_s: seconds from now after which the request is ended.
             salt: the tenant; prefixes are shared inside a salt only.
             matcher: of the parameters' grammar where it is compiled already; None: it is compiled now.
+            observe: a token of the prompt, and what is called with the logits of it and of those after it.
 
         Raises:
             DataError: the prompt is empty, or a token is outside the vocabulary.
@@ -119,6 +123,7 @@ class Engine:
         self._check_request(prompt, params, id)
         if matcher is None and self.grammars is not None:
             matcher = self.grammars.matcher(params)
+        logits_from = observe[0] if observe else None if params.prompt_logprobs is None else 0
         request = Request(
             id=self._next_id() if id is None else id,
             prompt=tuple(prompt),
@@ -128,7 +133,7 @@ class Engine:
             arrival=now,
             deadline=None if deadline_s is None else now + deadline_s,
             salt=salt,
-            prompt_logits=params.prompt_logprobs is not None,
+            logits_from=logits_from,
         )
         sequence = self.scheduler.add(request)
         limit = sequence.limit - len(request.prompt)
@@ -137,6 +142,7 @@ class Engine:
             self._requests[request.id] = RequestState.of(
                 request, params, ends=self.ends, limit=limit, decode=decode, matcher=matcher
             )
+            self._requests[request.id].observe = observe and observe[1]
         except BaseException:
             self.scheduler.finish(sequence, "error")
             raise
@@ -361,14 +367,18 @@ def _sample_rows(
 
 
 def score_prompt(state: RequestState, output: StepOutput, logits: Tensor) -> None:
-    """Log-probabilities of the prompt's tokens, where asked for; ``state`` keeps them."""
-    count = state.params.prompt_logprobs
-    if count is None or output.sequence.index:
+    """Log-probabilities of the prompt's tokens, where asked for: ``state`` keeps them. Its observer gets the
+    logits of each token, (V,), which change after the call."""
+    count, observe = state.params.prompt_logprobs, state.observe
+    if state.request.logits_from is None or output.sequence.index:
         return
     prompt = state.request.prompt
     for position, row in enumerate(output.rows, output.position + 1):
         if position < len(prompt):
-            state.prompt_logprobs.append(token_logprob(logits[row], prompt[position], count))
+            if count is not None:
+                state.prompt_logprobs.append(token_logprob(logits[row], prompt[position], count))
+            if observe is not None:
+                observe(position - 1, logits[row])
 
 
 def _decode(decode: DecodeTokens, skip: bool, ids: Sequence[int]) -> str:

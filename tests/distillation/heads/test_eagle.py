@@ -97,6 +97,15 @@ def divergence(p, q):
     return (p * (p.log() - q.log())).sum()
 
 
+def same_slopes(head, value, wanted):
+    """Two losses have the same gradients; and every parameter that is trained has one."""
+    parameters = dict(head.named_parameters())
+    ours, theirs = (torch.autograd.grad(loss, parameters.values()) for loss in (value, wanted))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert b.abs().max() > 0, f"{name} is not trained"
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()), msg=name)
+
+
 @pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES)
 def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     head, target, settings = made(eagle3, **{"unrolled": 3, "decay": 0.5, **options})
@@ -123,7 +132,9 @@ def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     assert counted[0] < B * (S - 1) - 2 or tokens_of(head) is None, (
         "every likeliest token is in the vocabulary"
     )
-    torch.testing.assert_close(eagle3.loss(head, target, settings).double(), wanted, rtol=1e-5, atol=1e-6)
+    value = eagle3.loss(head, target, settings)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
+    same_slopes(head, value, wanted)
 
 
 def test_the_loss_of_eagle_is_that_of_a_loop():
@@ -140,7 +151,9 @@ def test_the_loss_of_eagle_is_that_of_a_loop():
             p, q = (target.head.logits(f).softmax(-1) for f in (target.final[row, i + 1], predicted))
             divergences.append(divergence(p, q))
     wanted = torch.stack(distances).mean() + 0.3 * torch.stack(divergences).mean()
-    torch.testing.assert_close(eagle.loss(head, target, settings).double(), wanted, rtol=1e-5, atol=1e-6)
+    value = eagle.loss(head, target, settings)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
+    same_slopes(head, value, wanted)
 
 
 def test_noise_is_for_training_alone():

@@ -28,7 +28,7 @@ class SlowEagle:
 
     def __init__(self, head):
         self.config, self.shape = head.config, head.config.shape
-        self.tensors = {name: value.detach() for name, value in head.state_dict().items()}
+        self.tensors = {**dict(head.named_parameters()), **dict(head.named_buffers())}
 
     def weight(self, name):
         return self.tensors[f"{name}.weight"]

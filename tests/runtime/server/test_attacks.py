@@ -250,12 +250,12 @@ def test_bodies_that_are_none(raw, words):
 
 
 def test_brackets_in_a_text_are_text():
-    parsed = parse(message_content('{["\\\n' * 20_000), ChatRequest)
+    parsed, _ = parse(message_content('{["\\\n' * 20_000), ChatRequest)
     assert parsed.messages[0].content == '{["\\\n' * 20_000
 
 
 def test_pairs_of_surrogates_are_text():
-    parsed = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
+    parsed, _ = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
     assert parsed.prompt == "\U0001f44d"
 
 

@@ -33,6 +33,7 @@ OPERATIONS = (
     "POST /detokenize",
     "GET /health",
     "GET /ready",
+    "GET /version",
     "GET /metrics",
     "GET /attar/state",
 )

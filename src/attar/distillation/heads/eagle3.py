@@ -23,6 +23,7 @@ from attar.data.packing import PADDING
 from attar.distillation.fused import chunk_rows, head_loss
 from attar.distillation.head_settings import Eagle3Settings
 from attar.distillation.heads.layer_shape import layer_shape
+from attar.distillation.heads.start import start_eagle3
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.heads.unroll import unroll
 from attar.distillation.objectives import forward_kl
@@ -52,6 +53,8 @@ def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None
     head = Eagle3Head(config)
     set_vocabulary(head, chosen)
     head.start_from(own.weight.detach().cpu().float() * own.scale)
+    if settings.start == "target":
+        start_eagle3(head, target)
     return head
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 
 KEY_VARIABLE = "ATTAR_API_KEY"
@@ -27,6 +28,7 @@ def serve(
     settings: ServerSettings | None = None,
     answers: TemplateSettings | None = None,
     services: ServiceSettings | None = None,
+    transport: ConnectionSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -37,8 +39,9 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, separated by commas.
-        answers: how answers are read.
+        answers: how prompts are made, and answers read.
         services: which other processes take part, and the role of this one.
+        transport: a unix socket, TLS, web pages of other origins.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -48,7 +51,7 @@ def serve(
         ModelError: the model has no tokenizer.
         SettingsError: there is no parser of this name.
         OutputError: the port cannot be opened.
-        DataError: the file of keys is wrong.
+        DataError: the file of keys, of the chat template or of generation settings is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
     """
     settings = with_environment_keys(settings or ServerSettings())
@@ -57,13 +60,30 @@ def serve(
     services.check_with(options)
     if services:
         _check_extra(("grpc",), "services")
+    from attar.checkpoint import open_checkpoint
+    from attar.runtime.server.chat_template import read_template
+    from attar.runtime.server.generation_config import sampling_defaults
     from attar.runtime.server.roles import SERVERS, ServeCommand
 
+    answers, transport = answers or TemplateSettings(), transport or ConnectionSettings()
+    template = read_template(answers.chat_template) if answers.chat_template else ""
+    defaults = sampling_defaults(answers.generation_config, open_checkpoint(model).path)
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
-    answers = answers or TemplateSettings()
-    SERVERS[services.role](ServeCommand(model, settings, answers, services, options, progress, show))
+    command = ServeCommand(
+        model=model,
+        settings=settings,
+        answers=answers,
+        services=services,
+        transport=transport,
+        template=template,
+        defaults=defaults,
+        options=options,
+        progress=progress,
+        show=show,
+    )
+    SERVERS[services.role](command)
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:

@@ -119,3 +119,9 @@ class StateBody(BaseModel):
 
     status: str
     reason: str | None = None
+
+
+class VersionBody(BaseModel):
+    """The response of /version."""
+
+    version: str

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attar.runtime.results import Event, Sample, TokenLogprob, gather
-from attar.runtime.server.answer import AnswerParser
+from attar.runtime.server.answer import AnswerForm, AnswerParser
 from attar.runtime.server.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons, sources_of
 from attar.runtime.server.errors import ApiError
-from attar.runtime.server.protocol import ChatRequest
+from attar.runtime.server.protocol import ChatRequest, TokenizeRequest
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.responses import respond
 from attar.runtime.server.sampling_params import chat_params
@@ -41,13 +41,16 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
         fields = service.answers.constraints(tools, service.tokenizer.special_token, params.json_schema)
         params = replace(params, **fields)
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
-        ids = await service.encode_chat(body.messages, chat_options(body, tools))
+        keep = service.kept_tokens(body.truncate_prompt_tokens, params)
+        ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)
         handler = await service.submit(
             request, "chatcmpl", params, [ids], priority=body.priority, start=start
         )
     prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
     parser = partial(service.answers.parser, tools, prompt_end)
-    builder = ChatBuilder(service, body, handler, parser, named=tools is not None and tools.named)
+    shown = body.include_reasoning is not False
+    named = tools is not None and tools.named
+    builder = ChatBuilder(service, body, handler, parser, named=named, reasoning=shown)
     with naming_tools(tools):
         return await respond(service, handler, builder, stream=body.stream)
 
@@ -65,9 +68,18 @@ def naming_tools(tools: ToolUse | None) -> Iterator[None]:
         raise ApiError(error.status, message, param="tools", code=error.code or "invalid_value") from error
 
 
-def chat_options(body: ChatRequest, tools: ToolUse | None) -> ChatOptions:
+def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolUse | None, form: AnswerForm) -> ChatOptions:
     """How the conversation of a request becomes a prompt."""
-    return ChatOptions(() if tools is None else tools.shown)
+    variables = dict(body.chat_template_kwargs or {})
+    effort = getattr(body, "reasoning_effort", None)
+    if effort is not None and form.knows_effort:
+        variables.setdefault("reasoning_effort", effort)
+    return ChatOptions(
+        tools=() if tools is None else tools.shown,
+        answer_begins=body.add_generation_prompt is not False,
+        continued=bool(body.continue_final_message),
+        variables=variables,
+    )
 
 
 class ChatBuilder(BodyBuilder):
@@ -76,6 +88,7 @@ class ChatBuilder(BodyBuilder):
     Args:
         parser: makes the parser of a completion.
         named: the request names the one tool to call; then ``finish_reason`` is ``stop``, as at OpenAI.
+        reasoning: is in the answer.
     """
 
     body_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -87,8 +100,10 @@ class ChatBuilder(BodyBuilder):
         handler: RequestHandler,
         parser: Callable[[], AnswerParser],
         named: bool = False,
+        reasoning: bool = True,
     ) -> None:
         super().__init__(service, body, handler)
+        self._reasoning = reasoning
         self._logprobs, self._named, self._answers = bool(body.logprobs), named, service.answers
         self._parser, self._parsers = parser, dict[int, AnswerParser]()  # of choices that have begun
         self._calling: set[int] = set()  # choices with a call
@@ -107,7 +122,8 @@ class ChatBuilder(BodyBuilder):
         pieces = self._parsers[choice].add(event.text)
         if event.finished:
             pieces += self._parsers[choice].finish()
-        deltas = [self._piece(choice, piece) for piece in pieces]
+        shown = [piece for piece in pieces if self._reasoning or not piece.reasoning]
+        deltas = [self._piece(choice, piece) for piece in shown]
         if (event.logprobs or event.proposers) and not deltas:
             deltas = [{"content": ""}]
         parts = [self._delta(choice, delta) for delta in deltas]
@@ -143,7 +159,7 @@ class ChatBuilder(BodyBuilder):
         parser = self._parser()
         answer = join_pieces([*parser.add(sample.text), *parser.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.reasoning:
+        if answer.reasoning and self._reasoning:
             message |= _reasoning_fields(answer.reasoning)
         if answer.calls:
             message["content"] = answer.text or None

@@ -37,15 +37,18 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise ApiError(400, message, param="prompt", code="too_many_prompts")
     completions = service.check_completions(len(prompts), params.n)
     with service.admission.preparing(completions, service.caller(request)):
-        ids = [await _token_ids(service, prompt) for prompt in prompts]
+        keep = service.kept_tokens(body.truncate_prompt_tokens, params)
+        ids = [await _token_ids(service, prompt, keep) for prompt in prompts]
         echoes = await service.threads.run_small(_echoes, service, body)
         handler = await service.submit(request, "cmpl", params, ids, priority=body.priority, start=start)
     builder = CompletionBuilder(service, body, handler, ids, echoes)
     return await respond(service, handler, builder, stream=body.stream)
 
 
-async def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    return await service.encode(prompt) if isinstance(prompt, str) else service.check_prompt(prompt)
+async def _token_ids(service: Service, prompt: str | list[int], keep: int | None) -> list[int]:
+    if isinstance(prompt, str):
+        return await service.encode(prompt, keep=keep)
+    return service.check_prompt(prompt if keep is None else prompt[-keep:])
 
 
 def _echoes(service: Service, body: CompletionRequest) -> list[str]:

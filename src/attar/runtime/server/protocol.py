@@ -7,7 +7,7 @@ accepted and ignored. Fields that are not supported (``functions``, ``suffix``, 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,12 +21,31 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON's keys are strings
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
+MAX_CHOICES = 256  # of structured_outputs
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
 def _field_error(param: str, message: str) -> PydanticCustomError:
     """The error of a check of several fields, with the field that it names."""
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
+
+
+RESERVED = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "template"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    )
+)
+"""Names that ``chat_template_kwargs`` may not have: arguments of the rendering, and special tokens."""
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+    *("prompt_cache_retention", "prediction", "web_search_options", "extra_body", "extra_headers"),
+    *("keep_alive", "num_ctx", "request_id", "spaces_between_special_tokens", "mm_processor_kwargs"),
+    *("drop_params", "custom_llm_provider", "cache_prompt", "num_retries", "timeout"),
+)
+"""Fields of OpenAI and of frameworks that change no answer here; a response header names those given."""
 
 
 class StrictModel(BaseModel):
@@ -63,6 +82,32 @@ class ResponseFormat(StrictModel):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
+class StructuredOutputs(StrictModel):
+    """vLLM's: what the completion must be; exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        values = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in values) != 1:
+            raise ValueError("give one of json, regex, choice and grammar")
+        return self
+
+    def guide(self) -> dict[str, str]:
+        """The sampling parameter."""
+        if self.choice is not None:
+            return {"grammar": "start: " + " | ".join(json.dumps(text) for text in self.choice)}
+        if self.regex is not None:
+            return {"regex": self.regex}
+        if self.grammar is not None:
+            return {"grammar": self.grammar}
+        return {"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)}
+
+
 class StreamOptions(StrictModel):
     """``include_usage``: the last chunk has the token counts."""
 
@@ -94,6 +139,9 @@ class SamplingRequest(StrictModel):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
@@ -119,7 +167,9 @@ class SamplingRequest(StrictModel):
         return stop
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> SamplingRequest:
+    def _check_options(self) -> SamplingRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise _field_error("truncate_prompt_tokens", "it is a number from 1, or -1: what fits")
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "stream_options is allowed only where stream is true")
         return self
@@ -212,6 +262,28 @@ class ChatMessage(StrictModel):
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
+class ChatOptionFields(Protocol):
+    """What requests with messages share."""
+
+    messages: list[ChatMessage] | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def check_chat_options(body: ChatOptionFields) -> None:
+    """Raise an error that names the field for options of the chat template that do not go together."""
+    for name in body.chat_template_kwargs or {}:
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise _field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "the last message goes on, so no other begins: not both of them"
+        raise _field_error("continue_final_message", message)
+    last = body.messages[-1] if body.messages else None
+    if body.continue_final_message and last is not None and not last.plain()["content"]:
+        raise _field_error("continue_final_message", "the last message has no text that could go on")
+
+
 class ChatRequest(SamplingRequest):
     """The body of POST /v1/chat/completions."""
 
@@ -226,6 +298,11 @@ class ChatRequest(SamplingRequest):
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -243,6 +320,7 @@ class ChatRequest(SamplingRequest):
             raise _field_error("functions", "functions are not supported: give them as tools")
         if self.modalities not in (None, [], ["text"]):
             raise _field_error("modalities", "modalities must be ['text']")
+        check_chat_options(self)
         if self.top_logprobs and not self.logprobs:
             raise _field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
         return self
@@ -255,11 +333,16 @@ class TokenizeRequest(StrictModel):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise _field_error("prompt", "give prompt or messages")
+        check_chat_options(self)
         return self
 
 

@@ -20,8 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from attar.runtime.server.errors import ApiError, validation_error
+from attar.runtime.server.protocol import IGNORED
 from attar.runtime.server.service import SMALL
 
+IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
 MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
@@ -42,15 +44,17 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            body = await read_body(request, model)
+            body, ignored = await read_body(request, model)
             response: Response = await self.endpoint(body=body, request=request)
+            if ignored:
+                response.headers[IGNORED_HEADER] = ", ".join(ignored)
             return response
 
         return handle
 
 
-async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
-    """The body of a request.
+async def read_body(request: Request, model: type[BodyModel]) -> tuple[BodyModel, list[str]]:
+    """The body of a request, and its fields that change nothing.
 
     Raises:
         ApiError: 400, it is invalid; 499, the client has disconnected.
@@ -67,12 +71,12 @@ async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
     max_ids = service.backend.context or MAX_IDS
     if len(raw) <= SMALL:
         return parse(raw, model, max_ids)
-    parsed: BodyModel = await service.threads.run_small(parse, raw, model, max_ids)
+    parsed: tuple[BodyModel, list[str]] = await service.threads.run_small(parse, raw, model, max_ids)
     return parsed
 
 
-def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> BodyModel:
-    """A request from JSON.
+def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[BodyModel, list[str]]:
+    """A request from JSON, and its fields that change nothing (``IGNORED``).
 
     Args:
         max_ids: token ids in one list.
@@ -86,8 +90,12 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> BodyMod
     _check_values(data)
     _check_ids(data, max_ids)
     _check_schema(data)
+    ignored = [name for name in IGNORED if data.get(name) is not None]
+    for name in IGNORED:
+        if name not in model.model_fields:
+            data.pop(name, None)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data), ignored
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         raise validation_error(errors) from None

@@ -6,11 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -30,6 +30,7 @@ from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 
+T = TypeVar("T")
 SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
 
 
@@ -57,6 +58,10 @@ class ThreadPools:
         """Run work that writes a response."""
         return await run_in_thread(self._responses, function, arguments)
 
+    def submit_response(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The same from any thread."""
+        return self._responses.submit(function, *arguments)
+
     def close(self) -> None:
         """Running work ends, waiting work is dropped."""
         for pool in (self._small, self._large, self._responses):
@@ -72,7 +77,11 @@ async def run_in_thread(
 
 @dataclass
 class Service:
-    """One server."""
+    """One model of a server.
+
+    Args:
+        second: the service of ``--compare``'s model, with the same admission.
+    """
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -83,8 +92,24 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
     answers: AnswerForm = field(default_factory=lambda: AnswerForm.of(""))
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     threads: ThreadPools = field(default_factory=ThreadPools)
+    second: Service | None = None
     _failure_logged: bool = field(default=False, init=False)
+
+    def of_model(self, name: str | None) -> Service:
+        """The service of a model's name; this one for an unknown name, which it refuses."""
+        return self.second if self.second is not None and name == self.second.model else self
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return self.backend.alive and (self.second is None or self.second.alive)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What stopped an engine; None while all run."""
+        return self.backend.failure or (self.second.failure if self.second is not None else None)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for another model's name."""
@@ -120,30 +145,53 @@ class Service:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return ids
 
-    def params(self, convert: Callable[[Any], SamplingParams], body: Any) -> SamplingParams:
+    def params(
+        self, convert: Callable[[Any, Mapping[str, Any]], SamplingParams], body: Any
+    ) -> SamplingParams:
         """Sampling parameters of a body.
 
         Raises:
             SettingsError: fields that do not go together, or tokens outside the vocabulary.
         """
-        params = convert(body)
+        params = convert(body, self.defaults)
         params.fit(self.backend.vocabulary)
         return params
 
-    async def encode(self, prompt: str, special: bool = True) -> list[int]:
+    async def encode(self, prompt: str, special: bool = True, keep: int | None = None) -> list[int]:
         """Token ids of a text.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
         """
-        self._check_length(len(prompt))
-        encode = self.tokenizer.encode
-        return self.check_prompt(await self.threads.run_sized(len(prompt), encode, prompt, special))
+        if keep is None:
+            self._check_length(len(prompt))
+        ids = await self.threads.run_sized(len(prompt), self.tokenizer.encode, prompt, special)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
+
+    def kept_tokens(self, truncate: int | None, params: SamplingParams) -> int | None:
+        """Last tokens of a prompt that are kept; None: all.
+
+        Args:
+            truncate: ``truncate_prompt_tokens``; -1: as many as the context has beside the completion.
+        """
+        if truncate != -1:
+            return truncate
+        context = self.backend.context
+        return None if context is None else max(context - (params.max_tokens or 1), 1)
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], options: ChatOptions | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        options: ChatOptions | None = None,
+        keep: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
@@ -153,9 +201,11 @@ class Service:
         options = options or ChatOptions()
         length = sum(len(message["content"]) for message in plain)
         length += sum(len(json.dumps(tool, ensure_ascii=False)) for tool in options.tools)
-        self._check_length(length)
+        if keep is None:
+            self._check_length(length)
         size = length + sum(len(message.get("tool_calls", ())) << 10 for message in plain)
-        return self.check_prompt(await self.threads.run_sized(size, self.tokenizer.chat, plain, options))
+        ids = await self.threads.run_sized(size, self.tokenizer.chat, plain, options)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
 
     def _check_length(self, characters: int) -> None:
         """Raise ApiError (400) for a text that exceeds the context whatever its tokens are."""
@@ -236,7 +286,7 @@ class Service:
 
         Only the engine's own checks are quoted: messages of other errors may hold private data.
         """
-        failure = self.backend.failure
+        failure = self.failure
         if failure is None:
             return None
         if not self._failure_logged:

@@ -68,6 +68,10 @@ class ServerSettings:
     alive_s: float = field(
         default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
     )
+    compare: str = field(
+        default="", metadata={"help": "a second model, for comparisons: same options, without speculation"}
+    )
+    page: bool = field(default=True, metadata={"help": "a page for people at /"})
     log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
     def __post_init__(self) -> None:
@@ -104,6 +108,16 @@ class ServerSettings:
 class TemplateSettings:
     """How conversations become prompts, and completions become answers."""
 
+    chat_template: str = field(
+        default="", metadata={"help": "file of a chat template in place of the model's own"}
+    )
+    generation_config: str = field(
+        default="auto",
+        metadata={
+            "help": "sampling parameters of requests without their own; auto: the model's "
+            "generation_config.json; none; or a file"
+        },
+    )
     tool_parser: str = field(
         default="auto",
         metadata={

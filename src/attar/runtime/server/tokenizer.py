@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from secrets import token_hex
 from threading import Lock
@@ -82,6 +82,10 @@ class ServerTokenizer:
         """Whether the model can answer conversations."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    def same_tokens(self, other: ServerTokenizer) -> bool:
+        """Whether each token id stands for the same text in another tokenizer."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:
@@ -123,9 +127,11 @@ class ServerTokenizer:
         tools: Sequence[Mapping[str, Any]] = options.tools
         if not knows_tools(self.template):
             messages, tools = tell_tools(messages, tools), ()
-        if self._escaper is not None and self._escaper.found_in([*messages, *tools]):
-            escaped = self._escaper.escape([*messages, *tools])
-            messages, tools = escaped[: len(messages)], escaped[len(messages) :]
+        given = [*messages, *tools, {"variables": dict(options.variables)}]
+        if self._escaper is not None and self._escaper.found_in(given):
+            escaped = self._escaper.escape(given)
+            messages, tools = escaped[: len(messages)], escaped[len(messages) : -1]
+            options = replace(options, variables=escaped[-1]["variables"])
             return self._escaper.encode(self._rendered(messages, tools, options))
         return self.encode(self._rendered(messages, tools, options), special=False)
 
