@@ -20,6 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from attar.runtime import execution
 from attar.runtime.admission import check_params, check_tokens
 from attar.runtime.completion import Completion, RequestState
 from attar.runtime.kv.evict import Eviction
+from attar.runtime.pooling import PromptPooler
 from attar.runtime.results import Event, FinishReason
 from attar.runtime.sampling.grammar import Grammars, Matcher
 from attar.runtime.sampling.params import SamplingParams
@@ -60,6 +62,7 @@ class Engine:
         eviction: decides after each step which sequences are packed; the runner must support it.
         grammars: of the tokenizer; None: requests with a grammar are refused.
         speculator: drafts tokens; None: every step gives one token for each completion.
+        pooler: pools the states of prompts; None: requests for embeddings are refused.
         clock: seconds; arrivals and deadlines are on it.
     """
 
@@ -74,11 +77,13 @@ class Engine:
         eviction: Eviction | None = None,
         grammars: Grammars | None = None,
         speculator: Speculator | None = None,
+        pooler: PromptPooler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.clock, self.speculator = runner, scheduler, clock, speculator
         self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
+        self.pooler = pooler
         self._requests: dict[str, RequestState] = {}
         self._numbers = map(str, itertools.count())
         self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are quantized
@@ -204,6 +209,8 @@ class Engine:
         if id in self._requests:
             raise SettingsError("id", id, "one that no running request has")
         params.fit(self.vocabulary)
+        if params.pooling is not None and (self.pooler is None or params.max_tokens != 1):
+            raise SettingsError("pooling", params.pooling, "None, unless states are kept and max_tokens is 1")
         features = getattr(self.runner, "features", {})
         check_params(params, features, decodes=self.decode is not None, grammars=self.grammars is not None)
         check_tokens(prompt, self.runner.vocabulary)
@@ -283,6 +290,10 @@ class Engine:
         try:
             logprobs = sampled.logprobs(logits, params.logprobs)
             event = completion.append(sampled.tokens, logprobs, sampled.sources(params.proposers))
+            if params.pooling is not None and self.pooler is not None:
+                row = self.scheduler.manager.table(sequence.id).row
+                embedding = self.pooler.pool(row, len(sequence.request.prompt), params.pooling)
+                event = replace(event, embedding=embedding)
         except Exception as failure:
             return self._fail(sequence, failure)
         state = self._requests[event.request]

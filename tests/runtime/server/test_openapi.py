@@ -18,6 +18,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import EngineBackend
+from attar.runtime.server.embeddings.embedders import EngineEmbedder
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
@@ -32,6 +33,9 @@ OPERATIONS = (
     "POST /tokenize",
     "POST /detokenize",
     "GET /health",
+    "POST /v1/embeddings",
+    "POST /v1/score",
+    "POST /v1/rerank",
     "GET /ready",
     "GET /version",
     "GET /metrics",
@@ -50,12 +54,13 @@ CHECKED = (
 def served(tmp_path_factory):
     """The document, and the engine, of a tiny Llama of random weights."""
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("tiny"))
-    llm = LLM(str(folder), kv_tokens=1024, limits=Limits(sequences=16))
+    llm = LLM(str(folder), embeddings=True, kv_tokens=1024, limits=Limits(sequences=16))
     backend = EngineBackend(llm.streams())
     app = create_app(
         backend,
         ServerSettings(name="tiny", allowed_host=("testserver",)),
         tokenizer=ServerTokenizer(tiny_chat()),
+        embedder=EngineEmbedder(backend, "mean", llm.engine.pooler.dimensions),
     )
     yield schemathesis.openapi.from_asgi("/openapi.json", app), backend
     assert backend.alive, backend.failure

@@ -26,6 +26,9 @@ from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.chat_endpoint import chat, chat_options
 from attar.runtime.server.compare import add_compare
+from attar.runtime.server.embeddings import protocol as of_texts
+from attar.runtime.server.embeddings.embedders import Embedder
+from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
@@ -77,6 +80,7 @@ def create_app(
     answers: TemplateSettings | None = None,
     defaults: Mapping[str, Any] | None = None,
     transport: ConnectionSettings | None = None,
+    embedder: Embedder | None = None,
     second: ServedModel | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
@@ -87,6 +91,7 @@ def create_app(
         facts: a description of the engine, for /v1/models and /metrics.
         answers: how answers are read.
         defaults: of sampling parameters that a request does not have.
+        embedder: makes embeddings; None: the server makes none.
         transport: origins of web pages that may call the server.
         second: a model to compare with, which answers by its own name too.
 
@@ -99,6 +104,7 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.embedder = embedder
     service.defaults = dict(defaults or {})
     service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
     if second is not None:
@@ -106,6 +112,7 @@ def create_app(
             service,
             backend=second.backend,
             tokenizer=second.tokenizer,
+            embedder=None,
             model=second.name,
             metrics=Metrics(second.backend, second.name, second.facts),
             facts=dict(second.facts),
@@ -159,6 +166,7 @@ def make_routes(service: Service) -> APIRouter:
     """All paths of the API."""
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, service)
+    _add_embeddings(router, service)
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
@@ -176,6 +184,22 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         return await chat(service.of_model(body.model), body, request)
+
+
+def _add_embeddings(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
+    async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(service.of_model(body.model), body, request)
+
+    @router.post("/score", include_in_schema=False)
+    @router.post("/v1/score", response_model=of_texts.ScoreBody)
+    async def score_pairs(body: of_texts.ScoreRequest, request: Request) -> Response:
+        return await score(service.of_model(body.model), body, request)
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank", response_model=of_texts.RerankBody)
+    async def rerank_documents(body: of_texts.RerankRequest, request: Request) -> Response:
+        return await rerank(service.of_model(body.model), body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:

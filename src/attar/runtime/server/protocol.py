@@ -175,6 +175,24 @@ class SamplingRequest(StrictModel):
         return self
 
 
+def check_prompts(prompt: Any) -> Any:
+    """A prompt or several, unchanged.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    if not parts or any(part in ("", []) for part in parts):
+        raise ValueError("a prompt must not be empty")
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1 or not kinds <= ({str} if parts is not prompt else {str, int, list}):
+        raise ValueError("it is a text, a list of texts, a list of token ids or a list of such lists")
+    for ids in parts if kinds == {list} else [parts] if kinds == {int} else []:
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ValueError("token ids are whole numbers from 0")
+    return prompt
+
+
 class CompletionRequest(SamplingRequest):
     """The body of POST /v1/completions."""
 
@@ -188,16 +206,7 @@ class CompletionRequest(SamplingRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, prompt: Any) -> Any:
-        parts = prompt if isinstance(prompt, list) else [prompt]
-        if not parts or any(part in ("", []) for part in parts):
-            raise ValueError("a prompt must not be empty")
-        kinds = {type(part) for part in parts}
-        if len(kinds) > 1 or not kinds <= ({str} if parts is not prompt else {str, int, list}):
-            raise ValueError("it is a text, a list of texts, a list of token ids or a list of such lists")
-        for ids in parts if kinds == {list} else [parts] if kinds == {int} else []:
-            if any(type(token) is not int or token < 0 for token in ids):
-                raise ValueError("token ids are whole numbers from 0")
-        return prompt
+        return check_prompts(prompt)
 
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionRequest:

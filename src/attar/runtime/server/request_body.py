@@ -144,14 +144,19 @@ def _check_count(values: int) -> None:
 
 def _check_ids(data: dict[str, Any], limit: int) -> None:
     """Raise ApiError for a list of token ids longer than the context."""
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "tokens", "input"):
         ids = data.get(name)
-        if not isinstance(ids, list):
+        if not isinstance(ids, list) or (name == "input" and not _is_ids(ids[:1])):
             continue
         count = max([len(ids), *(len(part) for part in ids[:MAX_VALUES] if isinstance(part, list))])
         if count > limit:
             message = f"This model's context is {limit:,} tokens, but {name!r} has {count:,}."
             raise ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _is_ids(items: list[Any]) -> bool:
+    """Whether a list is of token ids, or of lists of them."""
+    return all(isinstance(item, int | list) for item in items)
 
 
 def _check_schema(data: dict[str, Any]) -> None:

@@ -105,6 +105,31 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings:
+    """How texts become embeddings."""
+
+    pooling: str = field(
+        default="auto",
+        metadata={
+            "help": "what an embedding is made of: mean, last (causal models), cls (encoders), none; "
+            "auto: what an encoder's folder says, none for causal models",
+            "choices": ("auto", "none", "mean", "last", "cls"),
+        },
+    )
+
+    @property
+    def of_causal(self) -> str | None:
+        """Of a causal model; None: it makes no embeddings.
+
+        Raises:
+            SettingsError: it is of encoders alone.
+        """
+        if self.pooling == "cls":
+            raise SettingsError("pooling", self.pooling, "mean, last or none for a causal model")
+        return self.pooling if self.pooling in ("mean", "last") else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TemplateSettings:
     """How conversations become prompts, and completions become answers."""
 

@@ -95,6 +95,17 @@ class ServerTokenizer:
             encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in encoding["input_ids"]]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Tokens of a pair of texts with the special tokens around them, and 1 for those of the second.
+
+        Raises:
+            DataError: the tokenizer is of a kind that knows no pairs.
+        """
+        if self._fast is None:
+            raise DataError("this tokenizer knows no pairs of texts")
+        encoding = self._fast.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
         if self._fast is not None:
