@@ -35,7 +35,7 @@ from attar.models.head import Head
 
 
 def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None) -> Eagle3Head:
-    """The head before its first step, the sizes of its layer those of the target's own."""
+    """The head before its first step, the sizes of its layers those of the target's own."""
     V, H = own.weight.shape
     config = Eagle3Config(
         hidden=H,
@@ -43,7 +43,7 @@ def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None
         layers=read_layers(len(discover(target).blocks)),
         drafts=settings.drafts,
         draft_vocabulary=0 if chosen is None else len(chosen),
-        shape=layer_shape(target),
+        shape=layer_shape(target, depth=settings.head_layers),
         branches=settings.branches,
         norm_before_residual=settings.norm_before_residual,
         norm_before_fc=settings.norm_before_fc,
