@@ -135,7 +135,7 @@ def test_kivi(name):
     assert speculator.failure is None and speculator.counts.accepted > 3
 
 
-@pytest.mark.parametrize("name", mostly_slow(EVERY, ("eagle3 tree",)))
+@pytest.mark.parametrize("name", mostly_slow(EVERY, ("medusa tree",)))
 def test_coupled_texts_of_fifty_seeds_are_those_of_plain_decoding(name):
     prompt, options = requests_of("llama3", V)[2][0], {"blocks": 400, "block_size": 4}
     requests = [
