@@ -42,9 +42,9 @@ SETUPS = {
     "modules": ("llama3", "modules", {"blocks": 30, "block_size": 4}),
     "window": ("mistral", "modules", {"blocks": 18, "block_size": 4}),
     "int8": ("llama3", "modules", {"blocks": 30, "block_size": 4, "kv_dtype": "int8"}),
-    "compiled": ("llama3", "compiled", {"blocks": 10, "kv_dtype": "float32"}),
+    "compiled": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "float32"}),
     "compiled window": ("mistral", "compiled", {"blocks": 7, "kv_dtype": "float16"}),
-    "compiled int8": ("llama3", "compiled", {"blocks": 10, "kv_dtype": "int8"}),
+    "compiled int8": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "int8"}),
 }
 FAST = [
     ("medusa tree", "modules"),
@@ -92,7 +92,9 @@ def speculator_of(name: str, family: str, runner: Any) -> tuple[Speculator, Read
     if case.kind:
         drafter = proposer.head if isinstance(proposer, CombinedProposer) else proposer
         anew = ReadAnew(drafter, proposer_of(replace(case, suffix=False), head, runner))
-    return Speculator(proposer, Restless(), most=10), anew
+    speculator = Speculator(proposer, Restless(), most=10)
+    speculator.prefill.pays = lambda *_: True  # type: ignore[method-assign]  # however few are accepted
+    return speculator, anew
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_the_text_is_that_of_plain_decoding(name, setup):
     assert runner.failed or not runner.repeats
     assert moved or not ("tree" in name or "suffix" in name), "a path that is no beginning was accepted"
     if anew is not None and "window" not in setup:
-        assert len(anew.same) > 20 and sum(anew.same) >= 0.97 * len(anew.same), anew.same
+        assert len(anew.same) > 10 and sum(anew.same) >= 0.97 * len(anew.same), anew.same
 
 
 @pytest.mark.parametrize("name", mostly_slow(EVERY, ("dspark",)))
