@@ -122,7 +122,8 @@ def test_the_text_is_that_of_plain_decoding(name, setup):
     assert runner.failed or not runner.repeats
     assert moved or not ("tree" in name or "suffix" in name), "a path that is no beginning was accepted"
     if anew is not None and "window" not in setup:
-        assert len(anew.same) > 10 and sum(anew.same) >= 0.97 * len(anew.same), anew.same
+        assert EVERY[name].suffix or len(anew.same) > 10, "where trees promise more, a head is not asked"
+        assert sum(anew.same) >= 0.97 * len(anew.same), anew.same
 
 
 @pytest.mark.parametrize("name", mostly_slow(EVERY, ("dspark",)))
