@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from attar.runtime.async_engine import AsyncEngine
+from attar.runtime.engine import PromptObserver
 from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -37,6 +38,7 @@ class Stats:
         speculation: None without speculation.
         free: sequences that may start in addition to those that run.
         samples: further numbers, of the services that take part.
+        ready: whether it takes requests now.
     """
 
     running: int = 0
@@ -49,6 +51,7 @@ class Stats:
     speculation: SpeculationCounts | None = None
     free: int = 0
     samples: Sequence[MetricSample] = ()
+    ready: bool = True
 
 
 class Backend(Protocol):
@@ -148,6 +151,14 @@ class EngineBackend:
         return self._streams.stream(
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
         )
+
+    def score(
+        self, prompt: Sequence[int], start: int, observe: PromptObserver, *, id: str, salt: str = ""
+    ) -> AsyncIterator[Event]:
+        """Runs a prompt; ``observe`` gets the logits that follow each of its tokens from ``start`` on, but
+        the last."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        return self._streams.stream(prompt, params, id=id, salt=salt, observe=(start, observe))
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)

@@ -11,7 +11,7 @@ from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.services.draft_service import DraftService
-from attar.runtime.services.messages import MOST_AHEAD, Hello, Offer
+from attar.runtime.services.messages import MOST_AHEAD, VERSION, Hello, Offer
 from attar.runtime.services.offer_proposer import DrafterPool, OfferProposer
 from attar.runtime.services.offers import Outcome
 from attar.runtime.speculate.build import SETTLE
@@ -39,16 +39,21 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32]
 
 
-def hello_of(role: str, loaded: Loaded) -> Hello:
-    """The first message of a service with a model."""
+def hello_of(role: str, name: str, tokenizer: Any, vocabulary: int, context: int | None = None) -> Hello:
+    """The first message of a service."""
     return Hello(
-        version=1,
+        version=VERSION,
         role=role,  # type: ignore[arg-type]
-        name=loaded.name[:256],
-        tokenizer=tokenizer_digest(loaded.tokenizer),
-        vocabulary=vocabulary_of(loaded),
-        context=loaded.runner.context,
+        name=name[:256],
+        tokenizer=tokenizer_digest(tokenizer),
+        vocabulary=vocabulary,
+        context=context,
     )
+
+
+def hello_of_model(role: str, loaded: Loaded) -> Hello:
+    """The first message of a service with a model."""
+    return hello_of(role, loaded.name, loaded.tokenizer, vocabulary_of(loaded), loaded.runner.context)
 
 
 def load_with_offers(model: Any, pool: PoolMaker, options: Mapping[str, Any]) -> tuple[LLM, OfferProposer]:
@@ -86,7 +91,7 @@ def offer_speculator(
     most = min(drafts or MOST_DRAFTS, MOST_AHEAD)
     policy = DraftPolicy(Latency(by_tokens(measure(loaded.runner)), settle=SETTLE), most)
     proposer = OfferProposer(policy, vocabulary_of(loaded), most=most)
-    proposer.pool = pool(hello_of("target", loaded), proposer.offer)
+    proposer.pool = pool(hello_of_model("target", loaded), proposer.offer)
     mode = cast(VerificationMode, verification or "coupled")
     return Speculator(proposer, policy, most=most, verification=mode)
 

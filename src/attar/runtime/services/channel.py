@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -106,6 +107,20 @@ class FrameStream:
         except TimeoutError:
             raise ProtocolError(f"no first message within {HELLO_S:g} s") from None
         return check_hello(messages[0] if len(messages) == 1 else None, role, own)
+
+
+async def run_until_first(*work: Coroutine[Any, Any, None]) -> None:
+    """Run the directions of a stream together until one of them ends or fails; the others are cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Network:
@@ -244,6 +259,7 @@ def _reason(error: Any) -> str:
 
 
 def _grpc() -> Any:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its own log is read at the import
     try:
         import grpc
         import grpc.aio

@@ -19,7 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attar.errors import AttarError
-from attar.runtime.services.channel import DRAFT, FrameStream, Network, Security, StreamEnded, connect
+from attar.runtime.services.channel import (
+    DRAFT,
+    FrameStream,
+    Network,
+    Security,
+    StreamEnded,
+    connect,
+    run_until_first,
+)
 from attar.runtime.services.messages import (
     MOST_MESSAGES,
     Close,
@@ -35,7 +43,7 @@ from attar.runtime.services.messages import (
 from attar.runtime.services.offers import Outcome
 from attar.runtime.services.turnaround import Turnaround
 
-PING_S, HANG_S, DEAD_S = 0.25, 1.0, 10.0
+PING_S, HANG_S, DEAD_S = 0.25, 1.0, 5.0
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 1.0  # between two connections
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 1.5  # of a drafter that lies, or whose drafts are not accepted
 JUDGED, ACCEPTED, FADE = 64.0, 0.02, 0.98  # verified drafts, share of them with an accepted token, decay
@@ -136,17 +144,10 @@ class DraftClient:
         self.counts.connections += 1
         self.link, self.reason = link, ""
         logger.info("%s drafts: %s", self.endpoint, other.name)
-        tasks = [asyncio.create_task(work) for work in (link.write(stream), link.read(stream), link.ping())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
+            await run_until_first(link.write(stream), link.read(stream), link.ping())
         finally:
             link.closed, self.link = True, None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _failed(self, reason: str) -> None:
         if reason != self.reason:

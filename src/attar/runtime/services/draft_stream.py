@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from threading import Lock
 
-from attar.runtime.services.channel import FrameStream
+from attar.runtime.services.channel import FrameStream, run_until_first
 from attar.runtime.services.draft_service import DraftService
 from attar.runtime.services.messages import Close, Commit, Hello, Offer, Open, Ping, Pong, ProtocolError
 
@@ -65,15 +65,18 @@ async def serve_drafts(stream: FrameStream, service: DraftService, hello: Hello)
     """
     await stream.greet(hello, "target")
     verifier = VerifierStream(asyncio.get_running_loop())
-    sending = asyncio.create_task(verifier.send(stream))
     try:
-        while True:
-            messages = await stream.read()
-            if not all(isinstance(message, Open | Commit | Close | Ping) for message in messages):
-                raise ProtocolError("a drafter reads open, commit, close and ping")
-            while service.waiting > MOST_FRAMES:
-                await asyncio.sleep(0.002)
-            service.receive(verifier, messages)
+        await run_until_first(verifier.send(stream), _read(stream, service, verifier))
     finally:
-        sending.cancel()
         service.leave(verifier)
+
+
+async def _read(stream: FrameStream, service: DraftService, verifier: VerifierStream) -> None:
+    """Receive messages, for ever."""
+    while True:
+        messages = await stream.read()
+        if not all(isinstance(message, Open | Commit | Close | Ping) for message in messages):
+            raise ProtocolError("a drafter reads open, commit, close and ping")
+        while service.waiting > MOST_FRAMES:
+            await asyncio.sleep(0.002)
+        service.receive(verifier, messages)

@@ -1,11 +1,14 @@
 """The messages between services: typed, bounded, JSON. A frame of a stream is a list of them.
 
-    to the drafter      hello, open, commit, close, ping
+    to a drafter        hello, open, commit, close, ping
     to the verifier     hello, offer, pong
+    to a target         hello, submit, cancel, offer, close, drafters, ping
+    to a coordinator    hello, event, refusal, load, open, commit, close, verdict, pong
 
     open     a request with all its tokens so far, and how they are sampled
     commit   tokens that follow the first ``base``; ``ahead``: tokens that may be offered beyond them
     offer    a guess of the tokens after the first ``base``
+    submit   a request for the engine, whose events come back
 
 Every message carries the length on which it stands, so it needs no others to be understood: one that comes
 late or twice is known for what it is. Everything is bounded before it is used: the bytes of a frame by the
@@ -15,13 +18,17 @@ channel, then lists, texts and numbers here. A frame that breaks a rule ends its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from attar.errors import AttarError
+from attar.errors import AttarError, DataError, GrammarError, SettingsError, UsageError
+from attar.runtime.admission import BusyError
+from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 VERSION = 1
 MOST_AHEAD = 64  # tokens of an offer
@@ -39,6 +46,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class ProtocolError(AttarError):
     """Another service sends what the protocol does not allow."""
+
+
+class UnavailableError(AttarError):
+    """Another service cannot be reached now."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -173,9 +184,143 @@ class Pong:
     kind: Literal["pong"] = "pong"
 
 
-ServiceMessage = Hello | Open | Commit | Close | Offer | Ping | Pong
+@dataclass(frozen=True, config=_STRICT)
+class Submit:
+    """A request for the target's engine; ``id`` is the trace id in the logs of all services."""
+
+    id: ShortText
+    prompt: WireTokens
+    params: SamplingParams
+    priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] = 0
+    deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    salt: ShortText = ""
+    kind: Literal["submit"] = "submit"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Cancel:
+    """What is left of a request ends."""
+
+    id: ShortText
+    kind: Literal["cancel"] = "cancel"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EventMessage:
+    """An event of the engine; ``fault``: the request itself is at fault where the reason is "error"."""
+
+    request: ShortText
+    sample: Count
+    text: str = ""
+    token_ids: WireTokens = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    usage: Usage | None = None
+    proposers: tuple[str, ...] = ()
+    fault: bool = False
+    kind: Literal["event"] = "event"
+
+    @classmethod
+    def of(cls, event: Event) -> EventMessage:
+        """An event of this process."""
+        values = {name: getattr(event, name) for name in _EVENT_FIELDS}
+        return cls(**values, fault=isinstance(event.failure, UsageError | DataError))
+
+    def event(self) -> Event:
+        """As an event of this process."""
+        values = {name: getattr(self, name) for name in _EVENT_FIELDS}
+        failure = DataError(self.error or "the request failed") if self.fault else None
+        return Event(**values, failure=failure)
+
+
+_EVENT_FIELDS = tuple(field.name for field in fields(Event) if field.name != "failure")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Refusal:
+    """The engine takes no such request: the error, by its kind."""
+
+    request: ShortText
+    error: Literal["settings", "grammar", "data", "busy", "failed"]
+    message: str
+    field: ShortText = ""
+    kind: Literal["refusal"] = "refusal"
+
+    @classmethod
+    def of(cls, request: str, failure: Exception) -> Refusal:
+        """An error of this process; what is no user's error keeps its message to itself."""
+        message = failure.message if isinstance(failure, AttarError) else type(failure).__name__
+        name = failure.field if isinstance(failure, SettingsError) else ""
+        kinds = {"grammar": GrammarError, "settings": SettingsError, "data": DataError, "busy": BusyError}
+        error: Any = next((name for name, kind in kinds.items() if isinstance(failure, kind)), "failed")
+        return cls(request, error, message, name[:256])
+
+    def failure(self) -> Exception:
+        """As an error of this process."""
+        if self.error in ("settings", "grammar"):
+            kind = SettingsError if self.error == "settings" else GrammarError
+            failure = kind(self.field, None, "")
+            failure.message, failure.args = self.message, (self.message,)
+            return failure
+        return {"data": DataError, "busy": BusyError}.get(self.error, AttarError)(self.message)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TargetLoad:
+    """The load of the target, a few times a second; the fields are those of its metrics."""
+
+    running: Count
+    waiting: Count
+    free: Count
+    cache_usage: float
+    blocks: dict[str, int]
+    prefix_queries: Count
+    prefix_hits: Count
+    preemptions: Count
+    speculation: SpeculationCounts | None = None
+    kind: Literal["load"] = "load"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Drafters:
+    """Draft services that are ready: with none, the target opens nothing."""
+
+    ready: Count
+    kind: Literal["drafters"] = "drafters"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DraftVerdict:
+    """Of a request's draft so many tokens were verified and accepted in a pass."""
+
+    request: Count
+    drafted: Count
+    accepted: Count
+    kind: Literal["verdict"] = "verdict"
+
+
+ServiceMessage = (
+    Hello
+    | Open
+    | Commit
+    | Close
+    | Offer
+    | Ping
+    | Pong
+    | Submit
+    | Cancel
+    | EventMessage
+    | Refusal
+    | TargetLoad
+    | Drafters
+    | DraftVerdict
+)
 _FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
-    Annotated[list[Annotated[ServiceMessage, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)]
+    Annotated[list[Annotated[ServiceMessage, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)],
+    config=ConfigDict(ser_json_inf_nan="constants"),
 )
 
 
@@ -194,6 +339,8 @@ def decode(frame: bytes) -> list[ServiceMessage]:
         return _FRAME.validate_json(frame)
     except ValidationError as error:
         raise ProtocolError(f"a frame is not of protocol {VERSION}: {_first(error)}") from None
+    except SettingsError as error:
+        raise ProtocolError(f"a frame has parameters that are not allowed: {error.message[:200]}") from None
 
 
 def check_hello(message: object, role: str, own: Hello) -> Hello:
@@ -214,7 +361,7 @@ def check_hello(message: object, role: str, own: Hello) -> Hello:
         )
     if message.role != role:
         raise ProtocolError(f"{message.name} has the role {message.role}, not {role}")
-    if "draft" in (role, own.role) and message.tokenizer != own.tokenizer:
+    if message.tokenizer != own.tokenizer:
         raise ProtocolError(
             f"{message.name} and {own.name} have different tokenizers",
             hint="draft with a model of the same family",

@@ -44,6 +44,7 @@ from attar.runtime.services.turnaround import Turnaround
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.policy import GAIN, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.target import PAST_END
 
 MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8
@@ -136,7 +137,7 @@ class OfferProposer:
         vocabulary: int,
         *,
         most: int = 16,
-        name: str = "offers",
+        name: str = "draft",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy, self.most, self.name, self.clock = policy, most, name, clock
@@ -184,7 +185,7 @@ class OfferProposer:
                 if sequence.drafted:
                     sequence.drafter.judged(sequence.drafted, len(one.path))
                 sequence.planned, sequence.drafted = False, 0
-                self._commit(sequence, one.tokens)
+                self._commit(sequence, [token for token in one.tokens if token != PAST_END])
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
