@@ -7,7 +7,7 @@ from typing import Any
 
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
-from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
@@ -22,6 +22,7 @@ def build_serve(verb: str) -> Any:
         *settings_options(TemplateSettings),
         *settings_options(ServiceSettings),
         *settings_options(ConnectionSettings),
+        *settings_options(EmbeddingSettings),
         *settings_options(EngineSettings),
     ]
 
@@ -33,8 +34,11 @@ def build_serve(verb: str) -> Any:
         answers = read_settings(TemplateSettings, verb, values)
         services = read_settings(ServiceSettings, verb, values)
         transport = read_settings(ConnectionSettings, verb, values)
+        embeddings = read_settings(EmbeddingSettings, verb, values)
         options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
-        serve(values["model"], settings, answers, services, transport, show=_print_line, **options)
+        serve(
+            values["model"], settings, answers, services, transport, embeddings, show=_print_line, **options
+        )
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."

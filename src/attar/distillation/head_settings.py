@@ -102,10 +102,12 @@ class TreeHeadSettings(DraftHeadSettings):
     """A head that drafts a token after the other, as a chain or as a tree."""
 
     branches: int = _option(1, "likeliest tokens after each node of a tree of drafts; 1: a chain")
+    head_layers: int = _option(1, "transformer layers of the head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("branches", self.branches, 1, 32, "between 1 and 32")
+        check_range("head_layers", self.head_layers, 1, 64, "between 1 and 64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,9 @@ class Eagle3Settings(TreeHeadSettings):
     norm_before_fc: bool = _option(False, "the states of all layers are normed together")
     fc_norm: bool = _option(False, "the states of each layer are normed")
     norm_output: bool = _option(False, "its own states are normed before it reads them (EAGLE-3.1)")
+    start: str = _option(
+        "target", "its first weights: target (those of the model's layer) or random", ("target", "random")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,9 @@ Free of the model and of the cache: the engine passes logits in and events out.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from attar.errors import AttarError
 from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
@@ -165,6 +166,7 @@ class RequestState:
         started: seconds on the engine's clock of its first step; None before.
         first_token: the same of its first token.
         prompt_logprobs: of the prompt's tokens, filled where asked for; None for the first.
+        observe: see :data:`attar.runtime.engine.PromptObserver`.
     """
 
     request: Request
@@ -177,6 +179,7 @@ class RequestState:
     drafted: int = 0
     accepted: int = 0
     lossy: bool = False
+    observe: Callable[[int, Any], None] | None = None
     _prompt_logprobs_sent: bool = False
 
     @staticmethod

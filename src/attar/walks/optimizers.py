@@ -40,7 +40,7 @@ def build(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimiz
     """
     hidden, matrices, rest = split(model)
     rate, decay = settings.learning_rate, settings.weight_decay
-    scales = getattr(model, "rate_scales", dict)()
+    scales: dict[int, float] = getattr(model, "rate_scales", dict)()
     adamw = [*_groups(matrices, 0.0, scales), *_groups(rest, 0.0, scales)]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon" and hidden:

@@ -24,6 +24,7 @@ SWITCHES = {
     "norm_before_fc": {"norm_before_fc": True},
     "fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
     "reduced": {"draft_vocabulary": 200},
+    "three layers": {"head_layers": 3},
 }
 
 
@@ -65,6 +66,16 @@ def test_each_step_is_that_of_a_head_that_drafts_after_its_own_states(monkeypatc
 def test_the_layer_of_eagle_has_a_residual_stream_and_no_norm_before_attention():
     head, target, _ = made(eagle, family="qwen2")
     assert "fc.bias" in head.state_dict() and not any("input" in name for name in head.state_dict())
+    (step,) = unroll.unroll(head, embedded(target), head.project(target.states[:, :-1]), 1)
+    for i in range(5):
+        (wanted,) = SlowEagle(head).chain(embedded(target)[1], target.states[1], i, 1)
+        torch.testing.assert_close(step[1, i], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_further_layer_of_eagle_has_a_norm_before_attention():
+    head, target, _ = made(eagle, head_layers=2)
+    names = [name for name in head.state_dict() if "input_layernorm" in name]
+    assert names == ["layers.1.input_layernorm.weight"]
     (step,) = unroll.unroll(head, embedded(target), head.project(target.states[:, :-1]), 1)
     for i in range(5):
         (wanted,) = SlowEagle(head).chain(embedded(target)[1], target.states[1], i, 1)

@@ -1,12 +1,15 @@
 """A new block drafter is its target's last layers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attar.distillation.heads import block
-from attar.distillation.heads.start import norm_scale, start_near
+from attar.distillation.head_settings import Eagle3Settings
+from attar.distillation.heads import block, eagle3
+from attar.distillation.heads.start import norm_scale, start_block_drafter
 from attar.models.anatomy import discover
-from attar.models.draft_heads.decoder_layer import rotary
+from attar.models.draft_heads.decoder_layer import rotary, turned
 from attar.models.head import head_of
 from attar.models.hidden_states import recording_states
 from tests import tiny_models
@@ -29,7 +32,7 @@ def test_the_context_has_the_keys_and_values_of_the_target(family, depth):
     drafter, length, seen = new(model, start="random", head_layers=depth), 9, {}
     with torch.no_grad():
         drafter.fc.weight.zero_()  # what it has besides
-    start_near(drafter, model)
+    start_block_drafter(drafter, model)
     blocks = discover(model).blocks
     first, d = blocks[len(blocks) - depth], drafter.config.shape.head_dim
     k, v = (
@@ -49,10 +52,33 @@ def test_the_context_has_the_keys_and_values_of_the_target(family, depth):
     if not first.attention.norms:
         size = drafter.layers[0].self_attn.k_norm.weight[0]
         wanted = wanted / wanted.square().mean(-1, keepdim=True).sqrt() * size
-    cos, sin = rotary(positions, drafter.config.shape)
-    low, high = wanted.chunk(2, -1)
-    wanted = wanted * cos + torch.cat([-high, low], -1) * sin
+    wanted = turned(wanted, rotary(positions, drafter.config.shape))
     torch.testing.assert_close(keys[0], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_eagle3_reads_with_the_keys_and_values_of_the_layer_behind():
+    """But for what it reads of the embedding."""
+    model = tiny_models.build("llama3")
+    blocks, own = discover(model).blocks, head_of(model)
+    head = eagle3.make(model, own, Eagle3Settings(), None)
+    behind, seen = blocks[min(head.config.layers[-1] + 1, len(blocks) - 1)].attention, {}
+    for name in (behind.k.name, behind.v.name):
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out})
+        )
+    head.config = replace(head.config, layers=(*head.config.layers[:-1], int(behind.name.split(".")[-2]) - 1))
+    positions = torch.arange(9)[None]
+    with torch.no_grad(), recording_states(model, head.config.layers) as states:
+        model(input_ids=tiny_models.tokens(model, batch=1, length=9), use_cache=False)
+        g = head.project(torch.stack(states, 2))
+        inputs, residual = head.inputs(torch.zeros_like(g), g)
+        keys, values = head.attention.keys_values(inputs, rotary(positions, head.config.shape))
+    torch.testing.assert_close(residual, states[-1])
+    torch.testing.assert_close(values.flatten(-2), seen[behind.v.name])
+    wanted = turned(
+        seen[behind.k.name].unflatten(-1, (-1, behind.head_dim)), rotary(positions, head.config.shape)
+    )
+    torch.testing.assert_close(keys, wanted)
 
 
 def test_a_drafter_begins_so_by_itself_or_at_random():

@@ -7,7 +7,7 @@ activations, rotary frequencies that change with the length, sliding windows, bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,14 @@ def without_output_bias(tensors: Mapping[str, Tensor], where: str) -> dict[str, 
     if any(tensors[name].any() for name in biases):
         raise ModelError(f"{where}: {biases[0]}: heads without a bias behind attention alone are read")
     return {name: x for name, x in tensors.items() if name not in biases}
+
+
+def check_depth(tensors: Iterable[str], layers: DecoderLayers, where: str) -> None:
+    """Raises CheckpointError where the tensors have another number of layers than the config."""
+    numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    if numbers != set(range(layers.depth)):
+        stated = f"{where}: num_hidden_layers is {layers.depth}"
+        raise CheckpointError(f"{stated}, the tensors have {max(numbers, default=-1) + 1}")
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any]]:

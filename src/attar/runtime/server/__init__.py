@@ -16,7 +16,7 @@ from typing import Any
 
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 
@@ -29,6 +29,7 @@ def serve(
     answers: TemplateSettings | None = None,
     services: ServiceSettings | None = None,
     transport: ConnectionSettings | None = None,
+    embeddings: EmbeddingSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -42,6 +43,7 @@ def serve(
         answers: how prompts are made, and answers read.
         services: which other processes take part, and the role of this one.
         transport: a unix socket, TLS, web pages of other origins.
+        embeddings: how texts become embeddings.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -77,6 +79,7 @@ def serve(
         answers=answers,
         services=services,
         transport=transport,
+        embeddings=embeddings or EmbeddingSettings(),
         template=template,
         defaults=defaults,
         options=options,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -24,6 +25,10 @@ from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.chat_endpoint import chat, chat_options
+from attar.runtime.server.compare import add_compare
+from attar.runtime.server.embeddings import protocol as of_texts
+from attar.runtime.server.embeddings.embedders import Embedder
+from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
@@ -36,7 +41,11 @@ from attar.runtime.server.middleware import (
     allowed_hosts,
     error_response,
 )
+from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
+from attar.runtime.server.responses_api.endpoint import delete, respond_to, retrieve
+from attar.runtime.server.responses_api.protocol import DeletedBody, ResponseBody, ResponsesRequest
+from attar.runtime.server.responses_api.store import ResponseStore
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
@@ -54,6 +63,16 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, its name for clients, and a description of its engine."""
+
+    name: str
+    backend: Backend
+    tokenizer: ServerTokenizer
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 def create_app(
     backend: Backend,
     settings: ServerSettings | None = None,
@@ -64,6 +83,8 @@ def create_app(
     answers: TemplateSettings | None = None,
     defaults: Mapping[str, Any] | None = None,
     transport: ConnectionSettings | None = None,
+    embedder: Embedder | None = None,
+    second: ServedModel | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -73,7 +94,9 @@ def create_app(
         facts: a description of the engine, for /v1/models and /metrics.
         answers: how answers are read.
         defaults: of sampling parameters that a request does not have.
+        embedder: makes embeddings; None: the server makes none.
         transport: origins of web pages that may call the server.
+        second: a model to compare with, which answers by its own name too.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -84,8 +107,20 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.embedder = embedder
     service.defaults = dict(defaults or {})
     service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
+    if second is not None:
+        service.second = replace(
+            service,
+            backend=second.backend,
+            tokenizer=second.tokenizer,
+            embedder=None,
+            model=second.name,
+            metrics=Metrics(second.backend, second.name, second.facts),
+            facts=dict(second.facts),
+            answers=AnswerForm.of(second.tokenizer.template, answers.tool_parser, answers.reasoning_parser),
+        )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -93,11 +128,15 @@ def create_app(
         yield
         admission.draining = True
         await backend.close()
+        if second is not None:
+            await second.backend.close()
         service.threads.close()
 
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
+    if settings.page:
+        add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
@@ -130,25 +169,61 @@ def make_routes(service: Service) -> APIRouter:
     """All paths of the API."""
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, service)
+    _add_responses(router, service)
+    _add_embeddings(router, service)
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
     add_state(router, service)
+    if service.second is not None:
+        add_compare(router, service, service.second)
     return router
 
 
 def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post("/v1/completions", response_model=bodies.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        return await complete(service, body, request)
+        return await complete(service.of_model(body.model), body, request)
 
     @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
-        return await chat(service, body, request)
+        return await chat(service.of_model(body.model), body, request)
+
+
+def _add_responses(router: APIRouter, service: Service) -> None:
+    store = ResponseStore()
+
+    @router.post("/v1/responses", response_model=ResponseBody, responses=_STREAM)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await respond_to(service.of_model(body.model), store, body, request)
+
+    @router.get("/v1/responses/{id}", response_model=ResponseBody)
+    async def retrieve_response(id: str, request: Request) -> Response:
+        return retrieve(service, store, id, request)
+
+    @router.delete("/v1/responses/{id}", response_model=DeletedBody)
+    async def delete_response(id: str, request: Request) -> Response:
+        return delete(service, store, id, request)
+
+
+def _add_embeddings(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
+    async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(service.of_model(body.model), body, request)
+
+    @router.post("/score", include_in_schema=False)
+    @router.post("/v1/score", response_model=of_texts.ScoreBody)
+    async def score_pairs(body: of_texts.ScoreRequest, request: Request) -> Response:
+        return await score(service.of_model(body.model), body, request)
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank", response_model=of_texts.RerankBody)
+    async def rerank_documents(body: of_texts.RerankRequest, request: Request) -> Response:
+        return await rerank(service.of_model(body.model), body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    def card() -> bodies.ModelCard:
+    def card(service: Service) -> bodies.ModelCard:
         return bodies.ModelCard(
             id=service.model,
             created=service.created,
@@ -158,12 +233,14 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/models")
     async def list_models() -> bodies.ModelList:
-        return bodies.ModelList(data=[card()])
+        others = [service.second] if service.second is not None else []
+        return bodies.ModelList(data=[card(one) for one in (service, *others)])
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> bodies.ModelCard:
-        service.check_model(model)
-        return card()
+        named = service.of_model(model)
+        named.check_model(model)
+        return card(named)
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
@@ -197,7 +274,7 @@ def _add_state(router: APIRouter, service: Service) -> None:
     @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
-        if service.backend.alive:
+        if service.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
@@ -209,7 +286,7 @@ def _add_state(router: APIRouter, service: Service) -> None:
     @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
         """Whether the server takes new requests: 503 while it drains, or cannot reach its target."""
-        draining = service.admission.draining or not service.backend.alive
+        draining = service.admission.draining or not service.alive
         accepting = not draining and service.backend.stats().ready
         status = "ready" if accepting else "draining" if draining else "waiting"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from attar.runtime.async_engine import AsyncEngine
+from attar.runtime.engine import PromptObserver
 from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -150,6 +151,22 @@ class EngineBackend:
         return self._streams.stream(
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
         )
+
+    def score(
+        self,
+        prompt: Sequence[int],
+        start: int,
+        observe: PromptObserver,
+        *,
+        id: str,
+        salt: str = "",
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[Event]:
+        """Runs a prompt; ``observe`` gets the logits that follow each of its tokens from ``start`` on, but
+        the last."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        scored = (start, observe)
+        return self._streams.stream(prompt, params, id=id, salt=salt, deadline_s=deadline_s, observe=scored)
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)

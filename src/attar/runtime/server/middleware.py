@@ -2,7 +2,8 @@
 
 A body is counted as it arrives, whatever its header says; one that is too large is answered with 413. The
 rest of it is read and dropped for a while, because a client that is cut off while it sends does not read the
-answer. ``/health`` and ``/ready`` need no key.
+answer. ``/health``, ``/ready`` and the
+page need no key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ASGIReceive = Callable[[], Awaitable[ASGIMessage]]
 ASGISend = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp = Callable[[ASGIScope, ASGIReceive, ASGISend], Awaitable[None]]
 LOGGER = "attar.server"
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/", "/health", "/ready")
 MAX_DROPPED = 64 << 20  # bytes read of a body that is too large
 MAX_DROPPED_S = 10.0
 CONCURRENT_BODIES = 128  # of the largest size, that requests may hold at the same time

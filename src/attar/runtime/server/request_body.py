@@ -28,7 +28,7 @@ MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are 
 MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
-_SCHEMAS = ("response_format", "tools")  # fields that hold them
+_SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -90,7 +90,8 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
     _check_values(data)
     _check_ids(data, max_ids)
     _check_schema(data)
-    ignored = [name for name in IGNORED if data.get(name) is not None]
+    used = getattr(model, "USED", ())
+    ignored = [name for name in IGNORED if data.get(name) is not None and name not in used]
     for name in IGNORED:
         if name not in model.model_fields:
             data.pop(name, None)
@@ -144,14 +145,19 @@ def _check_count(values: int) -> None:
 
 def _check_ids(data: dict[str, Any], limit: int) -> None:
     """Raise ApiError for a list of token ids longer than the context."""
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "tokens", "input"):
         ids = data.get(name)
-        if not isinstance(ids, list):
+        if not isinstance(ids, list) or (name == "input" and not _is_ids(ids[:1])):
             continue
         count = max([len(ids), *(len(part) for part in ids[:MAX_VALUES] if isinstance(part, list))])
         if count > limit:
             message = f"This model's context is {limit:,} tokens, but {name!r} has {count:,}."
             raise ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _is_ids(items: list[Any]) -> bool:
+    """Whether a list is of token ids, or of lists of them."""
+    return all(isinstance(item, int | list) for item in items)
 
 
 def _check_schema(data: dict[str, Any]) -> None:

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from attar.errors import DataError, ModelError
+from attar.checkpoint import open_checkpoint
+from attar.errors import DataError, ModelError, SettingsError
 from attar.progress import Progress
+from attar.runtime.encoder import Encoder, is_encoder
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.app import create_app
+from attar.runtime.server.app import ServedModel, create_app
 from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
+from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.runtime.server.run import run
-from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
+from attar.runtime.speculate.settings import SpeculationSettings
 
 Show = Callable[[str], None]
 
@@ -45,6 +49,7 @@ class ServeCommand:
     answers: TemplateSettings
     services: ServiceSettings
     transport: ConnectionSettings
+    embeddings: EmbeddingSettings
     template: str
     defaults: dict[str, Any]
     options: dict[str, Any]
@@ -54,15 +59,32 @@ class ServeCommand:
 
 def serve_ordinary(command: ServeCommand) -> None:
     """An engine and its API in one process."""
+    if is_encoder(open_checkpoint(command.model).config):
+        serve_encoder(command)
+        return
+    pooling = command.embeddings.of_causal
     with ExitStack() as stack:
         samples: Callable[[], Sequence[MetricSample]] = tuple
         with command.progress.task("load", total=1) as task:
             if command.services.draft_endpoint:
                 llm, samples = _with_drafters(command, stack)
             else:
-                llm = LLM(command.model, **command.options)
+                llm = LLM(command.model, embeddings=pooling is not None, **command.options)
             task.advance()
         _serve_engine(command, llm, EngineBackend(llm.streams(), samples))
+
+
+def serve_encoder(command: ServeCommand) -> None:
+    """An encoder, which makes embeddings or scores and completes nothing."""
+    with command.progress.task("load", total=1) as task:
+        device = command.options.get("device") or "cpu"
+        encoder = Encoder(command.model, pooling=command.embeddings.pooling, device=device)
+        task.advance()
+    kind = "scores pairs" if encoder.scores else f"embeds by {encoder.pooling}"
+    command.show(f"{encoder.name} is an encoder, and {kind}: {encoder.context:,} tokens a text")
+    thread = EncoderThread(encoder)
+    facts = {"model": encoder.name, "runner": "encoder", "pooling": encoder.pooling}
+    _run(command, thread, encoder.tokenizer, facts, embedder=thread)
 
 
 def serve_draft(command: ServeCommand) -> None:
@@ -259,10 +281,44 @@ def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
     if command.defaults:
         values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
         command.show(f"{'sampling':<12}{values}, where a request has none")
-    _run(command, backend, llm.tokenizer, description.to_dict())
+    second = _second_model(command) if command.settings.compare else None
+    pooling, pooler = command.embeddings.of_causal, llm.engine.pooler
+    embedder = EngineEmbedder(backend, pooling, pooler.dimensions) if pooling and pooler else None
+    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder)
 
 
-def _run(command: ServeCommand, backend: Backend, tokenizer: Any, facts: dict[str, Any]) -> None:
+def _second_model(command: ServeCommand) -> ServedModel:
+    """The model of ``--compare``, with the first one's options, without speculation.
+
+    Raises:
+        SettingsError: it is the first one.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    name, settings = command.settings.compare, command.settings
+    if name in (command.model, settings.name):
+        raise SettingsError("compare", name, "another model than the first")
+    speculation = {field.name for field in fields(SpeculationSettings)}
+    options = {key: value for key, value in command.options.items() if key not in speculation}
+    with command.progress.task("load", total=1) as task:
+        llm = LLM(name, **options)
+        task.advance()
+    if llm.tokenizer is None:
+        raise ModelError(f"{name} has no tokenizer, so it cannot be served")
+    command.show(f"compare     {name}")
+    if command.template:
+        llm.tokenizer.chat_template = command.template
+    words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
+    return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
+
+
+def _run(
+    command: ServeCommand,
+    backend: Backend,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    second: ServedModel | None = None,
+    embedder: Embedder | None = None,
+) -> None:
     settings = command.settings
     if command.template:
         tokenizer.chat_template = command.template
@@ -276,6 +332,8 @@ def _run(command: ServeCommand, backend: Backend, tokenizer: Any, facts: dict[st
         answers=command.answers,
         defaults=command.defaults,
         transport=command.transport,
+        embedder=embedder,
+        second=second,
     )
     run(app, settings, command.show, command.transport)
 

@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns whether to exit."""
-        if self._service.backend.failure is not None and not self._admission.draining:
+        if self._service.failure is not None and not self._admission.draining:
             self._service.failure_reason()  # logs it
             self._stopped_since = self._stopped_since or time.monotonic()
             self.should_exit = self.should_exit or time.monotonic() - self._stopped_since > _STOPPED_S
@@ -139,7 +139,7 @@ def run(
         listening.close()
         if transport.unix_socket:
             Path(transport.unix_socket).unlink(missing_ok=True)
-    if app.state.service.backend.failure is not None:
+    if app.state.service.failure is not None:
         reason = app.state.service.failure_reason()
         raise AttarError(f"the engine has stopped: {reason}", hint="the log has the reason; start it again")
 

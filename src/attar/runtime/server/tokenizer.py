@@ -82,6 +82,10 @@ class ServerTokenizer:
         """Whether the model can answer conversations."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    def same_tokens(self, other: ServerTokenizer) -> bool:
+        """Whether each token id stands for the same text in another tokenizer."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:
@@ -90,6 +94,17 @@ class ServerTokenizer:
             # verbose warns of texts longer than the context; the server refuses them
             encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in encoding["input_ids"]]
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Tokens of a pair of texts with the special tokens around them, and 1 for those of the second.
+
+        Raises:
+            DataError: the tokenizer is of a kind that knows no pairs.
+        """
+        if self._fast is None:
+            raise DataError("this tokenizer knows no pairs of texts")
+        encoding = self._fast.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
