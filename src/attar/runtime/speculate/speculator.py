@@ -251,7 +251,7 @@ class Speculator:
         if self.proposer.free:
             return self.policy.select(ids, tree_drafts, prompt_tokens, whole=self.proposer.learns_tree)
         asked = [
-            0 if drafts_alone(self.policy, one.id, most, draft) else most
+            0 if drafts_alone(self.policy, one.id, most, draft, len(pairs)) else most
             for (one, most), draft in zip(pairs, tree_drafts, strict=True)
         ]
         drafts = self._timed(decoding, asked, left, prompt_tokens, completion, blocks)
