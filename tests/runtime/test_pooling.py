@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 def expected(folder, row, pooling):
     from transformers import AutoModel
 
-    states = AutoModel.from_pretrained(folder)(torch.tensor([row])).last_hidden_state[0]
+    states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([row])).last_hidden_state[0]
     return (states.mean(0) if pooling == "mean" else states[-1]).numpy()
 
 

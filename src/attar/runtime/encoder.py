@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import ModelError, SettingsError
-from attar.models.load import load_model, load_tokenizer
 
 POOLINGS = ("mean", "cls")
 CLASSIFIER = "ForSequenceClassification"
@@ -56,6 +55,8 @@ class Encoder:
     """
 
     def __init__(self, model: str | Path | Checkpoint, *, pooling: str = "auto", device: str = "cpu") -> None:
+        from attar.models.load import load_model, load_tokenizer  # takes transformers with it
+
         checkpoint = open_checkpoint(model)
         config = checkpoint.config
         self.name, self.scores = checkpoint.name, _is_classifier(config)

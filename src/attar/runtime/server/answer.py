@@ -33,6 +33,11 @@ class AnswerParser:
     ) -> None:
         self._reasoning, self._calls, self._most = reasoning, calls, most_calls
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the completion is inside of its reasoning."""
+        return self._reasoning is not None and self._reasoning.inside
+
     def add(self, piece: str) -> list[AnswerPiece]:
         """What the next piece of text brings."""
         if self._reasoning is None:

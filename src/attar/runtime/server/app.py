@@ -43,6 +43,9 @@ from attar.runtime.server.middleware import (
 )
 from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
+from attar.runtime.server.responses_api.endpoint import delete, respond_to, retrieve
+from attar.runtime.server.responses_api.protocol import DeletedBody, ResponseBody, ResponsesRequest
+from attar.runtime.server.responses_api.store import ResponseStore
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
@@ -166,6 +169,7 @@ def make_routes(service: Service) -> APIRouter:
     """All paths of the API."""
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, service)
+    _add_responses(router, service)
     _add_embeddings(router, service)
     _add_models(router, service)
     _add_tokenizer(router, service)
@@ -184,6 +188,22 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         return await chat(service.of_model(body.model), body, request)
+
+
+def _add_responses(router: APIRouter, service: Service) -> None:
+    store = ResponseStore()
+
+    @router.post("/v1/responses", response_model=ResponseBody, responses=_STREAM)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await respond_to(service.of_model(body.model), store, body, request)
+
+    @router.get("/v1/responses/{id}", response_model=ResponseBody)
+    async def retrieve_response(id: str, request: Request) -> Response:
+        return retrieve(service, store, id, request)
+
+    @router.delete("/v1/responses/{id}", response_model=DeletedBody)
+    async def delete_response(id: str, request: Request) -> Response:
+        return delete(service, store, id, request)
 
 
 def _add_embeddings(router: APIRouter, service: Service) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -31,10 +31,40 @@ from attar.runtime.server.tool_calls.tool_use import ToolUse, tool_use
 PROMPT_END = 8  # tokens at the end of a prompt that may have begun the reasoning
 
 
+@dataclass(frozen=True)
+class RunningChat:
+    """A conversation whose answer is being written.
+
+    Attributes:
+        parser: makes the parser of a completion.
+    """
+
+    handler: RequestHandler
+    tools: ToolUse | None
+    parser: Callable[[], AnswerParser]
+
+
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     start = monotonic()
     service.check_model(body.model)
+    running = await start_chat(service, body, request, "chatcmpl", start)
+    tools, shown = running.tools, body.include_reasoning is not False
+    named = tools is not None and tools.named
+    builder = ChatBuilder(service, body, running.handler, running.parser, named=named, reasoning=shown)
+    with naming_tools(tools):
+        return await respond(service, running.handler, builder, stream=body.stream)
+
+
+async def start_chat(
+    service: Service, body: ChatRequest, request: Request, prefix: str, start: float
+) -> RunningChat:
+    """Submit a conversation to the engine.
+
+    Args:
+        prefix: of the request's id.
+        start: time of arrival.
+    """
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = service.params(chat_params, body)
     if tools is not None:
@@ -43,16 +73,9 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)
-        handler = await service.submit(
-            request, "chatcmpl", params, [ids], priority=body.priority, start=start
-        )
+        handler = await service.submit(request, prefix, params, [ids], priority=body.priority, start=start)
     prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
-    parser = partial(service.answers.parser, tools, prompt_end)
-    shown = body.include_reasoning is not False
-    named = tools is not None and tools.named
-    builder = ChatBuilder(service, body, handler, parser, named=named, reasoning=shown)
-    with naming_tools(tools):
-        return await respond(service, handler, builder, stream=body.stream)
+    return RunningChat(handler, tools, partial(service.answers.parser, tools, prompt_end))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from attar.runtime.server.bodies import FinishReasonBody
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import CompletionRequest, SamplingRequest
 from attar.runtime.server.request_handler import RequestHandler
-from attar.runtime.server.responses import respond
+from attar.runtime.server.responses import DONE, respond, sse_event
 from attar.runtime.server.sampling_params import completion_params
 from attar.runtime.server.service import Service
 from attar.runtime.server.token_sources import token_sources
@@ -65,6 +65,7 @@ class BodyBuilder:
 
     body_kind: str
     chunk_kind: str
+    done = DONE
 
     def __init__(self, service: Service, body: SamplingRequest, handler: RequestHandler) -> None:
         self._tokenizer, self._model, self._handler = service.tokenizer, service.model, handler
@@ -76,6 +77,14 @@ class BodyBuilder:
         if not self._include_usage:
             return []
         return [self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error."""
+        return error
+
+    def write(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event."""
+        return sse_event(chunk)
 
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head(self.body_kind) | {"choices": choices, "usage": self._usage()}

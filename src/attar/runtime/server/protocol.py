@@ -25,7 +25,7 @@ MAX_CHOICES = 256  # of structured_outputs
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
-def _field_error(param: str, message: str) -> PydanticCustomError:
+def field_error(param: str, message: str) -> PydanticCustomError:
     """The error of a check of several fields, with the field that it names."""
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
 
@@ -43,7 +43,15 @@ IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
     *("prompt_cache_retention", "prediction", "web_search_options", "extra_body", "extra_headers"),
     *("keep_alive", "num_ctx", "request_id", "spaces_between_special_tokens", "mm_processor_kwargs"),
-    *("drop_params", "custom_llm_provider", "cache_prompt", "num_retries", "timeout"),
+    *(
+        "drop_params",
+        "include",
+        "max_tool_calls",
+        "custom_llm_provider",
+        "cache_prompt",
+        "num_retries",
+        "timeout",
+    ),
 )
 """Fields of OpenAI and of frameworks that change no answer here; a response header names those given."""
 
@@ -169,9 +177,9 @@ class SamplingRequest(StrictModel):
     @model_validator(mode="after")
     def _check_options(self) -> SamplingRequest:
         if self.truncate_prompt_tokens == 0:
-            raise _field_error("truncate_prompt_tokens", "it is a number from 1, or -1: what fits")
+            raise field_error("truncate_prompt_tokens", "it is a number from 1, or -1: what fits")
         if self.stream_options is not None and not self.stream:
-            raise _field_error("stream_options", "stream_options is allowed only where stream is true")
+            raise field_error("stream_options", "stream_options is allowed only where stream is true")
         return self
 
 
@@ -211,13 +219,13 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionRequest:
         if self.suffix:
-            raise _field_error("suffix", "suffix is not supported: the model continues texts")
+            raise field_error("suffix", "suffix is not supported: the model continues texts")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _field_error("best_of", "best_of is not supported beyond n")
+            raise field_error("best_of", "best_of is not supported beyond n")
         if self.echo and self.stream and self.logprobs is not None:
-            raise _field_error("echo", "echo with logprobs is not supported where stream is true")
+            raise field_error("echo", "echo with logprobs is not supported where stream is true")
         if self.max_tokens == 0 and (not self.echo or self.stream):
-            raise _field_error("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
+            raise field_error("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
         return self
 
     @property
@@ -280,17 +288,22 @@ class ChatOptionFields(Protocol):
     continue_final_message: bool | None
 
 
+def check_variables(variables: dict[str, Any]) -> None:
+    """Raise an error for ``chat_template_kwargs`` that a client may not set."""
+    for name in variables:
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
+
+
 def check_chat_options(body: ChatOptionFields) -> None:
     """Raise an error that names the field for options of the chat template that do not go together."""
-    for name in body.chat_template_kwargs or {}:
-        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
-            raise _field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
+    check_variables(body.chat_template_kwargs or {})
     if body.continue_final_message and body.add_generation_prompt:
         message = "the last message goes on, so no other begins: not both of them"
-        raise _field_error("continue_final_message", message)
+        raise field_error("continue_final_message", message)
     last = body.messages[-1] if body.messages else None
     if body.continue_final_message and last is not None and not last.plain()["content"]:
-        raise _field_error("continue_final_message", "the last message has no text that could go on")
+        raise field_error("continue_final_message", "the last message has no text that could go on")
 
 
 class ChatRequest(SamplingRequest):
@@ -326,12 +339,12 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_supported(self) -> ChatRequest:
         if self.functions:
-            raise _field_error("functions", "functions are not supported: give them as tools")
+            raise field_error("functions", "functions are not supported: give them as tools")
         if self.modalities not in (None, [], ["text"]):
-            raise _field_error("modalities", "modalities must be ['text']")
+            raise field_error("modalities", "modalities must be ['text']")
         check_chat_options(self)
         if self.top_logprobs and not self.logprobs:
-            raise _field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
+            raise field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
         return self
 
 
@@ -350,7 +363,7 @@ class TokenizeRequest(StrictModel):
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _field_error("prompt", "give prompt or messages")
+            raise field_error("prompt", "give prompt or messages")
         check_chat_options(self)
         return self
 

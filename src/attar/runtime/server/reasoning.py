@@ -44,6 +44,11 @@ class ReasoningSplitter:
         self._held = ""
         self._shown = False  # some of the reasoning was returned
 
+    @property
+    def inside(self) -> bool:
+        """Whether the closing tag is still to come."""
+        return self._state == "reasoning"
+
     def add(self, piece: str) -> list[AnswerPiece]:
         """What the next piece brings."""
         text, self._held = self._held + piece, ""

@@ -28,7 +28,7 @@ MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are 
 MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
-_SCHEMAS = ("response_format", "tools")  # fields that hold them
+_SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -90,7 +90,8 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
     _check_values(data)
     _check_ids(data, max_ids)
     _check_schema(data)
-    ignored = [name for name in IGNORED if data.get(name) is not None]
+    used = getattr(model, "USED", ())
+    ignored = [name for name in IGNORED if data.get(name) is not None and name not in used]
     for name in IGNORED:
         if name not in model.model_fields:
             data.pop(name, None)
