@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -220,6 +221,7 @@ class EventMessage:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     usage: Usage | None = None
     proposers: tuple[str, ...] = ()
+    embedding: Annotated[tuple[float, ...], Field(max_length=1 << 16)] | None = None
     fault: bool = False
     kind: Literal["event"] = "event"
 
@@ -227,16 +229,19 @@ class EventMessage:
     def of(cls, event: Event) -> EventMessage:
         """An event of this process."""
         values = {name: getattr(event, name) for name in _EVENT_FIELDS}
-        return cls(**values, fault=isinstance(event.failure, UsageError | DataError))
+        embedding = None if event.embedding is None else tuple(event.embedding.tolist())
+        fault = isinstance(event.failure, UsageError | DataError)
+        return cls(**values, embedding=embedding, fault=fault)
 
     def event(self) -> Event:
         """As an event of this process."""
         values = {name: getattr(self, name) for name in _EVENT_FIELDS}
         failure = DataError(self.error or "the request failed") if self.fault else None
-        return Event(**values, failure=failure)
+        embedding = None if self.embedding is None else np.array(self.embedding, dtype=np.float32)
+        return Event(**values, embedding=embedding, failure=failure)
 
 
-_EVENT_FIELDS = tuple(field.name for field in fields(Event) if field.name != "failure")
+_EVENT_FIELDS = tuple(field.name for field in fields(Event) if field.name not in ("embedding", "failure"))
 
 
 @dataclass(frozen=True, config=_STRICT)
