@@ -20,7 +20,13 @@ from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes, TimedProposer
+from attar.runtime.speculate.proposer import (
+    DraftFeedback,
+    DraftRequest,
+    DraftTimes,
+    Proposer,
+    TimedProposer,
+)
 from attar.runtime.speculate.suffix import SuffixProposer
 from attar.runtime.speculate.suffix_tree import GROUPS
 
@@ -32,32 +38,37 @@ class CombinedProposer:
 
     Args:
         head: any proposer that is not free.
-        tree: drafts for the same requests, in microseconds.
+        suffixes: trees that draft for the same requests, in microseconds.
     """
 
     free, learns_tree = False, False
 
-    def __init__(self, head: TimedProposer, tree: SuffixProposer) -> None:
-        self.head, self.tree, self.name = head, tree, f"{head.name}+{tree.name}"
+    def __init__(self, head: TimedProposer, suffixes: SuffixProposer) -> None:
+        self.head, self.suffixes, self.name = head, suffixes, f"{head.name}+{suffixes.name}"
         self.draws, self.most, self.branches = head.draws, head.most, head.branches
         self.confident, self.trees = head.confident, head.trees
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """The head's drafts; ``tree`` is asked before, and for all sequences."""
+        """The head's drafts; ``suffixes`` are asked before, and for all sequences."""
         return self.head.propose(requests)
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         self.head.observe(feedback)
-        self.tree.observe(feedback)
+        self.suffixes.observe(feedback)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
         self.head.forget(sequence)
-        self.tree.forget(sequence)
+        self.suffixes.forget(sequence)
 
     def times(self) -> DraftTimes:
         """The head's."""
         return self.head.times()
+
+
+def free_part(proposer: Proposer) -> Proposer | None:
+    """What takes almost no time to ask: a free proposer, or the trees of a combined one."""
+    return proposer if proposer.free else getattr(proposer, "suffixes", None)
 
 
 def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None) -> bool:

@@ -183,19 +183,21 @@ class DraftPolicy:
         ``steps``; 0: as deep as the drafts are, -1: it ran no model."""
         if not feedback:
             return
-        batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
-        tokens, plain = batch + sum(map(len, drafts)), self.latency.target(batch, batch)
+        batch, drafted = len(feedback), [one for one in feedback if one.draft is not None]
+        sizes = [len(one.draft or ()) for one in drafted]
+        tokens, plain = batch + sum(sizes), self.latency.target(batch, batch)
         if plain > 0:
-            extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafts else 0.0
+            extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafted else 0.0
             proposing = min(drafting / plain, self.budget.size / 2)  # the machine may have stood still
-            self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in feedback) / batch)
+            accepted = sum([len(one.path) for one in drafted])
+            self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
-        if drafts and drafting > 0 and steps >= 0:
-            depth = steps or max(len(draft.counts) for draft in drafts)
-            self.latency.note_draft(len(drafts), drafting, depth)
-        self._since_plain = self._since_plain + 1 if drafts else 0
-        for one in feedback:
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if drafted and drafting > 0 and steps >= 0:
+            depth = steps or max(max(one.draft.depths) for one in drafted if one.draft)
+            self.latency.note_draft(len(drafted), drafting, depth)
+        for one in drafted:
             self._learn(one)
 
     def passes_to_skip(self, batch: int, proposing: float) -> int:

@@ -43,7 +43,7 @@ class SamplingRules(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftRequest:
     """A sequence to draft for.
 
@@ -72,7 +72,7 @@ class DraftRequest:
     least: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftFeedback:
     """The result of a pass for one sequence.
 
