@@ -77,11 +77,14 @@ class Completion:
             return True
         return self._matcher is not None and bool(drafted) and self._matcher.after(drafted).complete
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Event:
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), proposers: Sequence[str] = ()
+    ) -> Event:
         """One or more tokens were sampled; those after the end of the completion are dropped.
 
         Args:
             logprobs: one for each token, or none.
+            proposers: the same.
         """
         assert not self.finished, "the completion has ended"
         text, reason, match, used = "", None, None, 0
@@ -97,7 +100,14 @@ class Completion:
                 reason, match = "stop", self._stops.match
         self.finished = reason is not None
         return Event(
-            self.request, self.sample, text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, match
+            self.request,
+            self.sample,
+            text,
+            tuple(tokens[:used]),
+            tuple(logprobs[:used]),
+            reason,
+            match,
+            proposers=tuple(proposers[:used]),
         )
 
     def finish(self, reason: FinishReason, failure: Exception | None = None) -> Event:

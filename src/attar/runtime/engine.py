@@ -273,8 +273,10 @@ class Engine:
         self, sequence: Running, completion: Completion, sampled: SampledTokens, logits: Tensor
     ) -> list[Event]:
         """A completion gets its tokens, and may end with one of them."""
+        params = completion.params
         try:
-            event = completion.append(sampled.tokens, sampled.logprobs(logits, completion.params.logprobs))
+            logprobs = sampled.logprobs(logits, params.logprobs)
+            event = completion.append(sampled.tokens, logprobs, sampled.sources(params.proposers))
         except Exception as failure:
             return self._fail(sequence, failure)
         state = self._requests[event.request]

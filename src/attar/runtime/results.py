@@ -15,6 +15,10 @@ the caller; deadline: it passed; capacity: this sequence alone fills the KV cach
 others went on."""
 
 
+TARGET = "target"
+"""The proposer of a token that was not drafted: the model itself."""
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """The probability of a token under the model itself, before penalties, temperature and cuts.
@@ -70,6 +74,7 @@ class Event:
         token_ids: tokens generated since the last event; their text may come later (half a character, a
             possible stop string).
         logprobs: one for each of the tokens where asked for.
+        proposers: who proposed each of the tokens where asked for: a proposer's name, or TARGET.
         finish_reason: None until the last event of this completion.
         stop_reason: the stop string or token id that ended it.
         error: what went wrong where the reason is ``error``.
@@ -89,6 +94,7 @@ class Event:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     usage: Usage | None = None
+    proposers: tuple[str, ...] = ()
     failure: Exception | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -107,6 +113,7 @@ class Sample:
         finish_reason: see :data:`FinishReason`.
         stop_reason: the stop string or token id that ended it.
         logprobs: one for each token where asked for, else None.
+        proposers: one for each token where asked for, else none.
         error: what went wrong where the reason is ``error``.
     """
 
@@ -116,6 +123,7 @@ class Sample:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    proposers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,7 @@ def gather(events: Sequence[Event], *, logprobs: bool = False) -> Sample:
         stop_reason=last.stop_reason,
         logprobs=tuple(logprob for event in events for logprob in event.logprobs) if logprobs else None,
         error=last.error,
+        proposers=tuple(proposer for event in events for proposer in event.proposers),
     )
 
 

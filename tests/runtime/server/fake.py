@@ -7,19 +7,22 @@ import math
 
 from attar.errors import DataError
 from attar.runtime.admission import BusyError
-from attar.runtime.results import Event, TokenLogprob, Usage
+from attar.runtime.kv.block_map import BlockMap
+from attar.runtime.results import TARGET, Event, TokenLogprob, Usage
 from attar.runtime.server.backend import Stats
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 ANSWER = "Hello, wörld."
 FAIL, BUSY, SLOW = 1, 2, 3  # first tokens of prompts that mean trouble
 BUG = 4
+PROPOSER = "suffix"  # of every second token
 
 
 class FakeTokenizer:
     """UTF-8 bytes; 256 begins a text."""
 
     longest = 4
+    has_chat_template = True
 
     def encode(self, text, special=True):
         return [256] * special + list(text.encode())
@@ -87,7 +90,9 @@ class FakeBackend:
         before = None
         if params.prompt_logprobs is not None and sample == 0 and position == 0:
             before = (None, *(TokenLogprob(token, -1.0) for token in prompt[1:]))
-        return Event(id, sample, letter, (letter.encode()[0],), scored, reason, None, None, before, usage)
+        proposers = (PROPOSER if position % 2 else TARGET,) if params.proposers else ()
+        token = letter.encode()[0]
+        return Event(id, sample, letter, (token,), scored, reason, None, None, before, usage, proposers)
 
     def cancel(self, id):
         self.cancelled.append(id)
@@ -96,6 +101,9 @@ class FakeBackend:
         result = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
         blocks = {"free": 2, "cached": 1, "used": 1}
         return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, result)
+
+    def block_map(self):
+        return BlockMap(16, {"free": 2, "cached": 1, "owned": 1, "shared": 0}, 0, 1, "ffco")
 
     async def close(self):
         self.closed = True

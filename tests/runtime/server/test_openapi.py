@@ -34,6 +34,7 @@ OPERATIONS = (
     "GET /health",
     "GET /ready",
     "GET /metrics",
+    "GET /attar/state",
 )
 CHECKED = (
     "not_a_server_error",

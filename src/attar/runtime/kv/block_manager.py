@@ -96,6 +96,11 @@ class BlockManager:
         """Ids with a table, in the order of admission."""
         return list(self._tables)
 
+    def holders(self) -> tuple[list[int], list[int]]:
+        """Holders of every block, and the blocks of which the prefix tree is one. For another thread: two
+        copies, each consistent, which may be a step apart."""
+        return self._blocks.counts(), self._tree.blocks()
+
     def table(self, sequence: int) -> BlockTable:
         """The table of a sequence; read-only."""
         return self._tables[sequence]

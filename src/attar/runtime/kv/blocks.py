@@ -51,6 +51,10 @@ class BlockAllocator:
         """Holders of a block."""
         return self._counts[block]
 
+    def counts(self) -> list[int]:
+        """Holders of every block; a copy."""
+        return self._counts.copy()
+
     def allocate(self) -> int:
         """A free block, now with one holder. There must be one."""
         block = self._free.pop()

@@ -66,6 +66,10 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 
+    def blocks(self) -> list[int]:
+        """The blocks in the tree; a copy."""
+        return list(self._nodes)
+
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """Blocks of the longest published prefix of ``tokens``, in order; they count as used now."""
         path = self._path(tokens, salt)

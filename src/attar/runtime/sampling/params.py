@@ -51,6 +51,7 @@ class SamplingParams:
         json_schema: the completion is JSON that the schema allows; as text or as a mapping.
         grammar: the completion satisfies this grammar, in Lark's notation; at most one of these three.
         skip_special_tokens: special tokens are left out of the text.
+        proposers: for each token who proposed it.
 
     Raises:
         SettingsError: a value that is not allowed.
@@ -77,6 +78,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     skip_special_tokens: bool = True
+    proposers: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()

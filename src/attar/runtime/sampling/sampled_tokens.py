@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attar.runtime.results import TokenLogprob
+from attar.runtime.results import TARGET, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class SampledTokens:
         path: indices of the accepted draft tokens, from 1.
         drafted: draft tokens that were run for the completion.
         lossy: some of them may be tokens that plain decoding would not give (typical acceptance).
+        proposers: who proposed each accepted draft token, where the request asks for it.
     """
 
     tokens: tuple[int, ...]
@@ -29,6 +30,7 @@ class SampledTokens:
     path: tuple[int, ...] = ()
     drafted: int = 0
     lossy: bool = False
+    proposers: tuple[str, ...] = ()
 
     def moves(self, length: int) -> tuple[tuple[int, int], ...]:
         """(from, to) cache entries that put the accepted path right after the last certain token, in order.
@@ -39,6 +41,11 @@ class SampledTokens:
         first = length - self.drafted - 1
         steps = enumerate(self.path, 1)
         return tuple((first + node, first + depth) for depth, node in steps if node != depth)
+
+    def sources(self, wanted: bool) -> tuple[str, ...]:
+        """Who proposed each token: a proposer, or the target for a token that was not drafted; none where not
+        ``wanted``."""
+        return (*self.proposers, *[TARGET] * (len(self.tokens) - len(self.proposers))) if wanted else ()
 
     def logprobs(self, logits: Tensor, count: int | None) -> tuple[TokenLogprob, ...]:
         """Of each token, from all rows of the step (R, V); none where ``count`` is None."""

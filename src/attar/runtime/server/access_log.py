@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from attar.runtime.server.middleware import LOGGER, ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
 
-_QUIET = ("/health", "/ready", "/metrics")  # polled every few seconds
+_QUIET = ("/health", "/ready", "/metrics", "/attar/state")  # polled every few seconds
 _MAX_ID = 128  # characters
 _MAX_BODY = 1 << 20  # bytes of a body that are logged
 

@@ -23,6 +23,7 @@ from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.endpoints import chat, complete
+from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
 from attar.runtime.server.metrics import CONTENT_TYPE, Metrics
 from attar.runtime.server.middleware import (
@@ -118,6 +119,7 @@ def make_routes(service: Service) -> APIRouter:
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
+    add_state(router, service)
     return router
 
 

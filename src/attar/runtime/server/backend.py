@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from attar.runtime.async_engine import AsyncEngine
+from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
@@ -82,6 +83,10 @@ class Backend(Protocol):
         """The load; cheap enough for every request."""
         ...
 
+    def block_map(self) -> BlockMap | None:
+        """What the blocks of the KV cache are used for; None where the engine is elsewhere."""
+        ...
+
     async def close(self) -> None:
         """End running requests and free their memory."""
         ...
@@ -96,6 +101,9 @@ class EngineBackend:
 
     def __init__(self, streams: AsyncEngine) -> None:
         self._streams, self._open = streams, True
+        runner = streams.engine.runner
+        self._kv_dtype = str(getattr(runner, "facts", {}).get("kv_dtype", ""))
+        self._store = getattr(getattr(runner, "pool", None), "store", None)
 
     @property
     def context(self) -> int | None:
@@ -146,6 +154,10 @@ class EngineBackend:
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),
         )
+
+    def block_map(self) -> BlockMap | None:
+        open_blocks = list(getattr(self._store, "open", ()))
+        return block_map(self._streams.engine.scheduler.manager, self._kv_dtype, open_blocks)
 
     async def close(self) -> None:
         self._open = False

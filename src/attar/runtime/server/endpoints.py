@@ -12,13 +12,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from attar.runtime.results import Event, FinishReason, TokenLogprob, gather
+from attar.runtime.results import Event, FinishReason, Sample, TokenLogprob, gather
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import ChatRequest, CompletionRequest, FinishReasonBody, SamplingRequest
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.responses import respond
 from attar.runtime.server.sampling_params import chat_params, completion_params
 from attar.runtime.server.service import Service
+from attar.runtime.server.token_sources import token_sources
 from attar.runtime.server.tokenizer import ServerTokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity
@@ -149,7 +150,7 @@ class CompletionBuilder(_Builder):
         if choice not in self._offsets:
             self._offsets[choice] = 0
             text = self._echoes[self._prompt_index(choice)] + text
-        if not text and not event.logprobs and not event.finished:
+        if not (text or event.logprobs or event.proposers or event.finished):
             return []
         logprobs = None
         if event.logprobs:
@@ -157,7 +158,8 @@ class CompletionBuilder(_Builder):
             logprobs = completion_logprobs(event.logprobs, event.token_ids, self._tokenizer, offset)
         self._offsets[choice] += len(text)
         reasons = _reasons(event.finish_reason, event.stop_reason)
-        return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons)]
+        sources = token_sources(event.token_ids, event.proposers)
+        return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons | sources)]
 
     def _completion_tokens(self) -> int:
         return 0 if self._scores_only else super()._completion_tokens()
@@ -168,7 +170,8 @@ class CompletionBuilder(_Builder):
     def _choice(self, choice: int, events: list[list[Event]]) -> dict[str, Any]:
         sample = gather(events[choice], logprobs=self._logprobs)
         if self._scores_only:
-            sample = replace(sample, text="", token_ids=(), logprobs=(), finish_reason="length")
+            empty: Any = {"text": "", "token_ids": (), "logprobs": (), "proposers": ()}
+            sample = replace(sample, **empty, finish_reason="length")
         index, logprobs = self._prompt_index(choice), None
         if self._logprobs:
             ids, scores = list(sample.token_ids), list[TokenLogprob | None](sample.logprobs or ())
@@ -176,9 +179,8 @@ class CompletionBuilder(_Builder):
                 ids = self._prompts[index] + ids
                 scores = [*_prompt_logprobs(events[index * self._handler.params.n]), *scores]
             logprobs = completion_logprobs(scores, ids, self._tokenizer, 0)
-        return {"index": choice, "text": self._echoes[index] + sample.text, "logprobs": logprobs} | _reasons(
-            sample.finish_reason, sample.stop_reason
-        )
+        head = {"index": choice, "text": self._echoes[index] + sample.text, "logprobs": logprobs}
+        return head | _reasons(sample.finish_reason, sample.stop_reason) | _sources_of(sample)
 
 
 class ChatBuilder(_Builder):
@@ -201,9 +203,10 @@ class ChatBuilder(_Builder):
         if choice not in self._begun:
             self._begun.add(choice)
             chunks.append(self._delta(choice, {"role": "assistant", "content": "", "refusal": None}))
-        if event.text or event.logprobs:
+        if event.text or event.logprobs or event.proposers:
             logprobs = chat_logprobs(event.logprobs, self._tokenizer) if event.logprobs else None
             chunks.append(self._delta(choice, {"content": event.text}, logprobs))
+            chunks[-1]["choices"][0] |= token_sources(event.token_ids, event.proposers)
         if event.finished:
             chunks.append(self._delta(choice, {}))
             chunks[-1]["choices"][0] |= _reasons(event.finish_reason, event.stop_reason)
@@ -214,11 +217,12 @@ class ChatBuilder(_Builder):
 
     def _choice(self, choice: int, events: list[Event]) -> dict[str, Any]:
         sample = gather(events, logprobs=self._logprobs)
-        return {
+        head = {
             "index": choice,
             "message": {"role": "assistant", "content": sample.text, "refusal": None},
             "logprobs": chat_logprobs(sample.logprobs or (), self._tokenizer) if self._logprobs else None,
-        } | _reasons(sample.finish_reason, sample.stop_reason)
+        }
+        return head | _reasons(sample.finish_reason, sample.stop_reason) | _sources_of(sample)
 
 
 def _reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, Any]:
@@ -226,6 +230,10 @@ def _reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, A
     ``stop_reason`` as in vLLM: the stop string or token, or attar's reason where OpenAI has none."""
     reason: FinishReasonBody | None = None if finish is None else "stop" if finish == "stop" else "length"
     return {"finish_reason": reason, "stop_reason": finish if finish in ("deadline", "capacity") else stop}
+
+
+def _sources_of(sample: Sample) -> dict[str, Any]:
+    return token_sources(sample.token_ids, sample.proposers)
 
 
 def _prompt_logprobs(events: list[Event]) -> tuple[TokenLogprob | None, ...]:

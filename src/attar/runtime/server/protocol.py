@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+from attar.runtime.server.token_sources import AttarOptions, TokenSources
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -95,6 +96,7 @@ class SamplingRequest(StrictModel):
     regex: str | None = None
     grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    attar: AttarOptions | None = None  # attar's own
     # ignored
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -276,6 +278,7 @@ class CompletionChoice(BaseModel):
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
+    attar: TokenSources | None = None
 
 
 class CompletionBody(BaseModel):
@@ -305,6 +308,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None = None
     finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
+    attar: TokenSources | None = None
 
 
 class ChatBody(BaseModel):

@@ -103,6 +103,7 @@ def merge_events(events: Sequence[Event]) -> Event:
         error=last.error,
         prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
         usage=last.usage,
+        proposers=tuple(proposer for event in events for proposer in event.proposers),
     )
 
 

@@ -65,6 +65,7 @@ def _shared_fields(body: SamplingRequest) -> dict[str, Any]:
         fields["top_p"] = max(body.top_p, _MIN_TOP_P)
     fields["stop_ids"] = tuple(body.stop_token_ids or ())
     fields["top_k"] = max(body.top_k or 0, 0)  # vLLM's -1 keeps all, as 0 does
+    fields["proposers"] = body.attar is not None and bool(body.attar.tokens)
     fields["seed"] = None if body.seed is None else body.seed % 2**64
     if body.response_format is not None:
         fields["json_schema"] = body.response_format.schema_text()

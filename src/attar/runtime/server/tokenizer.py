@@ -55,6 +55,11 @@ class ServerTokenizer:
         self._escaper = None if special else SpecialTokenEscaper(self._tokenizer)
         self.longest = max([1, *map(self._size, self._tokenizer.get_vocab())])
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can answer conversations."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:

@@ -28,7 +28,7 @@ from attar.runtime.speculate.proposer import (
     TimedProposer,
 )
 from attar.runtime.speculate.suffix import SuffixProposer
-from attar.runtime.speculate.suffix_tree import GROUPS
+from attar.runtime.speculate.suffix_tree import GROUP, GROUPS
 
 MERGED = 2 * GROUPS * LEVELS  # added to the kinds of nodes next to a head's
 
@@ -69,6 +69,15 @@ class CombinedProposer:
 def free_part(proposer: Proposer) -> Proposer | None:
     """What takes almost no time to ask: a free proposer, or the trees of a combined one."""
     return proposer if proposer.free else getattr(proposer, "suffixes", None)
+
+
+def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple[str, ...]:
+    """Names of the proposers of the drafts on a path: of a head or of the trees where both propose, which
+    have kinds of their own."""
+    if not isinstance(proposer, CombinedProposer):
+        return (proposer.name,) * len(path)
+    names, kinds = (proposer.head.name, proposer.suffixes.name), kinds_of(draft)
+    return tuple(names[kinds[node - 1] >= GROUP * LEVELS] for node in path)
 
 
 def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None) -> bool:

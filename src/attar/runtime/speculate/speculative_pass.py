@@ -48,7 +48,9 @@ RESTING = SpeculativePass({}, 0, 0)
 
 def decodes_one(sequence: Running) -> bool:
     """Whether it decodes its next token: it is not prefilling, and will not fork."""
-    return len(sequence.request.prompt) <= sequence.computed == len(sequence.tokens) - 1 and sequence.width == 1
+    return (
+        len(sequence.request.prompt) <= sequence.computed == len(sequence.tokens) - 1 and sequence.width == 1
+    )
 
 
 def draft_limits(

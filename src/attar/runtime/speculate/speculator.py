@@ -30,7 +30,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.combined import combined, drafts_alone, free_part
+from attar.runtime.speculate.combined import combined, drafts_alone, free_part, proposers_of
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
@@ -159,6 +159,7 @@ class Speculator:
             verdict.path,
             len(draft),
             lossy,
+            proposers_of(self.proposer, draft, verdict.path) if completion.params.proposers else (),
         )
 
     def note(
