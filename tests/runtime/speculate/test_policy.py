@@ -10,6 +10,7 @@ import pytest
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import (
+    ASKING,
     BUDGET,
     FIRST,
     LOSS,
@@ -183,11 +184,21 @@ def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
     assert max(gaps) == PLAIN_EVERY + 1
 
 
-def test_time_spent_asking_is_charged():
+@pytest.mark.parametrize("seconds", [ASKING / 2, 0.05, 0.5])
+def test_asking_in_vain_is_paid_by_pauses_and_what_they_cannot_pay_is_charged(seconds):
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
-    for _ in range(100):
-        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=0.1)
-    assert not policy.open
+    passes, asked = 0, 0.0
+    while passes < 300 and policy.open:
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=seconds)
+        passes, asked = passes + 1 + policy.passes_to_skip(1, seconds), asked + seconds
+    assert policy.open == (seconds < 0.1) == (policy.budget.left == BUDGET)
+    assert asked <= ASKING * passes + (0 if policy.open else BUDGET)
+
+
+def test_a_proposal_with_drafts_is_charged():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.0}), MOST)
+    policy.note([DraftFeedback(0, Draft.chain([7]), (), [1])], 1.0, drafting=0.5)
+    assert policy.budget.left == pytest.approx(BUDGET - 0.5 + LOSS)
 
 
 def test_trees_are_cut_to_the_nodes_that_pay():
