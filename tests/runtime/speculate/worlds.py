@@ -91,6 +91,7 @@ class World:
         self.random, self.seconds, self.position = random.Random(self.seed), 0.0, 0
         self.pause = self.resting = self.steps = 0
         self.chances: list[float] = []
+        self.doubted: int | None = None
 
     def speed(self, tokens: int) -> float:
         """Over further tokens."""
@@ -109,16 +110,18 @@ class World:
             return
         if rests:
             self.policy.budget.note(self.pause - 1, self.pause - 1)
+        self.doubted = None
         draft, asking = (None, 0.0) if rests else self.proposed()
         path = [] if draft is None else self.accepted(draft)
         took = self.curve.target(1, 1 + len(draft or ()))
-        feedback = [DraftFeedback(0, draft, tuple(path), [7] * (len(path) + 1))]
+        feedback = [DraftFeedback(0, draft, tuple(path), [7] * (len(path) + 1), doubted=self.doubted)]
         self.position, self.seconds = self.position + len(path) + 1, self.seconds + took + asking
         self.passes.append(len(draft or ()))
         steps = self.steps if self.proposing.step else 0
         if self.fixed is None:
             self.policy.note(feedback, took * load, asking * load, 0, steps)
-            self.pause = self.resting = self.policy.passes_to_skip(1, 0.0 if draft else asking * load)
+            in_vain = 0.0 if draft or self.doubted is not None else asking
+            self.pause = self.resting = self.policy.passes_to_skip(1, in_vain * load)
 
     def proposed(self) -> tuple[Draft | None, float]:
         """The drafts that are run, and the seconds of asking for them."""
@@ -156,6 +159,7 @@ class World:
                 break
             self.chances.append(chance)
         self.steps = len(self.chances)
+        self.doubted = self.steps if self.steps < most else None
         draft = self.proposing.drafts(self.steps) if self.steps else None
         return draft, self.proposing.asking + self.steps * self.proposing.step
 

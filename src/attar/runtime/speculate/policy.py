@@ -191,16 +191,19 @@ class DraftPolicy:
         ``steps``; 0: as deep as the drafts are, -1: it ran no model."""
         if not feedback:
             return
-        batch, tokens, accepted = len(feedback), len(feedback), 0
+        batch, tokens, accepted, doubted = len(feedback), len(feedback), 0, False
         drafted = list[DraftFeedback]()
         for one in feedback:
+            if one.doubted is not None:
+                self._learn_doubt(one, one.doubted)
+                doubted = True
             if one.draft is not None:
                 drafted.append(one)
                 tokens, accepted = tokens + len(one.draft), accepted + len(one.path)
         plain = self.latency.target(batch, batch)
         if plain > 0:
             extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafted else 0.0
-            proposing = self._charge(drafting, plain) if drafted else 0.0
+            proposing = self._charge(drafting, plain) if drafted or doubted else 0.0
             self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
@@ -341,6 +344,12 @@ class DraftPolicy:
         if trial is not None and trial.running:
             trial.gap = 1 if feedback.path and trial.pays else min(2 * trial.gap, trial.longest)
             trial.running = False
+
+    def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
+        """A confident proposer ended its chain: what it would not draft counts as rejected, for the depths are
+        chosen before it doubts."""
+        if feedback.path[:drafts] == tuple(range(1, drafts + 1)):
+            self.acceptance.note(feedback.sequence, kind_of(0, drafts + 1), False)
 
 
 class _Pass:

@@ -82,6 +82,7 @@ class DraftFeedback:
         tokens: the new tokens: the accepted drafts and the one after them.
         choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);
             empty where the proposer does not need them.
+        doubted: drafts of a confident proposer after which it ended its chain; None: it had all that it may.
     """
 
     sequence: int
@@ -89,6 +90,7 @@ class DraftFeedback:
     path: tuple[int, ...]
     tokens: Sequence[int]
     choices: Sequence[int] = ()
+    doubted: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class SpeculativePass:
         prompt_tokens: of the pass.
         left: tokens that it has room for.
         drafts: by sequence.
+        doubted: by sequence, as :class:`DraftFeedback` has it.
         asked: whether the proposer was.
         prefills: whether a draft model prefilled a sequence.
         steps: of the proposer: levels of the deepest draft that it made.
@@ -35,6 +36,7 @@ class SpeculativePass:
     prompt_tokens: int
     left: int
     drafts: dict[int, Draft] = field(default_factory=dict)
+    doubted: dict[int, int] = field(default_factory=dict)
     asked: bool = False
     prefills: bool = False
     steps: int = 0

@@ -177,6 +177,8 @@ class Speculator:
         ]
         if drafts and self.proposer.learns_tree:
             self._add_choices(feedback, outputs, logits)
+        for one in feedback if this.doubted else ():
+            one.doubted = this.doubted.get(one.sequence)
         if this.prefills:
             self.prefill.charge(self.policy, len(this.decoding), drafting)
         charged = 0.0 if this.prefills else drafting
@@ -189,7 +191,8 @@ class Speculator:
                 self.proposer.observe(feedback)
             except Exception as failure:
                 self._fail(failure)
-        self._pause = self._resting = self.policy.passes_to_skip(len(feedback), 0.0 if drafts else drafting)
+        in_vain = 0.0 if drafts or this.doubted else drafting
+        self._pause = self._resting = self.policy.passes_to_skip(len(feedback), in_vain)
         self._spent += self.clock() - now
 
     def stop(self, failure: Exception) -> None:
@@ -294,6 +297,11 @@ class Speculator:
         this.steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
         if proposer.trees:
             return list(drafts)
+        if whole:
+            sizes = [0 if draft is None else len(draft.counts) for draft in drafts]
+            this.doubted = {
+                one: size for one, size, most in zip(ids, sizes, limits, strict=True) if size < most
+            }
         self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
         return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
 
