@@ -210,7 +210,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
         rounds.append(clock.spend(0.1 if rounds else 50.0, propose)(wishes)) or rounds[-1]
     )
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}, {1: 0.05}), most=4)
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.0}, {1: 0.05}), most=4)
     running = engine(runner, speculator=Speculator(oracle, policy, most=4, clock=clock))
     running.add(*requests[0])
     running.step()

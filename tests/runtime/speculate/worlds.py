@@ -1,4 +1,4 @@
-"""Worlds with known times and a known law of acceptance: the speed that the policy reaches, and that of fixed drafts.
+"""Worlds with known times and a known law of acceptance: the speed that the policy reaches in them.
 
     speed     tokens / (seconds of passes, of asking and of drafting), over that of plain passes
     law       chance that a draft is accepted if its parent was, by position in the text, depth and rank;
@@ -176,7 +176,9 @@ class World:
             elif self.proposing.confidence is not None:
                 chances = [self.confident(len(path) + 1)]
             else:
-                ranks = [kind // LEVELS for kind in (draft.kinds or ()) and [draft.kinds[c - 1] for c in children]]
+                ranks = [
+                    kind // LEVELS for kind in (draft.kinds or ()) and [draft.kinds[c - 1] for c in children]
+                ]
                 chances = [self.law(self.position, len(path) + 1, rank) for rank in ranks]
             draw = self.random.random()
             node = 0
@@ -194,7 +196,5 @@ class World:
 
 def best_fixed(times, law, proposing, counts, tokens=4000, seed=1) -> float:
     """The speed of the best number of drafts, run in every pass; 1 of none."""
-    speeds = [
-        World(times, law, proposing, seed=seed, fixed=count).speed(tokens) for count in counts
-    ]
+    speeds = [World(times, law, proposing, seed=seed, fixed=count).speed(tokens) for count in counts]
     return max([1.0, *speeds])

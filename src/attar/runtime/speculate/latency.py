@@ -3,10 +3,10 @@
     t(B, n) = curve(n) + offset(B, n)        n tokens of a pass, B sequences
 
 The curve interpolates linearly between the measured sizes and extrapolates with the last slope. The offset is
-the engine's overhead and other errors of the measurement: an exponential moving average (weight WEIGHT) of
-seconds - curve(n), one for each power of two of B and each quarter of an octave of n, with the nearest known
-offset as first value. Of the first ``settle`` plain passes the shortest counts: passes right after a prefill
-take up to three times as long.
+the engine's overhead and other errors of the measurement: a mean of seconds - curve(n) over the first passes,
+then an exponential moving average (weight WEIGHT), one for each power of two of B and each quarter of an
+octave of n, with the nearest known offset as first value. Of the first ``settle`` plain passes the shortest
+counts: passes right after a prefill take up to three times as long.
 
 The curve is measured on one private sequence (or eight) in the first blocks of the pool, which no request
 uses yet. Every size is run once to warm up and then timed, with greedy sampling of its rows; the shortest
@@ -82,15 +82,6 @@ class Latency:
         curves = (self._draft, self._begin) if first else (self._draft,)
         return sum(curve.seconds(width, width, width) for curve in curves if width and curve.known)
 
-    def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
-        """Seconds that drafts added to a pass: measured, outliers clipped; with prompts as expected."""
-        expected = self.target(batch, tokens, prompt_tokens)
-        if prompt_tokens:
-            seconds = expected
-        elif self._target.knows(batch, tokens):
-            seconds = min(seconds, OUTLIER * expected)
-        return seconds - self.target(batch, batch)
-
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """Learn from a pass without prompts."""
         plain = tokens == batch
@@ -124,16 +115,13 @@ class _Curve:
         self._sizes = sorted(points)
         self._seconds = list(accumulate((points[size] for size in self._sizes), max))
         self._offsets: dict[tuple[int, int], float] = {}
+        self._counts: dict[tuple[int, int], int] = {}  # passes that an offset was learnt from
         self._measured: dict[int, float] = {}  # computed once for each size
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # keys with an offset, by batch and size
 
     @property
     def known(self) -> bool:
         return bool(self._sizes or self._offsets)
-
-    def knows(self, batch: int, size: int) -> bool:
-        """Whether it is on the curve, or was run."""
-        return len(self._sizes) > 1 or _key(batch, size) in self._offsets
 
     def seconds(self, batch: int, size: int, total: int) -> float:
         """Of ``total`` tokens with the offset of ``size``; at least half of the measured time."""
@@ -150,7 +138,7 @@ class _Curve:
     def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> float:
         """Update an offset; ``shortest``: to the shortest pass so far. Returns what is expected now."""
         key, measured = _key(batch, size), self.measured(size)
-        offset = self._offsets.get(key)
+        offset, count = self._offsets.get(key), self._counts.get(key, 0)
         if offset is None:
             offset = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
             self._nearest.clear()
@@ -158,7 +146,8 @@ class _Curve:
             offset = min(offset, seconds - measured)
         else:
             expected = measured + offset
-            offset += WEIGHT * (min(seconds, OUTLIER * expected) - expected)
+            offset += max(WEIGHT, 1 / (2 + count)) * (min(seconds, OUTLIER * expected) - expected)
+            self._counts[key] = count + 1
         self._offsets[key] = offset
         return max(measured + offset, measured / 2)
 

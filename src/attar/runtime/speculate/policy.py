@@ -200,13 +200,13 @@ class DraftPolicy:
             if one.draft is not None:
                 drafted.append(one)
                 tokens, accepted = tokens + len(one.draft), accepted + len(one.path)
-        plain = self.latency.target(batch, batch)
-        if plain > 0:
-            extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafted else 0.0
-            proposing = self._charge(drafting, plain) if drafted or doubted else 0.0
-            self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
+        plain = self.latency.target(batch, batch)
+        if plain > 0:
+            extra = self.latency.target(batch, tokens, prompt_tokens) / plain - 1.0
+            proposing = self._charge(drafting, plain) if drafted or doubted else 0.0
+            self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
         self._since_plain = self._since_plain + 1 if drafted else 0
         if drafted and drafting > 0 and steps >= 0:
             depth = steps or max(max(one.draft.depths) for one in drafted if one.draft)
@@ -243,7 +243,7 @@ class DraftPolicy:
         self._trials.pop(sequence, None)
 
     def _charge(self, seconds: float, plain: float) -> float:
-        """Plain passes in the proposer's time; half of the budget at most: the machine may have stood still."""
+        """Seconds of the proposer, in plain passes; half of the budget at most: the machine may stand still."""
         return min(seconds / plain, self.budget.size / 2)
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
@@ -346,8 +346,7 @@ class DraftPolicy:
             trial.running = False
 
     def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
-        """A confident proposer ended its chain: what it would not draft counts as rejected, for the depths are
-        chosen before it doubts."""
+        """What a confident proposer would not draft counts as rejected: depths are chosen before it doubts."""
         if feedback.path[:drafts] == tuple(range(1, drafts + 1)):
             self.acceptance.note(feedback.sequence, kind_of(0, drafts + 1), False)
 
