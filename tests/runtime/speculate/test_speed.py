@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 
 from attar.runtime.speculate.policy import DraftPolicy
+from tests.cases import mostly_slow
 from tests.runtime.speculate.worlds import (
     LARGE,
     TINY,
@@ -52,10 +53,13 @@ def law(kind: str, a: float):
 KINDS = ["free chain", "free tree", "draft model", "block", "confident block", "tree of heads"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("times", [TINY, LARGE], ids=["tiny", "large"])
-@pytest.mark.parametrize("text", ["never", "often", "nearly always", "switching"])
-def test_as_chosen_is_near_the_best_fixed_drafts_and_never_below_plain(kind, times, text) -> None:
+CASES = list(product(KINDS, ["tiny", "large"], ["never", "often", "nearly always", "switching"]))
+FAST = [case for case in CASES if case[1] == "tiny" and case[2] in ("never", "switching")]
+
+
+@pytest.mark.parametrize(("kind", "model", "text"), mostly_slow(CASES, FAST))
+def test_as_chosen_is_near_the_best_fixed_drafts_and_never_below_plain(kind, model, text) -> None:
+    times = {"tiny": TINY, "large": LARGE}[model]
     proposer = proposing(kind, times[1])
     laws = {
         "never": law(kind, 0.0),

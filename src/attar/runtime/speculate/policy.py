@@ -243,7 +243,7 @@ class DraftPolicy:
         self._trials.pop(sequence, None)
 
     def _charge(self, seconds: float, plain: float) -> float:
-        """Seconds of the proposer, in plain passes; half of the budget at most: the machine may stand still."""
+        """Its seconds in plain passes, half of the budget at most: the machine may have stood still."""
         return min(seconds / plain, self.budget.size / 2)
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
@@ -346,7 +346,7 @@ class DraftPolicy:
             trial.running = False
 
     def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
-        """What a confident proposer would not draft counts as rejected: depths are chosen before it doubts."""
+        """What a confident proposer would not draft was rejected: depths are chosen before it doubts."""
         if feedback.path[:drafts] == tuple(range(1, drafts + 1)):
             self.acceptance.note(feedback.sequence, kind_of(0, drafts + 1), False)
 
