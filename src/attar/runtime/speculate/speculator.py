@@ -241,24 +241,24 @@ class Speculator:
         """The drafts that pay, for each sequence."""
         free, policy, prompt_tokens = free_part(self.proposer), self.policy, this.prompt_tokens
         ids = list(this.decoding)
-        found: Sequence[Draft | None] = [None] * len(limits)
+        lookups: Sequence[Draft | None] = [None] * len(limits)
         if free is not None:
             pairs = zip(this.decoding.values(), limits, strict=True)
-            found = self._asked(
+            lookups = self._asked(
                 free, [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
             )
         if self.proposer.free:
-            if not any(found):
-                return found
-            return policy.select(ids, found, prompt_tokens, whole=self.proposer.learns_tree)
+            if not any(lookups):
+                return lookups
+            return policy.select(ids, lookups, prompt_tokens, whole=self.proposer.learns_tree)
         asked = [
             0 if drafts_alone(policy, one, most, draft) else most
-            for one, most, draft in zip(ids, limits, found, strict=True)
+            for one, most, draft in zip(ids, limits, lookups, strict=True)
         ]
         drafts = self._timed(this, asked, completion, blocks)
         if free is not None:
             this.steps = this.steps or -1
-            return combined(policy, ids, limits, drafts, found, prompt_tokens)
+            return combined(policy, ids, limits, drafts, lookups, prompt_tokens)
         trees = cast(TimedProposer, self.proposer).trees
         return policy.trim(ids, drafts, prompt_tokens) if trees else drafts
 
