@@ -13,7 +13,9 @@ from attar.cli.main import VERBS
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
 from attar.runtime.speculate.settings import ProfileSettings
 
@@ -42,6 +44,10 @@ def page() -> str:
     parts.append(_section("bench", BenchSettings))
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
+    parts.append(_section("serve: conversations and answers", TemplateSettings))
+    parts.append(_section("serve: connections", ConnectionSettings))
+    parts.append(_section("serve: embeddings", EmbeddingSettings))
+    parts.append(_section("serve: services", ServiceSettings))
     parts.append(_section("generate, chat, bench and serve: the engine", EngineSettings))
     parts.extend(_options(verb) for verb in WITHOUT_SETTINGS)
     return "\n".join(parts)

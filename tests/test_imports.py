@@ -223,6 +223,7 @@ LIGHT = (
     "attar.runtime.kv.block_manager",
     "attar.runtime.sampling.params",
     "attar.runtime.server.settings",
+    "attar.runtime.services.settings",
     "attar.runtime.scheduler",
     "attar.runtime.step",
 )
@@ -270,7 +271,7 @@ from starlette.testclient import TestClient
 import attar.runtime.server.run
 from attar.runtime.server import serve
 
-def run(app, settings, told):
+def run(app, settings, told, *rest):
     with TestClient(app, base_url="http://127.0.0.1") as client:
         asked = {{"model": "{model}", "prompt": "def ", "max_tokens": 3}}
         answer = client.post("/v1/completions", json=asked)

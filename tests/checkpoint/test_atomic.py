@@ -76,6 +76,12 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_after(tmp_path, monk
     assert names(tmp_path) == ["x"]
 
 
+def test_tensors_can_be_read_by_whom_other_files_can(tmp_path):
+    atomic.write_bytes(tmp_path / "a", b"a")
+    atomic.save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "a").stat().st_mode
+
+
 def test_tensors_are_saved_by_atomic_alone():
     """Activations are scratch of one process: nothing resumes from them."""
     root = Path(attar.__file__).parent

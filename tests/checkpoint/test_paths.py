@@ -66,18 +66,26 @@ def test_a_model_of_a_package(tmp_path, monkeypatch):
     assert caught.value.hint == "did you mean attar:smollm2?"
 
 
-def test_the_embedded_draft_is_of_the_embedded_model():
-    """One tokenizer, fewer layers, and a card that says how it was made and knows no folder of its maker."""
-    tiny, draft = (open_checkpoint(f"attar:{name}") for name in EMBEDDED)
+def test_the_embedded_draft_and_head_are_of_the_embedded_model():
+    """One tokenizer, fewer layers; cards that say how they were made, without a folder of their maker."""
+    tiny, draft, head = (open_checkpoint(f"attar:{name}") for name in EMBEDDED)
     assert (draft.path / "tokenizer.json").samefile(tiny.path / "tokenizer.json"), "one file, linked"
-    for checkpoint in (tiny, draft):
-        listed = {name: sha256_file(checkpoint.path / name) for name in checkpoint.card.files}
-        assert checkpoint.card.files == listed
+    for checkpoint in (tiny, draft, head):
+        files = {path.name for path in checkpoint.path.iterdir()} - {"attar.json"}
+        assert checkpoint.card.files == {name: sha256_file(checkpoint.path / name) for name in files}
         assert "curve" not in checkpoint.card.details
     assert draft.config["num_hidden_layers"] < tiny.config["num_hidden_layers"]
-    assert {parent.name for parent in draft.card.parents} == {"attar:tiny"}
-    assert draft.card.command.startswith("attar distill attar:tiny -o draft ")
-    assert "/" not in draft.card.command
+    for name, checkpoint in (("draft", draft), ("head", head)):
+        assert {parent.name for parent in checkpoint.card.parents} == {"attar:tiny"}
+        assert {parent.fingerprint for parent in checkpoint.card.parents} == {tiny.fingerprint()}
+        assert checkpoint.card.command.startswith(f"attar distill attar:tiny -o {name} ")
+        assert "/" not in checkpoint.card.command
+
+
+def test_the_embedded_head_is_small():
+    head = open_checkpoint("attar:head")
+    assert head.config["target"] == "attar:tiny"
+    assert sum(path.stat().st_size for path in head.path.iterdir()) <= 6e6
 
 
 def test_the_hub_is_asked_for_what_is_needed(make, monkeypatch):

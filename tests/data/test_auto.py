@@ -62,7 +62,7 @@ def test_a_chat_template_means_conversations(tmp_path):
 
 
 def test_the_embedded_models_keep_their_text():
-    for name in ("attar:tiny", "attar:draft"):
+    for name in ("attar:tiny", "attar:draft", "attar:head"):
         assert fitting(open_checkpoint(name)) == ("python-stdlib", f"{name} was trained on it")
 
 

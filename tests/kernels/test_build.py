@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from attar.errors import AttarError
 from attar.kernels import build, levels
 
 ANSWER = 'extern "C" int answer() { return %d; }\n'
@@ -72,6 +73,21 @@ def test_the_key_holds_all_that_a_library_depends_on(what, room, monkeypatch):
         monkeypatch.setattr(build, "_processor", lambda: "another")
     assert build.load("small").answer() == (7 if what == "source" else 42)
     assert len(files(room)) == 2
+
+
+def test_an_image_says_that_its_libraries_do_not_run_here(room, monkeypatch):
+    monkeypatch.setattr(build, "COMPILERS", ())
+    monkeypatch.setattr(build, "PREBUILT", room / "prebuilt")
+    monkeypatch.setattr(build, "levels", lambda: ())
+    (room / "prebuilt").mkdir()
+    (room / "prebuilt" / "small-v9.so").write_bytes(b"")
+    assert build.load("small") is None
+    monkeypatch.setenv("ATTAR_KERNELS", "required")
+    with pytest.raises(
+        AttarError, match=r"no compiled small: no compiler.*; this processor runs no.*: v9"
+    ) as raised:
+        build.load("small")
+    assert "unset ATTAR_KERNELS" in raised.value.hint
 
 
 def test_the_environment_turns_kernels_off(room, monkeypatch):

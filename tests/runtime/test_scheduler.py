@@ -366,7 +366,7 @@ def test_logits_of_a_prompt_come_once_though_it_is_cached_and_preempted():
     engine = Engine(step_tokens=8)
     engine.add(range(12), 2)
     engine.finish()
-    sequence = engine.add(range(12), 8, prompt_logits=True)
+    sequence = engine.add(range(12), 8, logits_from=0)
     spans = []
     while sequence.state is not State.FINISHED:
         spans += [(span.start, span.wants) for span in engine.step().spans]
@@ -379,7 +379,7 @@ def test_logits_of_a_prompt_come_once_though_it_is_cached_and_preempted():
 
 def test_a_fork_does_not_hand_out_the_logits_of_its_prompt_again():
     engine = Engine()
-    engine.add(range(6), 5, n=2, prompt_logits=True)
+    engine.add(range(6), 5, n=2, logits_from=0)
     engine.step()
     engine.scheduler._preempt(engine.scheduler.running[1])
     assert [span.wants for span in engine.step().spans] == [1, 1]

@@ -83,7 +83,10 @@ def save_tensors(
     from safetensors.torch import save_file
 
     with file(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode  # as the umask has it: safetensors' own files are for their owner alone
         save_file(dict(tensors), partial, metadata=metadata)
+        partial.chmod(mode)
 
 
 @contextmanager

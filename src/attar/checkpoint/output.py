@@ -28,6 +28,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
+from attar.checkpoint.processes import LeftToFirst, own_output, rank, wait_for_first
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
 from attar.options import flatten
@@ -57,6 +58,11 @@ class StageOutput:
     details: dict[str, Any] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
+    def leave_to_first(self) -> None:
+        """Of several processes all but the first end the block here (``processes.py``)."""
+        if rank():
+            raise LeftToFirst
+
 
 @contextmanager
 def produce(
@@ -75,7 +81,8 @@ def produce(
 ) -> Iterator[StageOutput]:
     """Run a stage: check the output folder, lock and resume; run the block; write the card and rename.
 
-    A wrong output folder is refused before the block runs. When the block ends well, ``README.md`` and the
+    A wrong output folder is refused before the block runs. Of several processes of a run the first one writes
+    the output (``processes.py``). When the block ends well, ``README.md`` and the
     card with the hashes of all files are written, everything is fsynced, and the folder gets its name.
 
     Args:
@@ -93,14 +100,16 @@ def produce(
         full.
     """
     final = atomic.target(Path(out))
+    own = own_output(final)
     parents = [*((item, "weights") for item in weights), *((item, "signal") for item in signals)]
     _check_apart(final, parents)
     atomic.check_target(final, force)
     with (
+        suppress(LeftToFirst),
         atomic.explain_os_errors(final, needed),
         _parent_folder(final),
-        _work_folder(final) as work,
-        atomic.folder(final, force) as folder,
+        _work_folder(own) as work,
+        atomic.folder(own, force or own != final) as folder,
     ):
         if needed:
             atomic.check_space(folder, needed)
@@ -119,6 +128,10 @@ def produce(
         card = _card(final.name, stage, settings, lineage, output)
         write_readme(card, folder)
         replace(card, files=_files(folder)).write(folder)
+    if own != final and key is not None:
+        for path in (own, atomic.hidden(own, "work")):
+            shutil.rmtree(path, ignore_errors=True)
+        wait_for_first(final, key, atomic.hidden(final, "work") / _LOCK)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The names of models: a folder, a single-file model, a hub id (``org/name@revision``), an embedded model
-(``attar:tiny``, and its draft model ``attar:draft``), or one of a package (``attar:smollm2``)."""
+(``attar:tiny``; what drafts for it, ``attar:draft`` and ``attar:head``), or one of a package
+(``attar:smollm2``)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from attar.errors import CheckpointError, nearest
 FILES = (".gguf",)
 """Suffixes of single-file models; ``open.OPENERS`` names their openers."""
 
-EMBEDDED = ("tiny", "draft")
-"""Models inside the package, as folders of :data:`EMBEDDED_FOLDER`; both have one tokenizer file."""
+EMBEDDED = ("tiny", "draft", "head")
+"""Models inside the package, as folders of :data:`EMBEDDED_FOLDER`: one, its draft model with the same
+tokenizer file, and its draft head, which has none."""
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
 

@@ -19,6 +19,7 @@ import typer
 import typer.core
 import typer.main
 
+from attar.checkpoint.processes import rank
 from attar.cli.guard import exit_on_error
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.settings import (
@@ -124,12 +125,13 @@ def build_command(
 
     def callback(**values: Any) -> None:
         quiet, as_json, debug = (values.pop(flag) for flag in ("quiet", "json", "debug"))
-        progress: Progress = SILENT if quiet else Terminal()
+        progress: Progress = SILENT if quiet or rank() else Terminal()
         with exit_on_error(debug=debug, resumes=resumes):
             # output of libraries must not mix with the data
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = act(values, progress)
-            answer.show(as_json=as_json)
+            if not rank():
+                answer.show(as_json=as_json)
 
     callback.__signature__ = inspect.Signature([*parameters, *_common_options()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

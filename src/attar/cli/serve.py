@@ -7,7 +7,9 @@ from typing import Any
 
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
 from attar.verbs import check_models
 
@@ -17,6 +19,10 @@ def build_serve(verb: str) -> Any:
     parameters = [
         argument("model", MODEL_HELP),
         *settings_options(ServerSettings),
+        *settings_options(TemplateSettings),
+        *settings_options(ServiceSettings),
+        *settings_options(ConnectionSettings),
+        *settings_options(EmbeddingSettings),
         *settings_options(EngineSettings),
     ]
 
@@ -25,8 +31,14 @@ def build_serve(verb: str) -> Any:
 
         check_models(values["model"])
         settings = read_settings(ServerSettings, verb, values)
-        options = read_settings(EngineSettings, verb, values).options()
-        serve(values["model"], settings, progress=progress, show=_print_line, **options)
+        answers = read_settings(TemplateSettings, verb, values)
+        services = read_settings(ServiceSettings, verb, values)
+        transport = read_settings(ConnectionSettings, verb, values)
+        embeddings = read_settings(EmbeddingSettings, verb, values)
+        options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
+        serve(
+            values["model"], settings, answers, services, transport, embeddings, show=_print_line, **options
+        )
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."

@@ -46,6 +46,33 @@ class DraftHeadSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JointSettings:
+    """Medusa-2: the model learns with its heads."""
+
+    joint: float = _option(
+        0.0,
+        "Medusa-2: the share of the steps, the last ones, in which the model learns too: the output is the "
+        "new model, with its heads in the folder head; 0: the model stays as it is",
+    )
+    base_loss: str = _option(
+        "self",
+        "what the model learns then: self (to predict what it did before), text (the next tokens)",
+        ("self", "text"),
+    )
+    heads_weight: float = _option(0.2, "weight of the heads' loss then, by that of the model")
+    heads_schedule: str = _option(
+        "sine", "how that weight begins: sine (from 0), constant", ("sine", "constant")
+    )
+    base_rate: float = _option(0.25, "the model's learning rate, by that of its heads")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("joint", self.joint, 0.0, 1.0, "between 0 and 1")
+        check_range("heads_weight", self.heads_weight, 0.0, 1e6, "0 or more")
+        check_range("base_rate", self.base_rate, 0.0, 1e3, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaSettings(DraftHeadSettings):
     """Medusa's heads."""
 
@@ -61,6 +88,7 @@ class MedusaSettings(DraftHeadSettings):
     shared_head: bool = _option(
         False, "one output matrix for all heads: smaller, for models whose vocabulary outweighs their layers"
     )
+    together: JointSettings = field(default_factory=JointSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,10 +102,12 @@ class TreeHeadSettings(DraftHeadSettings):
     """A head that drafts a token after the other, as a chain or as a tree."""
 
     branches: int = _option(1, "likeliest tokens after each node of a tree of drafts; 1: a chain")
+    head_layers: int = _option(1, "transformer layers of the head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("branches", self.branches, 1, 32, "between 1 and 32")
+        check_range("head_layers", self.head_layers, 1, 64, "between 1 and 64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +135,9 @@ class Eagle3Settings(TreeHeadSettings):
     norm_before_fc: bool = _option(False, "the states of all layers are normed together")
     fc_norm: bool = _option(False, "the states of each layer are normed")
     norm_output: bool = _option(False, "its own states are normed before it reads them (EAGLE-3.1)")
+    start: str = _option(
+        "target", "its first weights: target (those of the model's layer) or random", ("target", "random")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +156,11 @@ class BlockSettings(DraftHeadSettings):
     context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
     anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
     gamma: float = _option(4.0, "weight of a draft in the loss: exp(-(k - 1) / gamma) at position k")
+    start: str = _option(
+        "target",
+        "its first weights: target (those of the model's last layers) or random",
+        ("target", "random"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -407,10 +407,24 @@ class DistillSettings(LearnSettings):
         """Whether a draft head is trained, and no student."""
         return self.head != "none"
 
+    @property
+    def joint_steps(self) -> int:
+        """The last steps, in which a model learns together with its draft head."""
+        together = getattr(self.head_options, "together", None)
+        return 0 if together is None else round(together.joint * self.steps)
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether the result is a model, and no draft head for one."""
+        return not self.trains_head or self.joint_steps > 0
+
     def _check_head_alone(self) -> None:
         """Raise where an option of students is set."""
-        defaults = {"adapter_rank": 0, "for_drafting": False, "alpha": 1.0, "objective": "auto"}
-        defaults |= {"signal": "auto", "task": "auto"}
+        defaults: dict[str, Any] = {"for_drafting": False, "alpha": 1.0}
+        defaults |= {"objective": "auto", "signal": "auto", "task": "auto"}
+        if self.adapter_rank and not self.joint_steps:
+            more = ", or joint above 0: the model learns too" if self.head == "medusa" else ""
+            raise SettingsError("adapter_rank", self.adapter_rank, f"left out with head {self.head}{more}")
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 raise SettingsError(name, getattr(self, name), f"left out with head {self.head}")

@@ -60,7 +60,8 @@ def distill(
     signal: Path | None = None,
     samples: Path | None = None,
 ) -> Checkpoint:
-    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
+    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution; or make
+    a draft head of it (``heads/train.py``).
 
     With ``adapter_rank`` the student's weights stay as they start, and low-rank adapters learn, which ``out``
     has added to its weights; of a given student ``out/adapter`` has them alone, too.
@@ -133,6 +134,7 @@ def distill(
             rollouts=rollouts,
             details=output.details,
         )
+        output.leave_to_first()
         if settings.adapter_rank:
             if given is not None:
                 save_adapter(student, output.folder / ADAPTER, given.spelling)
@@ -223,6 +225,7 @@ def recover(
             masks=dense_masks,
             details=output.details,
         )
+        output.leave_to_first()
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
         elif settings.adapter_rank:

@@ -13,8 +13,9 @@ another user is not used. If the folder is another user's, the library is built 
 Without a compiler or a writable folder, a wheel's prebuilt library is used, ``prebuilt/NAME-LEVEL.so``, of
 the best level in levels.py that this processor runs (scripts/build_wheels.py puts them there). Without that,
 or with ``ATTAR_KERNELS=off``, there is no library: ``why_missing`` returns the reason, callers use their
-fallback in torch and warn once (``warn_slower``). ``ATTAR_KERNELS_TARGET`` is a processor to compile for, as
-in ``-march`` (``x86-64-v3``: AVX2).
+fallback in torch and warn once (``warn_slower``). With ``ATTAR_KERNELS=required``, as in an image that was
+built for some levels, a library that is missing is an error. ``ATTAR_KERNELS_TARGET`` is a processor to
+compile for, as in ``-march`` (``x86-64-v3``: AVX2).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from attar.errors import AttarError
 from attar.kernels.levels import levels
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -48,8 +50,19 @@ logger = logging.getLogger(__name__)
 
 def load(name: str) -> ctypes.CDLL | None:
     """The library of ``csrc/NAME.cpp``, built if necessary; None if there is none, or with
-    ``ATTAR_KERNELS=off``. Cached in the process."""
-    return None if _off() else _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))[0]
+    ``ATTAR_KERNELS=off``. Cached in the process.
+
+    Raises:
+        AttarError: there is none, and ``ATTAR_KERNELS=required``.
+    """
+    if _off():
+        return None
+    library, why = _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))
+    if library is None and os.environ.get("ATTAR_KERNELS", "").lower() == "required":
+        raise AttarError(
+            f"no compiled {name}: {why}", hint="build the image for this processor, or unset ATTAR_KERNELS"
+        )
+    return library
 
 
 def why_missing(name: str) -> str:
@@ -86,7 +99,7 @@ def _load(name: str, target: str) -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(str(_built(name, folder, target))), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         ready = None if target else _prebuilt(name)
-        return ready, "" if ready else " ".join(str(error).split())
+        return ready, "" if ready else "; ".join([" ".join(str(error).split()), *_unfit(name)])
 
 
 def _prebuilt(name: str) -> ctypes.CDLL | None:
@@ -96,6 +109,12 @@ def _prebuilt(name: str) -> ctypes.CDLL | None:
         with contextlib.suppress(OSError):  # missing, or built against another libc
             return ctypes.CDLL(str(path))
     return None
+
+
+def _unfit(name: str) -> list[str]:
+    """A sentence about the levels of which a wheel has the library, where it has any."""
+    names = sorted(path.stem.removeprefix(f"{name}-") for path in PREBUILT.glob(f"{name}-*.so"))
+    return [f"this processor runs no library that is there: {', '.join(names)}"] if names else []
 
 
 def _private(name: str, folder: Path, target: str) -> ctypes.CDLL:

@@ -145,6 +145,11 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def check_template(template: str) -> None:
+    """Raise jinja2.TemplateSyntaxError, with the line, for a text that is no template."""
+    _compiled(template)
+
+
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

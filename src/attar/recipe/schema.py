@@ -76,7 +76,7 @@ class StageEntry:
     @property
     def makes_model(self) -> bool:
         """Whether its checkpoint is a model, and no draft head for one."""
-        return not getattr(self.settings, "trains_head", False)
+        return bool(getattr(self.settings, "makes_model", True))
 
     @property
     def parents(self) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ class WaitingQueue:
     ) -> tuple[int, bool, bool, int, tuple[int, float, int]]:
         request, matched = sequence.request, 0
         patient = now - request.arrival < self._limits.patience_s
-        if patient and not request.prompt_logits:
+        if patient and request.logits_from is None:
             matched = self._manager.matched(sequence.tokens, request.salt)
         return (request.priority, not sequence.preempted, patient, -matched, sequence.order)
 

@@ -10,8 +10,9 @@ Free of the model and of the cache: the engine passes logits in and events out.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from attar.errors import AttarError
 from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
@@ -56,7 +57,7 @@ class Completion:
         self._start = len(prompt)
         self._history = TokenHistory(prompt) if params.penalises else None
         self._detokenizer = Detokenizer(decode, prompt) if decode else None
-        self._stops = StopFinder(params.stop)
+        self._stops = StopFinder(params.stop, params.include_stop)
         self._matcher = matcher
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
@@ -133,7 +134,8 @@ class Completion:
             self._history.add(token)
         if self._matcher and token not in self.ends:
             self._matcher.consume(token)
-        if self._detokenizer is None or token in self.ends:
+        shown = self.params.include_stop and token in self.params.stop_ids
+        if self._detokenizer is None or (token in self.ends and not shown):
             return ""
         piece = self._detokenizer.add(token)
         return piece if self.count < self.params.min_tokens else self._stops.add(piece)
@@ -164,6 +166,7 @@ class RequestState:
         started: seconds on the engine's clock of its first step; None before.
         first_token: the same of its first token.
         prompt_logprobs: of the prompt's tokens, filled where asked for; None for the first.
+        observe: see :data:`attar.runtime.engine.PromptObserver`.
     """
 
     request: Request
@@ -176,6 +179,7 @@ class RequestState:
     drafted: int = 0
     accepted: int = 0
     lossy: bool = False
+    observe: Callable[[int, Any], None] | None = None
     _prompt_logprobs_sent: bool = False
 
     @staticmethod

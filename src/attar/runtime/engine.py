@@ -20,6 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from attar.runtime import execution
 from attar.runtime.admission import check_params, check_tokens
 from attar.runtime.completion import Completion, RequestState
 from attar.runtime.kv.evict import Eviction
+from attar.runtime.pooling import PromptPooler
 from attar.runtime.results import Event, FinishReason
 from attar.runtime.sampling.grammar import Grammars, Matcher
 from attar.runtime.sampling.params import SamplingParams
@@ -42,6 +44,8 @@ from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import Runner, StepInput
 
 T = TypeVar("T")
+PromptObserver = Callable[[int, Tensor], None]
+"""Called in the engine's thread with the index of a prompt token and the logits that follow it."""
 DecodeTokens = Callable[[Sequence[int], bool], str]
 """Tokens to text; the flag leaves special tokens out."""
 DEFAULT = SamplingParams()
@@ -58,6 +62,7 @@ class Engine:
         eviction: decides after each step which sequences are packed; the runner must support it.
         grammars: of the tokenizer; None: requests with a grammar are refused.
         speculator: drafts tokens; None: every step gives one token for each completion.
+        pooler: pools the states of prompts; None: requests for embeddings are refused.
         clock: seconds; arrivals and deadlines are on it.
     """
 
@@ -72,11 +77,13 @@ class Engine:
         eviction: Eviction | None = None,
         grammars: Grammars | None = None,
         speculator: Speculator | None = None,
+        pooler: PromptPooler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.clock, self.speculator = runner, scheduler, clock, speculator
         self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
+        self.pooler = pooler
         self._requests: dict[str, RequestState] = {}
         self._numbers = map(str, itertools.count())
         self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are quantized
@@ -97,6 +104,7 @@ class Engine:
         deadline_s: float | None = None,
         salt: str = "",
         matcher: Matcher | None = None,
+        observe: tuple[int, PromptObserver] | None = None,
     ) -> str:
         """Add a request to the waiting ones. Returns its id.
 
@@ -107,6 +115,7 @@ class Engine:
             deadline_s: seconds from now after which the request is ended.
             salt: the tenant; prefixes are shared inside a salt only.
             matcher: of the parameters' grammar where it is compiled already; None: it is compiled now.
+            observe: a token of the prompt, and what is called with the logits of it and of those after it.
 
         Raises:
             DataError: the prompt is empty, or a token is outside the vocabulary.
@@ -119,6 +128,7 @@ class Engine:
         self._check_request(prompt, params, id)
         if matcher is None and self.grammars is not None:
             matcher = self.grammars.matcher(params)
+        logits_from = observe[0] if observe else None if params.prompt_logprobs is None else 0
         request = Request(
             id=self._next_id() if id is None else id,
             prompt=tuple(prompt),
@@ -128,7 +138,7 @@ class Engine:
             arrival=now,
             deadline=None if deadline_s is None else now + deadline_s,
             salt=salt,
-            prompt_logits=params.prompt_logprobs is not None,
+            logits_from=logits_from,
         )
         sequence = self.scheduler.add(request)
         limit = sequence.limit - len(request.prompt)
@@ -137,6 +147,7 @@ class Engine:
             self._requests[request.id] = RequestState.of(
                 request, params, ends=self.ends, limit=limit, decode=decode, matcher=matcher
             )
+            self._requests[request.id].observe = observe and observe[1]
         except BaseException:
             self.scheduler.finish(sequence, "error")
             raise
@@ -198,6 +209,8 @@ class Engine:
         if id in self._requests:
             raise SettingsError("id", id, "one that no running request has")
         params.fit(self.vocabulary)
+        if params.pooling is not None and (self.pooler is None or params.max_tokens != 1):
+            raise SettingsError("pooling", params.pooling, "None, unless states are kept and max_tokens is 1")
         features = getattr(self.runner, "features", {})
         check_params(params, features, decodes=self.decode is not None, grammars=self.grammars is not None)
         check_tokens(prompt, self.runner.vocabulary)
@@ -277,6 +290,10 @@ class Engine:
         try:
             logprobs = sampled.logprobs(logits, params.logprobs)
             event = completion.append(sampled.tokens, logprobs, sampled.sources(params.proposers))
+            if params.pooling is not None and self.pooler is not None:
+                row = self.scheduler.manager.table(sequence.id).row
+                embedding = self.pooler.pool(row, len(sequence.request.prompt), params.pooling)
+                event = replace(event, embedding=embedding)
         except Exception as failure:
             return self._fail(sequence, failure)
         state = self._requests[event.request]
@@ -361,14 +378,18 @@ def _sample_rows(
 
 
 def score_prompt(state: RequestState, output: StepOutput, logits: Tensor) -> None:
-    """Log-probabilities of the prompt's tokens, where asked for; ``state`` keeps them."""
-    count = state.params.prompt_logprobs
-    if count is None or output.sequence.index:
+    """Log-probabilities of the prompt's tokens, where asked for: ``state`` keeps them. Its observer gets the
+    logits of each token, (V,), which change after the call."""
+    count, observe = state.params.prompt_logprobs, state.observe
+    if state.request.logits_from is None or output.sequence.index:
         return
     prompt = state.request.prompt
     for position, row in enumerate(output.rows, output.position + 1):
         if position < len(prompt):
-            state.prompt_logprobs.append(token_logprob(logits[row], prompt[position], count))
+            if count is not None:
+                state.prompt_logprobs.append(token_logprob(logits[row], prompt[position], count))
+            if observe is not None:
+                observe(position - 1, logits[row])
 
 
 def _decode(decode: DecodeTokens, skip: bool, ids: Sequence[int]) -> str:

@@ -22,8 +22,9 @@ from attar.runtime.admission import Limits
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.describe import Description, describe
 from attar.runtime.engine import DEFAULT, Engine
-from attar.runtime.kv.compose import evicting
+from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.loading import Loaded, load
+from attar.runtime.pooling import FINAL, pooler_of
 from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
@@ -42,6 +43,7 @@ class LLM:
         prefix_cache: whether prompts share the blocks of a common prefix; None: unless the eviction chooses
             by attention (H2O, SnapKV, Reread).
         limits: how much runs at a time, and how much may wait.
+        embeddings: keep the final hidden states of prompts, which requests with ``pooling`` read.
         options: fields of :class:`attar.runtime.runner.choice.RunnerSettings` (dtype, device, kv_dtype,
             kv_tokens, eviction, runner, weights, ...) and of
             :class:`attar.runtime.speculate.wanted.SpeculationSettings` (speculate, draft, ...).
@@ -58,17 +60,23 @@ class LLM:
         *,
         limits: Limits | None = None,
         prefix_cache: bool | None = None,
+        embeddings: bool = False,
         **options: Any,
     ) -> None:
         names = [field.name for field in fields(SpeculationSettings) if field.name in options]
         speculation = SpeculationSettings(**{name: options.pop(name) for name in names})
         speculation.check_with(evicting(options.get("eviction")))
         layers = layers_read(speculation.draft, evicting(options.get("eviction")))
+        if embeddings:
+            check_together({**evicting(options.get("eviction")), "hidden_states": ("embeddings", True)})
+            layers = (*layers, FINAL)
         loaded = load(model, **options, hidden_layers=layers)
         shared = ("device", "block_size", "activations")  # a draft model keeps its own dtype
         of_draft = {name: options[name] for name in shared if name in options}
         speculator = make_speculator(speculation, loaded, model, **of_draft)
         self._assemble(loaded, limits, prefix_cache, speculator)
+        if embeddings:
+            self.engine.pooler = pooler_of(loaded)
 
     @classmethod
     def of(

@@ -116,7 +116,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
         warn_slower(
             f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
         )
-    tokenizer = _tokenizer(checkpoint)
+    tokenizer = tokenizer_of(checkpoint)
     stored = checkpoint.path / "generation_config.json"
     ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
@@ -196,7 +196,7 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
     )
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Any:
+def tokenizer_of(checkpoint: Checkpoint) -> Any:
     """The model's tokenizer; None where it has none."""
     if not any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES):
         return None

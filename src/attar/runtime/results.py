@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "capacity", "error"]
 """stop: an end token, a stop id or a stop string; length: max_tokens, or the context is full; cancelled: by
@@ -82,6 +86,7 @@ class Event:
         prompt_logprobs: with the first event of sample 0 where asked for: one for each token of the
             prompt, None for the first, which follows nothing.
         usage: with the last event of a request.
+        embedding: float32 (H,), the prompt's pooled hidden states, with the first event where asked for.
     """
 
     request: str
@@ -95,6 +100,7 @@ class Event:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     usage: Usage | None = None
     proposers: tuple[str, ...] = ()
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     failure: Exception | None = field(default=None, compare=False, repr=False)
 
     @property

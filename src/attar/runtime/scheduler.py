@@ -111,7 +111,14 @@ class Scheduler:
         refuse_if_busy(request, self.limits, len(self.waiting), self.waiting.prompt_tokens)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, request.deadline)
-        sequence = Sequence(self._new_id(), request, limit, list(request.prompt), width=request.n)
+        sequence = Sequence(
+            self._new_id(),
+            request,
+            limit,
+            list(request.prompt),
+            width=request.n,
+            scored=request.logits_from or 0,
+        )
         self._live[sequence.id] = sequence
         self.waiting.add(sequence)
         return sequence
@@ -320,8 +327,8 @@ class Scheduler:
         ``spare`` blocks, one for each running completion, stay free, so that none is preempted at once.
         """
         request, manager = sequence.request, self.manager
-        reuse = not request.prompt_logits
-        cached = manager.admit(sequence.id, sequence.tokens, request.salt, reuse=reuse, spare=spare)
+        tokens, most = sequence.tokens, request.logits_from
+        cached = manager.admit(sequence.id, tokens, request.salt, most_cached=most, spare=spare)
         if cached is None:
             return 0
         share = min(len(sequence.tokens) - cached, left, self.limits.chunk or left)
@@ -338,7 +345,7 @@ class Scheduler:
     def _commit_span(self, sequence: Sequence, span: TokenSpan, rows: range) -> list[StepOutput]:
         self.manager.commit(sequence.id, span.count, sequence.tokens)
         sequence.computed = span.stop
-        if sequence.request.prompt_logits:
+        if sequence.request.logits_from is not None:
             sequence.scored = max(sequence.scored, min(span.stop, sequence.prompt))
         draws = 1 + len(sequence.drafts) if span.stop >= len(sequence.tokens) else 0
         outputs = [StepOutput(sequence, rows, span.stop - span.wants, draws)] if rows else []

@@ -31,7 +31,8 @@ class Request:
         arrival: seconds on the engine's clock; earlier goes first.
         deadline: seconds on the same clock after which the request is ended; None: never.
         salt: the tenant: prefixes are shared only inside a salt.
-        prompt_logits: the logits of every prompt token are needed; such a request reads no prefix cache.
+        logits_from: the logits of the prompt's tokens from this one on are needed, so the prefix cache serves
+            those before it at most; None: no logits of the prompt.
     """
 
     id: str
@@ -42,7 +43,7 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     salt: str = ""
-    prompt_logits: bool = False
+    logits_from: int | None = None
 
 
 class State(Enum):
@@ -131,7 +132,7 @@ class Sequence:
         """Logits needed of a span [computed, stop): of the last token and of drafts, and of every prompt
         token whose logits the request needs and did not get yet."""
         first = len(self.tokens) - 1
-        if self.request.prompt_logits and self.scored < self.prompt:
+        if self.request.logits_from is not None and self.scored < self.prompt:
             first = min(first, self.scored)
         return max(stop - first, 0)
 

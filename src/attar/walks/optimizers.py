@@ -19,7 +19,7 @@ is emulated, that costs more than the rest of a step. Here the type is an argume
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,22 +32,36 @@ def build(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimiz
     """The optimizers of a run over the trainable parameters of ``model``, each parameter in exactly one
     group.
 
+    A model may have ``rate_scales()``, learning rates by those of the settings, of parameters by ``id``: a
+    group has its own under ``scale``.
+
     Args:
         settings: their precision is decided: Muon multiplies in float32 where it is ``fp32``.
     """
     hidden, matrices, rest = split(model)
     rate, decay = settings.learning_rate, settings.weight_decay
-    adamw = [{"params": matrices, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
+    scales: dict[int, float] = getattr(model, "rate_scales", dict)()
+    adamw = [*_groups(matrices, 0.0, scales), *_groups(rest, 0.0, scales)]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon" and hidden:
         products = torch.float32 if settings.precision == "fp32" else torch.bfloat16
-        optimizers.append(Muon(hidden, rate, weight_decay=decay, products=products))
+        muon = _groups(hidden, decay, scales)
+        optimizers.append(Muon(muon, rate, weight_decay=decay, products=products))
     else:
-        adamw.append({"params": hidden, "weight_decay": decay})
-    groups = [group for group in adamw if group["params"]]
-    if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True))
+        adamw += _groups(hidden, decay, scales)
+    if adamw:
+        optimizers.append(torch.optim.AdamW(adamw, lr=rate, betas=(0.9, 0.95), fused=True))
     return optimizers
+
+
+def _groups(
+    parameters: list[nn.Parameter], decay: float, scales: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """A group of parameters for each learning rate."""
+    by_scale: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_scale.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
+    return [{"params": part, "weight_decay": decay, "scale": scale} for scale, part in by_scale.items()]
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:

@@ -104,6 +104,7 @@ def train(
         NumericsError: the loss or the gradient is not finite.
     """
     accelerator = _accelerator(model)
+    work = _shared(accelerator, work)
     with accelerator.main_process_first():
         settings = replace(settings, precision=resolve(settings.precision, accelerator.device, work))
     torch.manual_seed(settings.seed)
@@ -151,6 +152,16 @@ def _accelerator(model: nn.Module) -> Any:
 
     device = next(model.parameters()).device
     return Accelerator(cpu=device.type == "cpu")
+
+
+def _shared(accelerator: Any, work: Path | None) -> Path | None:
+    """The work folder of the first process, which all of them use."""
+    if accelerator.num_processes == 1:
+        return work
+    from accelerate.utils import broadcast_object_list
+
+    (first,) = broadcast_object_list([work])
+    return None if first is None else Path(first)
 
 
 def _due(step: int, every: int) -> bool:
@@ -201,7 +212,7 @@ def _step(
         raise _diverged(f"the gradient became {float(norm)} at step {step + 1}", settings)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = optimizers.rate(step, settings)
+            group["lr"] = optimizers.rate(step, settings) * group.get("scale", 1.0)
         optimizer.step()
         optimizer.zero_grad()
     mask_weights(run.pruned)
@@ -269,7 +280,9 @@ class _TrainRun:
             return
         target = self.work / f"state-{history.step:08d}"
         partial = self.work / "state.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        if self.accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
         logger = logging.getLogger("accelerate")  # it warns of every tied weight
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -277,6 +290,7 @@ class _TrainRun:
             self.accelerator.save_state(str(partial), safe_serialization=True)
         finally:
             logger.setLevel(level)
+        self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return
         (partial / "history.json").write_text(json.dumps(asdict(history)))

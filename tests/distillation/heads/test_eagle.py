@@ -24,6 +24,7 @@ SWITCHES = {
     "norm_before_fc": {"norm_before_fc": True},
     "fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
     "reduced": {"draft_vocabulary": 200},
+    "three layers": {"head_layers": 3},
 }
 
 
@@ -71,6 +72,16 @@ def test_the_layer_of_eagle_has_a_residual_stream_and_no_norm_before_attention()
         torch.testing.assert_close(step[1, i], wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_further_layer_of_eagle_has_a_norm_before_attention():
+    head, target, _ = made(eagle, head_layers=2)
+    names = [name for name in head.state_dict() if "input_layernorm" in name]
+    assert names == ["layers.1.input_layernorm.weight"]
+    (step,) = unroll.unroll(head, embedded(target), head.project(target.states[:, :-1]), 1)
+    for i in range(5):
+        (wanted,) = SlowEagle(head).chain(embedded(target)[1], target.states[1], i, 1)
+        torch.testing.assert_close(step[1, i], wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_do_not_depend_on_the_parts(monkeypatch):
     gradients = []
     for scores in (100, 1 << 23):
@@ -84,6 +95,15 @@ def test_gradients_do_not_depend_on_the_parts(monkeypatch):
 
 def divergence(p, q):
     return (p * (p.log() - q.log())).sum()
+
+
+def same_slopes(head, value, wanted):
+    """Two losses have the same gradients; and every parameter that is trained has one."""
+    parameters = dict(head.named_parameters())
+    ours, theirs = (torch.autograd.grad(loss, parameters.values()) for loss in (value, wanted))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert b.abs().max() > 0, f"{name} is not trained"
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES)
@@ -112,7 +132,9 @@ def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     assert counted[0] < B * (S - 1) - 2 or tokens_of(head) is None, (
         "every likeliest token is in the vocabulary"
     )
-    torch.testing.assert_close(eagle3.loss(head, target, settings).double(), wanted, rtol=1e-5, atol=1e-6)
+    value = eagle3.loss(head, target, settings)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
+    same_slopes(head, value, wanted)
 
 
 def test_the_loss_of_eagle_is_that_of_a_loop():
@@ -129,7 +151,9 @@ def test_the_loss_of_eagle_is_that_of_a_loop():
             p, q = (target.head.logits(f).softmax(-1) for f in (target.final[row, i + 1], predicted))
             divergences.append(divergence(p, q))
     wanted = torch.stack(distances).mean() + 0.3 * torch.stack(divergences).mean()
-    torch.testing.assert_close(eagle.loss(head, target, settings).double(), wanted, rtol=1e-5, atol=1e-6)
+    value = eagle.loss(head, target, settings)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
+    same_slopes(head, value, wanted)
 
 
 def test_noise_is_for_training_alone():

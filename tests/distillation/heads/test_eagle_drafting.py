@@ -19,7 +19,11 @@ CASES = {
 }
 
 
-SLOW = {"eagle": {"head": "eagle"}, "eagle3.1": {"head": "eagle3", "fc_norm": True, "norm_output": True}}
+SLOW = {
+    "eagle": {"head": "eagle"},
+    "two layers": {"head": "eagle3", "head_layers": 2, "branches": 2},
+    "eagle3.1": {"head": "eagle3", "fc_norm": True, "norm_output": True},
+}
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def test_the_loss_is_that_of_a_loop_over_heads_and_positions(chosen, changes):
                 terms.append(-logits.log_softmax(-1)[label if chosen is None else label // 2])
         wanted = wanted + 0.5**k * torch.stack(terms).mean()
     torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=1e-6)
+    parameters = dict(heads.named_parameters())
+    ours, theirs = (torch.autograd.grad(one, parameters.values()) for one in (value, wanted))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared": True}, {"residual_layers": 3}])

@@ -19,6 +19,7 @@ from attar.distillation.rollouts import teacher as rollouts
 from attar.errors import DataError, ModelError, SettingsError
 from attar.models.draft_heads.folder import load_draft_head
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 SMALL = {
     "head": "medusa",
@@ -34,6 +35,13 @@ SMALL = {
     "data": str(Path(json.__file__).parent),
 }
 FILES = ("model.safetensors", "config.json", "attar.json", "README.md")
+KINDS = {
+    "medusa": {"draft_vocabulary": 100},
+    "eagle": {},  # draws noise
+    "eagle3": {"draft_vocabulary": 100, "unrolled": 2},
+    "dflash": {"anchors": 4},  # draws anchors
+    "dspark": {"anchors": 4, "markov": "rnn", "draft_vocabulary": 100},
+}
 
 
 @pytest.fixture
@@ -62,9 +70,15 @@ def die_after(monkeypatch, calls):
     monkeypatch.setattr(module.HeadLoss, "__call__", deadly)
 
 
-@pytest.mark.parametrize("cache", ["0", "20KB", "1MB"])
-def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path, monkeypatch, cache):
-    options = SMALL | {"state_cache": cache, "draft_vocabulary": 100}
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    mostly_slow(
+        [("medusa", "0"), ("medusa", "1MB"), *((kind, "20KB") for kind in KINDS)],
+        [("medusa", "0"), ("medusa", "1MB"), ("medusa", "20KB"), ("eagle", "20KB"), ("dspark", "20KB")],
+    ),
+)
+def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path, monkeypatch, kind, cache):
+    options = SMALL | {"head": kind, "state_cache": cache} | KINDS[kind]
     attar.distill(target, tmp_path / "a" / "head", **options)
     with monkeypatch.context() as patch:
         die_after(patch, 4)
@@ -179,9 +193,10 @@ def test_text_without_a_prompt_is_one_line(target, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_9_while_training_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_9_while_training_gives_the_same_bytes(kind, tmp_path):
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
-    options = SMALL | {"steps": 40, "state_cache": "20KB"}
+    options = SMALL | {"head": kind, "steps": 40, "state_cache": "20KB"} | KINDS[kind]
     code = (
         "import sys, json, attar; from attar.distillation.rollouts import teacher; "
         "teacher.HELD_OUT_TOKENS = 64; "

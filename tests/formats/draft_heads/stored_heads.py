@@ -72,9 +72,18 @@ def block(kind, markov="plain", rank=0, confidence=False, draft_vocabulary=0, ma
     return HeadContent({**values, "confidence": confidence, "temperatures": []}, tensors, TARGET)
 
 
-def eagle(bias=True):
-    shape = shape_of()
-    tensors = {"fc.weight": random(H, 2 * H), **layer("layers.0.", H, shape)}
+def further(shape, **options):
+    """Tensors of the layers of an EAGLE behind its first."""
+    tensors = {}
+    for i in range(1, shape["depth"]):
+        tensors |= layer(f"layers.{i}.", H, shape, **options)
+        tensors[f"layers.{i}.input_layernorm.weight"] = random(H)
+    return tensors
+
+
+def eagle(bias=True, depth=1):
+    shape = shape_of(depth=depth)
+    tensors = {"fc.weight": random(H, 2 * H), **layer("layers.0.", H, shape), **further(shape)}
     tensors |= {"fc.bias": random(H)} if bias else {}
     values = {
         "kind": "eagle",
@@ -87,11 +96,13 @@ def eagle(bias=True):
     return HeadContent({**values, "shape": shape, "branches": 4, "bias": bias}, tensors, TARGET)
 
 
-def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, **switches):
-    shape, count, v = shape_of(bias=bias, head_norms=norms), len(layers), draft_vocabulary or V
+def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, depth=1, **switches):
+    shape = shape_of(bias=bias, head_norms=norms, depth=depth)
+    count, v = len(layers), draft_vocabulary or V
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     switches = {name: switches.get(name, False) for name in names}
     tensors = {"fc.weight": random(H, count * H), **layer("layers.0.", 2 * H, shape, norms=norms, bias=bias)}
+    tensors |= further(shape, norms=norms, bias=bias)
     for name in ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"):
         tensors[f"{name}.weight"] = random(H)
     tensors["lm_head.weight"] = random(v, H)
@@ -108,7 +119,8 @@ def eagle3(draft_vocabulary=16, layers=(1, 2, 4), norms=False, bias=False, **swi
 
 def shape_of(**more):
     shape = {"depth": 1, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 20, "eps": 1e-5}
-    return {**shape, "rope_theta": 50000.0, "bias": False, "head_norms": False, **more}
+    rope = {"rope_theta": 50000.0, "rope_scaling": {}}
+    return {**shape, **rope, "bias": False, "head_norms": False, **more}
 
 
 def layer(prefix, inputs, shape, norms=False, bias=False):

@@ -25,8 +25,15 @@ CASES = {
         eagle3(),
         eagle3(draft_vocabulary=0, layers=(0, 2), norm_before_fc=True, norm_output=True),
         eagle3(fc_norm=True, norm_before_residual=True, norms=True, bias=True),
+        eagle3(depth=3, norms=True, bias=True),
     ],
-    "eagle": [eagle(), eagle(bias=False), eagle3(), eagle3(draft_vocabulary=0, fc_norm=True, bias=True)],
+    "eagle": [
+        eagle(),
+        eagle(bias=False),
+        eagle(depth=2),
+        eagle3(),
+        eagle3(draft_vocabulary=0, fc_norm=True, bias=True),
+    ],
 }
 CASES["deepspec"] = CASES["speculators"][:7]
 ALL = [(name, head) for name, heads in CASES.items() for head in heads]
@@ -97,6 +104,12 @@ def test_models_are_no_draft_heads():
     names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
     assert published_layout({"architectures": ["LlamaForCausalLM"]}, names) == ""
     assert published_layout({"architectures": ["Qwen3ForCausalLM"], "medusa_num_heads": 2}, names) == ""
+
+
+def test_the_layout_of_eagle_has_eagle3_of_one_layer():
+    with pytest.raises(ModelError, match="of one layer") as raised:
+        stored("eagle", eagle3(depth=2))
+    assert "speculators" in raised.value.hint
 
 
 def test_layers_are_numbered_as_each_reader_numbers_them():
@@ -197,6 +210,26 @@ def test_medusa_loads_the_tensors_into_its_sequences(layers, shared):
     out = [torch.nn.Linear(H, V, bias=False) for _ in range(3)]
     heads = [torch.nn.Sequential(*(Residual() for _ in range(layers)), linear) for linear in out]
     torch.nn.ModuleList(heads).load_state_dict(tensors)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("speculators", block("dspark")), ("deepspec", block("dspark")), ("eagle", eagle3())]
+)
+def test_scaled_positions_are_stated_and_read(name, head):
+    """By both keys; without the new one, as older configs are, by the old one."""
+    scaled = HeadContent(
+        {**head.values, "shape": {**head.values["shape"], "rope_scaling": YARN}}, head.tensors, TARGET
+    )
+    config, tensors = stored(name, scaled)
+    inner = config.get("transformer_layer_config", config)
+    assert inner["rope_scaling"] == YARN and "shape" not in config.get("attar", {}).get("head", {})
+    assert inner["rope_parameters"] == {**YARN, "rope_theta": 50000.0}
+    assert HEAD_LAYOUTS[name].decode(config, tensors, TARGET).values == scaled.values
+    del inner["rope_parameters"]
+    assert HEAD_LAYOUTS[name].decode(config, tensors, TARGET).values == scaled.values
 
 
 def test_the_class_of_eagle_follows_its_bias():
@@ -305,9 +338,18 @@ def reduced(tensors):
         ),
         ("deepspec", block("dspark", rank=4), {"hidden_act": "gelu"}, dict, "hidden_act"),
         ("deepspec", block("dspark"), {"layer_types": ["sliding_attention"]}, dict, "layer_types"),
-        ("deepspec", block("dspark"), {"rope_parameters": {"rope_type": "yarn"}}, dict, "yarn"),
+        (
+            "deepspec",
+            block("dspark"),
+            {"rope_parameters": {"rope_type": "yarn"}},
+            dict,
+            "yarn with factor None",
+        ),
+        ("deepspec", block("dspark"), {"rope_parameters": {"rope_type": "dynamic"}}, dict, "dynamic"),
+        ("eagle", eagle3(), {"rope_parameters": 4}, dict, "rope_parameters is 4"),
         ("deepspec", block("dspark"), {"num_attention_heads": None}, dict, "num_attention_heads"),
-        ("eagle", eagle3(), {"num_hidden_layers": 2}, dict, "2 layers"),
+        ("eagle", eagle3(), {"num_hidden_layers": 2}, dict, "is 2, the tensors have 1"),
+        ("eagle", eagle(depth=2), {}, lambda t: t | {"layers.3.a": t["fc.bias"]}, "is 2, the tensors have 4"),
         ("eagle", eagle3(), {}, reduced, "rows"),
         ("eagle", eagle3(), {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, dict, "fc.weight"),
         ("eagle", eagle3(), {"target_hidden_size": 99}, dict, "99"),

@@ -28,7 +28,7 @@ class SlowEagle:
 
     def __init__(self, head):
         self.config, self.shape = head.config, head.config.shape
-        self.tensors = {name: value.detach() for name, value in head.state_dict().items()}
+        self.tensors = {**dict(head.named_parameters()), **dict(head.named_buffers())}
 
     def weight(self, name):
         return self.tensors[f"{name}.weight"]
@@ -61,32 +61,44 @@ class SlowEagle:
         h = normed(g, self.weight("layers.0.hidden_norm"), eps)
         return torch.cat([e, h]), h if self.config.norm_before_residual else g
 
-    def head_of(self, x, name, index):
-        d, prefix = self.shape.head_dim, f"layers.0.self_attn.{name}_proj"
+    def head_of(self, layer, x, name, index):
+        d, prefix = self.shape.head_dim, f"layers.{layer}.self_attn.{name}_proj"
         out = self.weight(prefix)[index * d : (index + 1) * d] @ x
         return out + self.tensors[f"{prefix}.bias"][index * d : (index + 1) * d] if self.shape.bias else out
 
     def last(self, entries):
-        """What the last of some entries makes (H,): each is (position, e, g), and the last sees all."""
-        shape, theta = self.shape, self.shape.rope_theta
-        inputs = [self.inputs(e, g) for _, e, g in entries]
-        x, residual = inputs[-1]
-        heads = []
+        """What the last of some entries makes (H,): each is (position, e, g), and sees those before it."""
+        positions = [position for position, _, _ in entries]
+        pairs = [self.inputs(e, g) for _, e, g in entries]
+        for layer in range(self.shape.depth):
+            first = len(entries) - 1 if layer == self.shape.depth - 1 else 0
+            made = [
+                self.layer(layer, positions[: i + 1], [x for x, _ in pairs[: i + 1]], pairs[i][1])
+                for i in range(first, len(entries))
+            ]
+            if layer < self.shape.depth - 1:
+                norm = self.weight(f"layers.{layer + 1}.input_layernorm")
+                pairs = [(normed(h, norm, self.shape.eps), h) for h in made]
+        return made[-1]
+
+    def layer(self, layer, positions, inputs, residual):
+        """What a layer makes of its last input (H,)."""
+        shape, theta, heads = self.shape, self.shape.rope_theta, []
         for head in range(shape.heads):
             kv = head // (shape.heads // shape.kv_heads)
-            q = turned(self.head_of(x, "q", head), entries[-1][0], theta)
+            q = turned(self.head_of(layer, inputs[-1], "q", head), positions[-1], theta)
             scores = [
-                q @ turned(self.head_of(y, "k", kv), position, theta) / math.sqrt(shape.head_dim)
-                for (position, _, _), (y, _) in zip(entries, inputs, strict=True)
+                q @ turned(self.head_of(layer, y, "k", kv), position, theta) / math.sqrt(shape.head_dim)
+                for position, y in zip(positions, inputs, strict=True)
             ]
             p = torch.stack(scores).softmax(0)
-            values = [self.head_of(y, "v", kv) for y, _ in inputs]
+            values = [self.head_of(layer, y, "v", kv) for y in inputs]
             heads.append(sum(weight * value for weight, value in zip(p, values, strict=True)))
-        h = residual + self.weight("layers.0.self_attn.o_proj") @ torch.cat(heads)
-        y = normed(h, self.weight("layers.0.post_attention_layernorm"), shape.eps)
-        gate = self.weight("layers.0.mlp.gate_proj") @ y
-        up = self.weight("layers.0.mlp.up_proj") @ y
-        return h + self.weight("layers.0.mlp.down_proj") @ (gate * torch.sigmoid(gate) * up)
+        h = residual + self.weight(f"layers.{layer}.self_attn.o_proj") @ torch.cat(heads)
+        y = normed(h, self.weight(f"layers.{layer}.post_attention_layernorm"), shape.eps)
+        gate = self.weight(f"layers.{layer}.mlp.gate_proj") @ y
+        up = self.weight(f"layers.{layer}.mlp.up_proj") @ y
+        return h + self.weight(f"layers.{layer}.mlp.down_proj") @ (gate * torch.sigmoid(gate) * up)
 
     def chain(self, embedded, states, i, steps):
         """What the drafts after column i make: (H,) of each step, with the text's own tokens.

@@ -28,7 +28,8 @@ def test_a_prefix_is_found_only_after_it_was_computed_and_never_whole():
     assert manager.admit(1, [*tokens, 9]) == 8
     assert manager.table(1).blocks == manager.table(0).blocks
     assert manager.admit(2, tokens, "other tenant") == 0
-    assert manager.admit(3, tokens, reuse=False) == 0
+    assert manager.admit(3, tokens, most_cached=0) == 0
+    assert manager.admit(4, [*tokens, 9], most_cached=6) == 4
     manager.check()
 
 

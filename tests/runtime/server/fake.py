@@ -19,10 +19,20 @@ PROPOSER = "suffix"  # of every second token
 
 
 class FakeTokenizer:
-    """UTF-8 bytes; 256 begins a text."""
+    """UTF-8 bytes; 256 begins a text.
+
+    Attributes:
+        template: the words of a chat template.
+    """
 
     longest = 4
     has_chat_template = True
+
+    def __init__(self, template=""):
+        self.template, self.options = template, None
+
+    def special_token(self, text):
+        return None
 
     def encode(self, text, special=True):
         return [256] * special + list(text.encode())
@@ -34,7 +44,8 @@ class FakeTokenizer:
         raw = bytes([id]) if id < 256 else b""
         return raw.decode("utf-8", "replace"), raw
 
-    def chat(self, messages):
+    def chat(self, messages, options=None):
+        self.options = options
         if any(message["role"] == "function" for message in messages):
             raise DataError("the model's chat template refuses the messages: role function")
         return [256, *"".join(f"{m['role']}: {m['content']}\n" for m in messages).encode()]

@@ -187,6 +187,11 @@ def test_a_deep_schema_is_called_deep(server):
     answer = httpx.post(f"{server}/v1/chat/completions", content=content, headers=JSON)
     detail = refused(answer, 400, "invalid_value", "response_format")
     assert "levels" in detail["message"] and "surrogate" not in detail["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    answer = httpx.post(
+        f"{server}/v1/chat/completions", content=message_content("a", tools=tools), headers=JSON
+    )
+    refused(answer, 400, "invalid_value", "tools")
 
 
 @pytest.mark.parametrize(
@@ -245,12 +250,12 @@ def test_bodies_that_are_none(raw, words):
 
 
 def test_brackets_in_a_text_are_text():
-    parsed = parse(message_content('{["\\\n' * 20_000), ChatRequest)
+    parsed, _ = parse(message_content('{["\\\n' * 20_000), ChatRequest)
     assert parsed.messages[0].content == '{["\\\n' * 20_000
 
 
 def test_pairs_of_surrogates_are_text():
-    parsed = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
+    parsed, _ = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
     assert parsed.prompt == "\U0001f44d"
 
 

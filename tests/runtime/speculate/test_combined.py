@@ -96,6 +96,21 @@ def test_the_head_is_not_asked_where_the_trees_promise_more() -> None:
     assert drafts_alone(subject, 0, 0, found), "a head that may not draft"
 
 
+def test_a_step_of_the_head_is_divided_over_the_sequences_of_a_pass() -> None:
+    """Alone it takes half a pass; for 16 sequences hardly longer, while a pass takes eight times as long."""
+    latency = Latency({1: 1.0, 16: 8.0, 128: 9.0}, {1: 0.5, 16: 0.6})
+    subject, found = DraftPolicy(latency, 4), tree((1, 2), (0, 1))
+    for sequence in range(16):
+        for _ in range(60):
+            subject.acceptance.note(sequence, KIND, True)
+            for depth in range(1, 5):
+                subject.acceptance.note(sequence, kind_of(0, depth), True)
+    assert drafts_alone(subject, 0, 4, found) and drafts_alone(subject, 0, 4, found, 1)
+    assert not drafts_alone(subject, 0, 4, found, 16)
+    plain, with_head = 16 / latency.target(16, 16), 16 * 5 / (latency.target(16, 80) + 4 * latency.draft(16))
+    assert abs(subject.speedup(0, 4, 16) / (with_head / plain) - 1) < 0.1
+
+
 class Counting(Drawer):
     """Counts the sequences that it drafts for."""
 

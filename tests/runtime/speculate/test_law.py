@@ -41,7 +41,7 @@ HOT = SamplingParams(temperature=1.3, max_tokens=LENGTH + 1, ignore_eos=True)
 WARPED = replace(
     HOT, temperature=0.8, top_k=4, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={2: 0.5}
 )
-PARAMS = {"hot": HOT, "warped": WARPED}
+PARAMS = {"plain": replace(HOT, temperature=1.0), "hot": HOT, "warped": WARPED}
 
 
 def model(seed: int) -> Any:
@@ -127,7 +127,7 @@ def test_texts_of_the_engine_have_the_target_s_law(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", ["hot", "warped"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hundred_thousand_tokens_have_the_target_s_law(way: str, name: str) -> None:
     """Six times 4,200 texts of four tokens."""

@@ -26,6 +26,7 @@ from attar.distillation.heads.draft_loss import DraftTargets, draft_loss
 from attar.distillation.heads.draft_vocabulary import draft_labels
 from attar.distillation.heads.layer_shape import layer_shape
 from attar.distillation.heads.report import DraftedChains
+from attar.distillation.heads.start import start_block_drafter
 from attar.distillation.heads.target_pass import TargetPass
 from attar.errors import ModelError
 from attar.models.anatomy import discover
@@ -74,6 +75,8 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
                 )
             set_vocabulary(drafter, chosen)
             drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
+    if options.start == "target":
+        start_block_drafter(drafter, target)
     drafter.to(own.weight.device)
     return drafter
 

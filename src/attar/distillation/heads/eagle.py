@@ -34,7 +34,7 @@ LENGTH = 512  # tokens of a row that ``noise`` is for
 
 
 def make(target: Any, own: Head, settings: EagleSettings, chosen: Tensor | None) -> EagleHead:
-    """The head before its first step, the sizes of its layer those of the target's own."""
+    """The head before its first step, the sizes of its layers those of the target's own."""
     assert chosen is None, "it drafts with its target's head"
     vocabulary, hidden = own.weight.shape
     config = EagleConfig(
@@ -42,7 +42,7 @@ def make(target: Any, own: Head, settings: EagleSettings, chosen: Tensor | None)
         vocabulary=vocabulary,
         layers=(len(discover(target).blocks),),
         drafts=settings.drafts,
-        shape=layer_shape(target),
+        shape=layer_shape(target, depth=settings.head_layers),
         branches=settings.branches,
     )
     head = EagleHead(config)

@@ -23,6 +23,7 @@ from attar.data.packing import PADDING
 from attar.distillation.fused import chunk_rows, head_loss
 from attar.distillation.head_settings import Eagle3Settings
 from attar.distillation.heads.layer_shape import layer_shape
+from attar.distillation.heads.start import start_eagle3
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.heads.unroll import unroll
 from attar.distillation.objectives import forward_kl
@@ -34,7 +35,7 @@ from attar.models.head import Head
 
 
 def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None) -> Eagle3Head:
-    """The head before its first step, the sizes of its layer those of the target's own."""
+    """The head before its first step, the sizes of its layers those of the target's own."""
     V, H = own.weight.shape
     config = Eagle3Config(
         hidden=H,
@@ -42,7 +43,7 @@ def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None
         layers=read_layers(len(discover(target).blocks)),
         drafts=settings.drafts,
         draft_vocabulary=0 if chosen is None else len(chosen),
-        shape=layer_shape(target),
+        shape=layer_shape(target, depth=settings.head_layers),
         branches=settings.branches,
         norm_before_residual=settings.norm_before_residual,
         norm_before_fc=settings.norm_before_fc,
@@ -52,6 +53,8 @@ def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None
     head = Eagle3Head(config)
     set_vocabulary(head, chosen)
     head.start_from(own.weight.detach().cpu().float() * own.scale)
+    if settings.start == "target":
+        start_eagle3(head, target)
     return head
 
 

@@ -9,15 +9,23 @@ Letters: S tokens a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.output import StageOutput
 from attar.data.examples import Examples
 from attar.data.packing import row_length
+from attar.data.seen import note_texts
+from attar.distillation.heads.states import NumberedRows
+from attar.distillation.learn import training_rows
 from attar.distillation.rollouts.prompts import PromptRows, read_prompts
 from attar.distillation.rollouts.sampling import joined
 from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, held_out_tokens, repeated
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks import TASKS
+from attar.errors import DataError
+from attar.models.load import load_tokenizer
+from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -90,3 +98,46 @@ def read_head_text(source: Checkpoint, tokenizer: Any, settings: DistillSettings
         text = given
         records += task.records("distill", source, settings, count - written)[:1]
     return HeadText(settings, count, prompts, held_out, text, records)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows of a head.
+
+    Attributes:
+        training: as the steps read them.
+        different: of the training, each once, by number.
+        held_out: that measure it.
+    """
+
+    training: NumberedRows
+    different: Examples
+    held_out: Examples
+
+
+def write_rows(
+    source: Checkpoint,
+    target: Any,
+    settings: DistillSettings,
+    output: StageOutput,
+    samples: Path | None,
+    progress: Progress,
+) -> HeadRows:
+    """Read the text and have the target write its rows; the card gets what was read.
+
+    Args:
+        samples: folder of the rows that the target writes; None: in the work folder.
+
+    Raises:
+        DataError: there are no prompts, or the target answers none of them.
+    """
+    tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+    text = read_head_text(source, tokenizer, settings, training_rows(settings))
+    note_texts(output, text.records, progress)
+    writer = RolloutWriter(target, tokenizer, settings, length, samples or output.work / "samples", progress)
+    training, different = NumberedRows.of(text.training_rows(writer))
+    held_out = text.held_out_rows(writer)
+    for name, part in (("training", training), ("held-out", held_out)):
+        if not part.count():
+            raise DataError(f"{settings.data}: the model answers none of the {name} prompts")
+    return HeadRows(training, different, held_out)

@@ -1,13 +1,13 @@
-"""``attar distill MODEL -o HEAD --head KIND``: train a draft head for a model that stays as it is.
+"""``attar distill MODEL -o HEAD --head KIND``: train a draft head for a model.
 
 rows      the model answers prompts itself (rows.py)
 states    of each batch from a pass of the model over it, or from a cache that was filled before (states.py)
-steps     of the head alone (learner.py)
+steps     of the head alone (learner.py); of Medusa-2 the last ones of both (joint_train.py)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +17,23 @@ from torch import Tensor
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
 from attar.data.examples import Examples
-from attar.data.packing import row_length
-from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.head_settings import DraftHeadSettings
 from attar.distillation.heads import HEAD_FINISHES, HEAD_MAKERS
 from attar.distillation.heads.draft_vocabulary import check_draft_vocabulary, choose_tokens
+from attar.distillation.heads.joint_train import save_joint, train_jointly
 from attar.distillation.heads.learner import HeadLearner
 from attar.distillation.heads.report import describe_drafting, drafting_report
-from attar.distillation.heads.rows import read_head_text
-from attar.distillation.heads.states import NumberedRows, TargetStates, row_bytes
-from attar.distillation.learn import mean_loss, training_rows
-from attar.distillation.rollouts.teacher import RolloutWriter
+from attar.distillation.heads.rows import HeadRows, write_rows
+from attar.distillation.heads.states import TargetStates, row_bytes
+from attar.distillation.learn import mean_loss
 from attar.distillation.settings import VERSION, DistillSettings
 from attar.distillation.tasks import TASKS, task_of
-from attar.errors import DataError, ModelError
+from attar.errors import ModelError
 from attar.models.device import bf16_products, resolve
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.frozen import round_frozen
 from attar.models.head import Head, head_of
-from attar.models.load import load_tokenizer
 from attar.progress import Progress
 from attar.walks.train import TrainHistory, train
 
@@ -88,8 +85,17 @@ def distill_head(
     check_draft_vocabulary(_options(settings).draft_vocabulary, len(own.weight))
     parents: dict[str, Any] = {"signals": [source], "data": authors, "text": fingerprint(settings.data)}
     with produce(out, "distill", settings, VERSION, [source], **parents, force=force, key=key) as output:
-        head, history = _trained(source, target, own, settings, output, samples, progress)
-        save_draft_head(head, output.folder, target=source.spelling)
+        rows = write_rows(source, target, settings, output, samples, progress)
+        head, history = _trained_head(target, own, rows, settings, output, progress)
+        model, states = target, TargetStates(target, own, head.config.layers)
+        if settings.joint_steps:
+            model, states, history = train_jointly(target, own, head, rows, settings, output, progress)
+        output.leave_to_first()
+        _measure(head, states, rows, settings, output, progress)
+        if settings.joint_steps:
+            save_joint(model, head, source, output, out, progress)
+        else:
+            save_draft_head(head, output.folder, target=source.spelling)
         output.details.update(
             head=head.config.to_dict(),
             parameters=sum(parameter.numel() for parameter in head.parameters()),
@@ -102,60 +108,67 @@ def distill_head(
     return open_checkpoint(out)
 
 
-def _trained(
-    source: Checkpoint,
+def _trained_head(
     target: Any,
     own: Head,
+    rows: HeadRows,
     settings: DistillSettings,
     output: StageOutput,
-    samples: Path | None,
     progress: Progress,
 ) -> tuple[Any, TrainHistory]:
-    """The head after its last step; adds to the details of the card."""
+    """The head after the steps in which the target stays as it is; adds to the details of the card."""
     device, options, work = own.weight.device, _options(settings), output.work
     precision = resolve(settings.precision, device, work / "train")
-    tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
-    text = read_head_text(source, tokenizer, settings, training_rows(settings))
-    note_texts(output, text.records, progress)
-    writer = RolloutWriter(target, tokenizer, settings, length, samples or work / "samples", progress)
-    rows, different = NumberedRows.of(text.training_rows(writer))
-    held_out = text.held_out_rows(writer)
-    for name, part in (("training", rows), ("held-out", held_out)):
-        if not part.count():
-            raise DataError(f"{settings.data}: the model answers none of the {name} prompts")
-    chosen = choose_tokens(different, len(own.weight), options.draft_vocabulary)
+    chosen = choose_tokens(rows.different, len(own.weight), options.draft_vocabulary)
     torch.manual_seed(settings.seed)
     head = HEAD_MAKERS[settings.head](target, own, options, chosen).to(device)
-    if precision == "bf16":
+    if chosen is not None:
+        covered = torch.isin(rows.held_out.labels, chosen).double().mean()
+        output.details["draft_vocabulary"] = {"tokens": len(chosen), "held_out_share": float(covered)}
+    steps = settings.steps - settings.joint_steps
+    if not steps:
+        return head, TrainHistory()
+    if precision == "bf16" and not settings.joint_steps:
         round_frozen(target)
     states = TargetStates(target, own, head.config.layers)
-    uses = settings.steps * settings.batch_size * settings.accumulate / len(different)
-    most = options.cached_bytes(uses) // row_bytes(length, len(head.config.layers), head.config.hidden)
+    uses = steps * settings.batch_size * settings.accumulate / len(rows.different)
+    row = row_bytes(rows.different.tokens.shape[1], len(head.config.layers), head.config.hidden)
+    most = options.cached_bytes(uses) // row
     with bf16_products(device, precision == "bf16"):
-        states = states.cached(work / "states", different, most, settings.batch_size, progress)
+        states = states.cached(work / "states", rows.different, most, settings.batch_size, progress)
     loss = HeadLoss(states)
-    output.details["rows"] = {"different": len(different), "uses": uses, "states_on_disk": states.rows}
-    if chosen is not None:
-        covered = torch.isin(held_out.labels, chosen).double().mean()
-        output.details["draft_vocabulary"] = {"tokens": len(chosen), "held_out_share": float(covered)}
+    output.details["rows"] = {"different": len(rows.different), "uses": uses, "states_on_disk": states.rows}
     history = train(
         HeadLearner(head, options),
         loss,
-        rows,
-        settings,
+        rows.training,
+        replace(settings, steps=steps),
         work=work / "train",
-        held_out=lambda model: mean_loss(loss, model, held_out, settings.batch_size),
+        held_out=lambda model: mean_loss(loss, model, rows.held_out, settings.batch_size),
         progress=progress,
         what="distill",
     )
+    return head, history
+
+
+def _measure(
+    head: Any,
+    states: TargetStates,
+    rows: HeadRows,
+    settings: DistillSettings,
+    output: StageOutput,
+    progress: Progress,
+) -> None:
+    """Calibrate the head and choose its tree; the details of the card get how well it drafts."""
     head.eval()
     if finish := HEAD_FINISHES.get(settings.head):
-        batches = [batch.to(device) for batch in held_out.split(settings.batch_size)]
-        with torch.no_grad(), bf16_products(device, history.precision == "bf16"):
-            chains, more = finish(head, states.run, batches, options)
+        device = states.head.weight.device
+        batches = [batch.to(device) for batch in rows.held_out.split(settings.batch_size)]
+        precision = resolve(settings.precision, device, output.work / "train")
+        with torch.no_grad(), bf16_products(device, precision == "bf16"):
+            chains, more = finish(head, states.run, batches, _options(settings))
         output.details["drafting"] = drafting_report(chains) | more
         progress.log(describe_drafting(output.details["drafting"]))
-    return head, history
 
 
 def _options(settings: DistillSettings) -> DraftHeadSettings:

@@ -8,8 +8,9 @@ i + j, and attends to what a drafting head has there:
     the keys of step 0 up to column i, which are of decided tokens
     the keys of steps 1..j at column i, its own drafts
 
-so that no two columns see each other's drafts. A step's scores are computed for some queries at a time, and
-again in the backward pass: memory holds queries, keys and values of the steps, and the scores of one part.
+so that no two columns see each other's drafts; of several layers each has keys of its own. A step's scores
+are computed for some queries at a time, and again in the backward pass: memory holds queries, keys and values
+of the steps, and the scores of one part.
 
 Letters: B rows, S columns, J steps, h heads, K kv heads, d head dimension, H hidden size.
 """
@@ -39,16 +40,18 @@ def unroll(head: Any, embedded: Tensor, states: Tensor, steps: int) -> Iterator[
     """
     B, S, H = states.shape
     columns = torch.arange(S, device=states.device)
-    keys, values = list[Tensor](), list[Tensor]()
+    depth = head.config.shape.depth
+    keys, values = ([list[Tensor]() for _ in range(depth)] for _ in range(2))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys[layer].append(k)
+        values[layer].append(v)
+        return unrolled_attention(q, keys[layer], values[layer])
+
     for j in range(steps):
         later = embedded[:, 1 + j : 1 + j + S]
-        x, residual = head.inputs(torch.cat([later, later.new_zeros(B, S - later.shape[1], H)], 1), states)
-        turn = rotary(columns + j, head.config.shape)
-        queries = head.attention.queries(x, turn)
-        k, v = head.attention.keys_values(x, turn)
-        keys.append(k)
-        values.append(v)
-        a = head.output(residual, unrolled_attention(queries, keys, values))
+        later = torch.cat([later, later.new_zeros(B, S - later.shape[1], H)], 1)
+        a = head.run(later, states, rotary(columns + j, head.config.shape), attend)
         yield a
         states = head.fed_back(a)
 

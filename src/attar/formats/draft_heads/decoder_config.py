@@ -2,19 +2,20 @@
 
 The base of the rotary frequencies is written twice, as transformers 4 and 5 have it: vLLM and llama.cpp read
 the new key, SGLang and DeepSpec the old one. Layers that attar's heads do not have are refused: other
-activations, scaled rotary frequencies, sliding windows, biases of the MLP.
+activations, rotary frequencies that change with the length, sliding windows, biases of the MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from attar.errors import ModelError
+from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadTarget, entry
+from attar.formats.draft_heads.rope_scaling import rope_scaling
 
 CONTEXT = 32768  # of a head whose target's longest sequence is not known
 
@@ -28,6 +29,7 @@ class DecoderLayers:
         intermediate: neurons of the MLP.
         bias: of the projections to queries, keys and values.
         head_norms: of each query and key: a Qwen3; without them a Llama.
+        rope_scaling: of the rotary frequencies (attar.models.draft_heads.rope).
     """
 
     depth: int
@@ -39,6 +41,7 @@ class DecoderLayers:
     rope_theta: float
     bias: bool
     head_norms: bool
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
 
     def to_config(self, hidden: int, vocabulary: int, target: HeadTarget) -> dict[str, Any]:
         """The keys of a config; of a Llama without ``layer_types``, in which vLLM looks for the layer's place
@@ -57,12 +60,13 @@ class DecoderLayers:
             "max_position_embeddings": target.context or CONTEXT,
             "rms_norm_eps": self.eps,
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": {"rope_type": "default", **self.rope_scaling, "rope_theta": self.rope_theta},
             "attention_bias": self.bias,
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
             **own,
+            **({"rope_scaling": self.rope_scaling} if self.rope_scaling else {}),
         }
 
     @classmethod
@@ -87,6 +91,7 @@ class DecoderLayers:
             raise ModelError(f"{where}: mlp_bias: heads without biases of the MLP alone are read")
         if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
             raise ModelError(f"{where}: layer_types: heads of full attention alone are read")
+        theta, scaling = _rope(config, where)
         return cls(
             depth=depth,
             heads=heads,
@@ -94,7 +99,8 @@ class DecoderLayers:
             head_dim=config.get("head_dim") or hidden // heads,
             intermediate=intermediate,
             eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=_theta(config, where),
+            rope_theta=theta,
+            rope_scaling=scaling,
             bias=bool(config.get("attention_bias", False)),
             head_norms=config.get("model_type") == "qwen3",
         )
@@ -120,10 +126,21 @@ def without_output_bias(tensors: Mapping[str, Tensor], where: str) -> dict[str, 
     return {name: x for name, x in tensors.items() if name not in biases}
 
 
-def _theta(config: Mapping[str, Any], where: str) -> float:
-    """The base of the rotary frequencies, by the new key or the old one."""
+def check_depth(tensors: Iterable[str], layers: DecoderLayers, where: str) -> None:
+    """Raises CheckpointError where the tensors have another number of layers than the config."""
+    numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    if numbers != set(range(layers.depth)):
+        stated = f"{where}: num_hidden_layers is {layers.depth}"
+        raise CheckpointError(f"{stated}, the tensors have {max(numbers, default=-1) + 1}")
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any]]:
+    """The base of the rotary frequencies and their scaling, by the new key or the old ones."""
     new = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = new.get("rope_type") or new.get("type") or "default"
-    if kind != "default" or new.get("factor", 1.0) != 1.0:
-        raise ModelError(f"{where}: rotary frequencies of type {kind}: heads of plain ones alone are read")
-    return float(new.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if not isinstance(new, dict):
+        raise CheckpointError(f"{where}: rope_parameters is {new!r}")
+    try:
+        scaling = rope_scaling(new, config.get("max_position_embeddings") or 0)
+    except ValueError as error:
+        raise ModelError(f"{where}: {error}") from None
+    return float(new.get("rope_theta") or config.get("rope_theta") or 10000.0), scaling

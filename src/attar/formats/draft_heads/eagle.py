@@ -1,7 +1,8 @@
 """The layout of SafeAILab/EAGLE, SpecForge and SGLang: EAGLE-1, -2 and -3.
 
     EAGLE-3      architectures ["LlamaForCausalLMEagle3"]; midlayer.*, fc, norm, lm_head, d2t, t2d
-    EAGLE-1, -2  fc.{weight,bias}, layers.0.* without an input norm; ``bias`` says whether fc has one
+    EAGLE-1, -2  fc.{weight,bias}, layers.0.* without an input norm; ``bias`` says whether fc has one; further
+                 layers have an input norm
 
 EAGLE-1's readers do not look at ``bias`` but at the class: SGLang's LlamaForCausalLMEagle has one, vLLM's
 EagleLlamaForCausalLM, which it makes of LlamaForCausalLM, has none. So the class follows the head. Both take
@@ -37,7 +38,12 @@ from attar.formats.draft_heads.content import (
     rest_of,
     with_rest,
 )
-from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
+from attar.formats.draft_heads.decoder_config import (
+    DecoderLayers,
+    check_depth,
+    with_output_bias,
+    without_output_bias,
+)
 
 KINDS = ("eagle", "eagle3")
 SAYS = ("layers", "context")  # of the target
@@ -59,6 +65,8 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = layers.to_config(values["hidden"], values["vocabulary"], head.target)
     config["num_target_layers"] = head.target.layers
     if head.kind == "eagle3":
+        if layers.depth > 1:
+            raise ModelError(f"{LAYOUT} has EAGLE-3 of one layer", hint="--format speculators has more")
         keys, tensors = eagle3_head.encode(head, 1, "midlayer.")
         ours = [layer - 1 for layer in keys["eagle_aux_hidden_state_layer_ids"]]
         config |= {
@@ -109,10 +117,9 @@ def _first(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: HeadTarget, decoder: DecoderLayers
 ) -> HeadContent:
     """An EAGLE-1 head."""
-    if decoder.depth != 1:
-        raise ModelError(f"{LAYOUT}: EAGLE of {decoder.depth} layers: those of one are read")
-    rules = ((r"(?:embed_tokens|lm_head)\.weight", ""), (r"(fc\..+|layers\.0\..+)", r"\1"))
+    rules = ((r"(?:embed_tokens|lm_head)\.weight", ""), (r"(fc\..+|layers\.\d+\..+)", r"\1"))
     ours = without_output_bias(rename(tensors, rules, LAYOUT), LAYOUT)
+    check_depth(ours, decoder, LAYOUT)
     if "layers.0.input_layernorm.weight" in ours:
         raise CheckpointError(f"{LAYOUT}: EAGLE's layer has no input_layernorm, this one has")
     values = {

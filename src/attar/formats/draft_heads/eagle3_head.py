@@ -1,6 +1,6 @@
 """EAGLE-3 in published layouts: tensors, layers of the target, switches.
 
-Names of tensors are ours, but for the prefix of the only layer, ``layers.0.`` or ``midlayer.``, and t2d. A
+Names of tensors are ours, but for the prefix of the first layer, ``layers.0.`` or ``midlayer.``, and t2d. A
 layout may leave the layers out, which are then the states that enter blocks 2, L // 2 and L - 3: ours are one
 less.
 
@@ -18,7 +18,12 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.block_head import layer_ids
 from attar.formats.draft_heads.content import HeadContent, HeadTarget, entry, known_layers, rename
-from attar.formats.draft_heads.decoder_config import DecoderLayers, with_output_bias, without_output_bias
+from attar.formats.draft_heads.decoder_config import (
+    DecoderLayers,
+    check_depth,
+    with_output_bias,
+    without_output_bias,
+)
 from attar.formats.draft_heads.reduced import with_mask, without_mask
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -35,7 +40,7 @@ def encode(head: HeadContent, offset: int, prefix: str) -> tuple[dict[str, Any],
 
     Args:
         offset: of the layout's numbers of layers.
-        prefix: of the layer's tensors.
+        prefix: of the first layer's tensors.
 
     Raises:
         ModelError: the head reads the state after the target's final norm.
@@ -66,8 +71,6 @@ def decode(
         CheckpointError: a key or a tensor is missing or wrong.
         ModelError: a part that attar's heads do not have, or the number of the target's layers is not known.
     """
-    if decoder.depth != 1:
-        raise ModelError(f"{where}: EAGLE-3 of {decoder.depth} layers: those of one are read")
     hidden, vocabulary = (entry(config, key, int, where) for key in ("hidden_size", "vocab_size"))
     if config.get("target_hidden_size") not in (None, hidden):
         raise ModelError(
@@ -76,10 +79,11 @@ def decode(
     rules = (
         (r"embed_tokens\.weight", ""),  # the target's
         (r"midlayer\.(.+)", r"layers.0.\1"),
-        (r"(layers\.0\..+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+|d2t|t2d)", r"\1"),
+        (r"(layers\.\d+\..+|(?:fc|norm|input_norm|fc_norm|lm_head)\..+|d2t|t2d)", r"\1"),
     )
     ours = without_output_bias(rename(tensors, rules, where), where)
     ours = without_mask(ours, vocabulary, where)
+    check_depth(ours, decoder, where)
     if "fc.weight" not in ours or "lm_head.weight" not in ours:
         raise CheckpointError(f"{where}: no tensor 'fc.weight' or 'lm_head.weight'")
     layers = layers or default_layers(target, where)

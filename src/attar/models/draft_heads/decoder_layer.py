@@ -10,11 +10,14 @@ Letters: T tokens, S positions attended to, H hidden size, I inputs of attention
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from attar.models.draft_heads.rope import frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q, k, v)`` of queries (..., T, h, d), keys and values (..., T, K, d) of the same tokens to
@@ -38,6 +41,7 @@ class DraftLayerShape:
         rope_theta: base of the rotary frequencies.
         bias: of the projections to queries, keys and values.
         head_norms: of each query and key.
+        rope_scaling: of the frequencies (``rope.py``); empty: plain ones.
     """
 
     depth: int
@@ -49,14 +53,14 @@ class DraftLayerShape:
     rope_theta: float = 10000.0
     bias: bool = False
     head_norms: bool = True
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
 
 
 def rotary(positions: Tensor, shape: DraftLayerShape) -> Turn:
     """Cosines and sines of positions int64 (..., T), float32."""
-    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = shape.rope_theta ** (-half / shape.head_dim)
-    angles = positions[..., None, None].float() * torch.cat([frequencies, frequencies])
-    return angles.cos(), angles.sin()
+    half, factor = frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    angles = positions[..., None, None].float() * torch.cat([half, half]).to(positions.device)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def turned(x: Tensor, turn: Turn) -> Tensor:

@@ -5,8 +5,8 @@ Training-Time Test", arXiv 2503.01840, section 3.1.
     a_i = layer([norm(e(x_(i+1))); norm(g_i)]) + g_i       attention reads 2 H, the residual stream is g
     q(x_(i+2)) = softmax(W norm(a_i))               W of a reduced vocabulary (``vocabulary.py``)
 
-Where the target has not run a token yet, the head's own a_i is in the place of g_(i+1). e is the target's
-embedding, and is not part of the head.
+A head may have further layers, which read a alone. Where the target has not run a token yet, the head's own
+a_i is in the place of g_(i+1). e is the target's embedding, and is not part of the head.
 
 Switches of published heads: ``norm_before_residual`` the residual stream is norm(g); ``norm_before_fc`` and
 ``fc_norm`` norms before fc, over all states at once or over those of each layer; ``norm_output`` norm(a) is
@@ -27,16 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.decoder_layer import DraftLayerShape, GatedMLP, HeadAttention
+from attar.models.draft_heads.decoder_layer import Attend, DraftLayerShape, GatedMLP, HeadAttention, Turn
+from attar.models.draft_heads.eagle import further_layers, run_layers
 from attar.models.draft_heads.vocabulary import register_vocabulary, spread, tokens_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """A head of one layer.
+    """A head of one layer or more.
 
     Attributes:
-        shape: of the layer.
+        shape: of the layers.
         branches: likeliest tokens after each node of a tree of drafts; 1: chains.
         norm_before_residual, norm_before_fc, fc_norm, norm_output: see above.
     """
@@ -88,16 +89,10 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps=config.shape.eps) for _ in range(count))
         self.fc = nn.Linear(count * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.layers = nn.ModuleList([Eagle3Layer(config), *further_layers(hidden, config.shape)])
         self.norm = nn.RMSNorm(hidden, eps=config.shape.eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocabulary or config.vocabulary, bias=False)
         register_vocabulary(self, config.draft_vocabulary)
-
-    @property
-    def attention(self) -> HeadAttention:
-        """Of the layer."""
-        out: HeadAttention = self.layers[0].self_attn
-        return out
 
     def start_from(self, weight: Tensor) -> None:
         """Begin near the target: W are rows of its head (V, H), and g is the state of the last layer."""
@@ -115,14 +110,13 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         return out
 
     def inputs(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads (..., 2 H), and the residual stream (..., H)."""
+        """What the first attention reads (..., 2 H), and the residual stream (..., H)."""
         inputs: tuple[Tensor, Tensor] = self.layers[0].inputs(e, g)
         return inputs
 
-    def output(self, residual: Tensor, y: Tensor) -> Tensor:
-        """a (..., H) of the residual stream and attended heads (..., N d)."""
-        out: Tensor = self.layers[0].output(residual, y)
-        return out
+    def run(self, e: Tensor, g: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        """a (..., T, H) of embeddings and states (..., T, H)."""
+        return run_layers(self.layers, *self.inputs(e, g), turn, attend)
 
     def fed_back(self, a: Tensor) -> Tensor:
         """What is in the place of the next g (..., H)."""

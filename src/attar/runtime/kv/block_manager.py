@@ -114,7 +114,13 @@ class BlockManager:
         return self._tree.depth(tokens[: len(tokens) - 1], salt) * self.block_size if self.reuse else 0
 
     def admit(
-        self, sequence: int, tokens: Sequence[int], salt: str = "", *, reuse: bool = True, spare: int = 0
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        most_cached: int | None = None,
+        spare: int = 0,
     ) -> int | None:
         """Start a table on the published prefix of ``tokens``.
 
@@ -122,7 +128,7 @@ class BlockManager:
             sequence: an id without a table.
             tokens: of the sequence so far, at least 1.
             salt: the tenant: nothing is shared between salts.
-            reuse: False where every token must be run (log-probabilities of the prompt).
+            most_cached: the tokens after these must be run (their logits are needed); None: the last alone.
             spare: blocks that must be left when all of ``tokens`` have slots.
 
         Returns:
@@ -130,7 +136,8 @@ class BlockManager:
             must be run to get logits. None, and nothing has changed, where there are too few blocks.
         """
         assert sequence not in self._tables, f"sequence {sequence} has a table"
-        prefix = self._tree.match(tokens[: len(tokens) - 1], salt) if self.reuse and reuse else []
+        end = len(tokens) - 1 if most_cached is None else min(most_cached, len(tokens) - 1)
+        prefix = self._tree.match(tokens[:end], salt) if self.reuse else []
         length = len(prefix) * self.block_size
         self._tables[sequence] = BlockTable(self.block_size, prefix, length, salt, published=len(prefix))
         self._hold(prefix)

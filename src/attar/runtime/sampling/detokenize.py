@@ -71,24 +71,25 @@ class StopFinder:
 
     Args:
         stops: strings, none of them empty.
+        included: the stop string is the end of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
+        self.stops, self._included = tuple(stops), included
         self.match: str | None = None
         self._held = ""
         self._longest = max(map(len, self.stops), default=0)
 
     def add(self, piece: str) -> str:
         """The text that can be returned now. Where a stop string is complete, it is ``match``, and the text
-        ends before the earliest; of two that begin together the longer one is the match."""
+        ends before the earliest, or with it; of two that begin together the longer one is the match."""
         assert self.match is None, "a stop string ended the text"
         text = self._held + piece
         matches = [(text.find(stop), -len(stop), stop) for stop in self.stops if stop in text]
         if matches:
             start, _, self.match = min(matches)
             self._held = ""
-            return text[:start]
+            return text[: start + (len(self.match) if self._included else 0)]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

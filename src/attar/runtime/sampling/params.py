@@ -20,6 +20,7 @@ MAX_STOP_CHARACTERS = 1000
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_GRAMMAR_CHARACTERS = 1 << 18
+POOLINGS = ("mean", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,10 @@ class SamplingParams:
         json_schema: the completion is JSON that the schema allows; as text or as a mapping.
         grammar: the completion satisfies this grammar, in Lark's notation; at most one of these three.
         skip_special_tokens: special tokens are left out of the text.
+        include_stop: the stop string, or the token of ``stop_ids``, that ends a completion is in its text.
         proposers: for each token who proposed it.
+        pooling: mean or last: the embedding of the prompt comes with the first token, from an engine that
+            keeps the states (:attr:`attar.runtime.results.Event.embedding`).
 
     Raises:
         SettingsError: a value that is not allowed.
@@ -78,7 +82,9 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     skip_special_tokens: bool = True
+    include_stop: bool = False
     proposers: bool = False
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -92,6 +98,8 @@ class SamplingParams:
         for token, bias in self.biases:
             _check_count("logit_bias", token, 0, None)
             _check_number("logit_bias", bias, -1e6, 1e6)
+        if self.pooling not in (None, *POOLINGS):
+            raise SettingsError("pooling", self.pooling, f"one of {', '.join(POOLINGS)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SettingsError("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         _check_guides([(name, getattr(self, name)) for name in GUIDES])

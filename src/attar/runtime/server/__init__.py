@@ -10,13 +10,15 @@ need no model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attar.errors import MissingExtraError, ModelError, SettingsError
+from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import ServiceSettings
 
 KEY_VARIABLE = "ATTAR_API_KEY"
 
@@ -24,6 +26,10 @@ KEY_VARIABLE = "ATTAR_API_KEY"
 def serve(
     model: str,
     settings: ServerSettings | None = None,
+    answers: TemplateSettings | None = None,
+    services: ServiceSettings | None = None,
+    transport: ConnectionSettings | None = None,
+    embeddings: EmbeddingSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -34,39 +40,53 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, separated by commas.
+        answers: how prompts are made, and answers read.
+        services: which other processes take part, and the role of this one.
+        transport: a unix socket, TLS, web pages of other origins.
+        embeddings: how texts become embeddings.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
     Raises:
-        MissingExtraError: fastapi, uvicorn or prometheus-client is not installed.
+        MissingExtraError: fastapi, uvicorn or prometheus-client is not installed; or grpcio, where other
+            services take part.
         ModelError: the model has no tokenizer.
+        SettingsError: there is no parser of this name.
         OutputError: the port cannot be opened.
-        DataError: the file of keys is wrong.
+        DataError: the file of keys, of the chat template or of generation settings is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
     """
     settings = with_environment_keys(settings or ServerSettings())
     _check_extra()
-    from attar.runtime.llm import LLM
-    from attar.runtime.server.app import create_app
-    from attar.runtime.server.backend import EngineBackend
-    from attar.runtime.server.run import run
-    from attar.runtime.server.tokenizer import ServerTokenizer
+    services = services or ServiceSettings()
+    services.check_with(options)
+    if services:
+        _check_extra(("grpc",), "services")
+    from attar.checkpoint import open_checkpoint
+    from attar.runtime.server.chat_template import read_template
+    from attar.runtime.server.generation_config import sampling_defaults
+    from attar.runtime.server.roles import SERVERS, ServeCommand
 
-    with progress.task("load", total=1) as task:
-        llm = LLM(model, **options)
-        task.advance()
-    if llm.tokenizer is None:
-        raise ModelError(f"{model} has no tokenizer, so it cannot be served")
-    description = llm.describe()
-    tokenizer = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
-    backend = EngineBackend(llm.streams())
-    app = create_app(backend, settings, tokenizer=tokenizer, model=model, facts=description.to_dict())
-    for line in description.lines():
-        show(line)
+    answers, transport = answers or TemplateSettings(), transport or ConnectionSettings()
+    template = read_template(answers.chat_template) if answers.chat_template else ""
+    defaults = sampling_defaults(answers.generation_config, open_checkpoint(model).path)
     if not settings.loopback and not settings.api_key and not settings.keys:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
-    run(app, settings, show)
+    command = ServeCommand(
+        model=model,
+        settings=settings,
+        answers=answers,
+        services=services,
+        transport=transport,
+        embeddings=embeddings or EmbeddingSettings(),
+        template=template,
+        defaults=defaults,
+        options=options,
+        progress=progress,
+        show=show,
+    )
+    SERVERS[services.role](command)
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:
@@ -82,10 +102,12 @@ def with_environment_keys(settings: ServerSettings) -> ServerSettings:
     return replace(settings, api_key=(*settings.api_key, *keys))
 
 
-def _check_extra() -> None:
+def _check_extra(
+    packages: Sequence[str] = ("fastapi", "uvicorn", "prometheus_client"), extra: str = "serve"
+) -> None:
     """Raise MissingExtraError before a model is loaded."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in packages:
         try:
             __import__(package)
         except ImportError:
-            raise MissingExtraError(package, "serve") from None
+            raise MissingExtraError(package, extra) from None

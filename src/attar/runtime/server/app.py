@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -17,12 +18,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from attar.errors import AttarError
-from attar.runtime.server import protocol
+from attar.runtime.server import bodies, protocol
 from attar.runtime.server.access_log import AccessLogMiddleware
 from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import make_api_keys
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.endpoints import chat, complete
+from attar.runtime.server.chat_endpoint import chat, chat_options
+from attar.runtime.server.compare import add_compare
+from attar.runtime.server.embeddings import protocol as of_texts
+from attar.runtime.server.embeddings.embedders import Embedder
+from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
+from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
 from attar.runtime.server.metrics import CONTENT_TYPE, Metrics
@@ -34,20 +41,36 @@ from attar.runtime.server.middleware import (
     allowed_hosts,
     error_response,
 )
+from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
+from attar.runtime.server.responses_api.endpoint import delete, respond_to, retrieve
+from attar.runtime.server.responses_api.protocol import DeletedBody, ResponseBody, ResponsesRequest
+from attar.runtime.server.responses_api.store import ResponseStore
 from attar.runtime.server.service import Service
-from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.settings import ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.tool_calls.tool_use import tool_use
+from attar.runtime.server.transport import ConnectionSettings, add_cors
 from attar.version import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "An error."}}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
 }
-_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StateBody, "description": "Not so."}}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": bodies.StateBody, "description": "Not so."}}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "For Prometheus."}
 }
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, its name for clients, and a description of its engine."""
+
+    name: str
+    backend: Backend
+    tokenizer: ServerTokenizer
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def create_app(
@@ -57,6 +80,11 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    answers: TemplateSettings | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    transport: ConnectionSettings | None = None,
+    embedder: Embedder | None = None,
+    second: ServedModel | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -64,16 +92,35 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
+        answers: how answers are read.
+        defaults: of sampling parameters that a request does not have.
+        embedder: makes embeddings; None: the server makes none.
+        transport: origins of web pages that may call the server.
+        second: a model to compare with, which answers by its own name too.
 
     Raises:
         DataError: the file of keys is wrong.
     """
-    settings = settings or ServerSettings()
+    settings, answers = settings or ServerSettings(), answers or TemplateSettings()
     name = settings.name or model or "attar"
     keys = make_api_keys(settings.api_key, settings.keys)
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
+    service.embedder = embedder
+    service.defaults = dict(defaults or {})
+    service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
+    if second is not None:
+        service.second = replace(
+            service,
+            backend=second.backend,
+            tokenizer=second.tokenizer,
+            embedder=None,
+            model=second.name,
+            metrics=Metrics(second.backend, second.name, second.facts),
+            facts=dict(second.facts),
+            answers=AnswerForm.of(second.tokenizer.template, answers.tool_parser, answers.reasoning_parser),
+        )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -81,16 +128,22 @@ def create_app(
         yield
         admission.draining = True
         await backend.close()
+        if second is not None:
+            await second.backend.close()
         service.threads.close()
 
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
+    if settings.page:
+        add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
-    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
+    origins = transport.cors_origin if transport is not None else ()
+    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings), origins=origins)  # type: ignore[arg-type]
     app.add_middleware(UnexpectedErrorMiddleware, error_for=service.error_for)  # type: ignore[arg-type]
+    add_cors(app, origins)
     app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
 
@@ -116,26 +169,62 @@ def make_routes(service: Service) -> APIRouter:
     """All paths of the API."""
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, service)
+    _add_responses(router, service)
+    _add_embeddings(router, service)
     _add_models(router, service)
     _add_tokenizer(router, service)
     _add_state(router, service)
     add_state(router, service)
+    if service.second is not None:
+        add_compare(router, service, service.second)
     return router
 
 
 def _add_completions(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/completions", response_model=protocol.CompletionBody, responses=_STREAM)
+    @router.post("/v1/completions", response_model=bodies.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        return await complete(service, body, request)
+        return await complete(service.of_model(body.model), body, request)
 
-    @router.post("/v1/chat/completions", response_model=protocol.ChatBody, responses=_STREAM)
+    @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
-        return await chat(service, body, request)
+        return await chat(service.of_model(body.model), body, request)
+
+
+def _add_responses(router: APIRouter, service: Service) -> None:
+    store = ResponseStore()
+
+    @router.post("/v1/responses", response_model=ResponseBody, responses=_STREAM)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await respond_to(service.of_model(body.model), store, body, request)
+
+    @router.get("/v1/responses/{id}", response_model=ResponseBody)
+    async def retrieve_response(id: str, request: Request) -> Response:
+        return retrieve(service, store, id, request)
+
+    @router.delete("/v1/responses/{id}", response_model=DeletedBody)
+    async def delete_response(id: str, request: Request) -> Response:
+        return delete(service, store, id, request)
+
+
+def _add_embeddings(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
+    async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(service.of_model(body.model), body, request)
+
+    @router.post("/score", include_in_schema=False)
+    @router.post("/v1/score", response_model=of_texts.ScoreBody)
+    async def score_pairs(body: of_texts.ScoreRequest, request: Request) -> Response:
+        return await score(service.of_model(body.model), body, request)
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/v1/rerank", response_model=of_texts.RerankBody)
+    async def rerank_documents(body: of_texts.RerankRequest, request: Request) -> Response:
+        return await rerank(service.of_model(body.model), body, request)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    def card() -> protocol.ModelCard:
-        return protocol.ModelCard(
+    def card(service: Service) -> bodies.ModelCard:
+        return bodies.ModelCard(
             id=service.model,
             created=service.created,
             max_model_len=service.backend.context,
@@ -143,29 +232,33 @@ def _add_models(router: APIRouter, service: Service) -> None:
         )
 
     @router.get("/v1/models")
-    async def list_models() -> protocol.ModelList:
-        return protocol.ModelList(data=[card()])
+    async def list_models() -> bodies.ModelList:
+        others = [service.second] if service.second is not None else []
+        return bodies.ModelList(data=[card(one) for one in (service, *others)])
 
     @router.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> protocol.ModelCard:
-        service.check_model(model)
-        return card()
+    async def retrieve_model(model: str) -> bodies.ModelCard:
+        named = service.of_model(model)
+        named.check_model(model)
+        return card(named)
 
 
 def _add_tokenizer(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize", response_model=protocol.TokenizeBody)
+    @router.post("/tokenize", response_model=bodies.TokenizeBody)
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         with service.admission.preparing(1, service.caller(request)):
             if body.messages is not None:
-                tokens = await service.encode_chat(body.messages)
+                tools = tool_use(body.tools, None, None)
+                options = chat_options(body, tools, service.answers)
+                tokens = await service.encode_chat(body.messages, options)
             else:
                 tokens = await service.encode(body.prompt or "", body.add_special_tokens)
         context = service.backend.context
-        response = protocol.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
+        response = bodies.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
         return JSONResponse(response.model_dump())
 
-    @router.post("/detokenize", response_model=protocol.DetokenizeBody)
+    @router.post("/detokenize", response_model=bodies.DetokenizeBody)
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         if any(token >= service.backend.vocabulary for token in body.tokens):
@@ -178,18 +271,24 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
 
 def _add_state(router: APIRouter, service: Service) -> None:
-    @router.get("/health", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
-        if service.backend.alive:
+        if service.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
 
-    @router.get("/ready", response_model=protocol.StateBody, responses=_UNAVAILABLE)
+    @router.get("/version")
+    async def version() -> bodies.VersionBody:
+        """Of attar."""
+        return bodies.VersionBody(version=__version__)
+
+    @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
-        """Whether the server takes new requests: 503 while it drains."""
-        accepting = service.backend.alive and not service.admission.draining
-        status = "ready" if accepting else "draining"
+        """Whether the server takes new requests: 503 while it drains, or cannot reach its target."""
+        draining = service.admission.draining or not service.alive
+        accepting = not draining and service.backend.stats().ready
+        status = "ready" if accepting else "draining" if draining else "waiting"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)
 
     @router.get("/metrics", response_class=Response, responses=_METRICS)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from attar.runtime.async_engine import AsyncEngine
+from attar.runtime.engine import PromptObserver
 from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
+
+
+@dataclass(frozen=True)
+class MetricSample:
+    """A number for the metrics, besides those of every engine; a counter if ``counts``, else a gauge."""
+
+    name: str
+    help: str
+    value: float
+    counts: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,8 @@ class Stats:
         preemptions: since the start.
         speculation: None without speculation.
         free: sequences that may start in addition to those that run.
+        samples: further numbers, of the services that take part.
+        ready: whether it takes requests now.
     """
 
     running: int = 0
@@ -36,6 +50,8 @@ class Stats:
     preemptions: int = 0
     speculation: SpeculationCounts | None = None
     free: int = 0
+    samples: Sequence[MetricSample] = ()
+    ready: bool = True
 
 
 class Backend(Protocol):
@@ -97,10 +113,11 @@ class EngineBackend:
 
     Args:
         streams: the engine; closed by ``close``.
+        samples: of the services that take part.
     """
 
-    def __init__(self, streams: AsyncEngine) -> None:
-        self._streams, self._open = streams, True
+    def __init__(self, streams: AsyncEngine, samples: Callable[[], Sequence[MetricSample]] = tuple) -> None:
+        self._streams, self._samples, self._open = streams, samples, True
         runner = streams.engine.runner
         self._kv_dtype = str(getattr(runner, "facts", {}).get("kv_dtype", ""))
         self._store = getattr(getattr(runner, "pool", None), "store", None)
@@ -135,6 +152,14 @@ class EngineBackend:
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
         )
 
+    def score(
+        self, prompt: Sequence[int], start: int, observe: PromptObserver, *, id: str, salt: str = ""
+    ) -> AsyncIterator[Event]:
+        """Runs a prompt; ``observe`` gets the logits that follow each of its tokens from ``start`` on, but
+        the last."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        return self._streams.stream(prompt, params, id=id, salt=salt, observe=(start, observe))
+
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)
 
@@ -153,6 +178,7 @@ class EngineBackend:
             prefix_hits=manager.stats.hit,
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),
+            samples=self._samples(),
         )
 
     def block_map(self) -> BlockMap | None:

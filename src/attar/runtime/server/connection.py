@@ -80,9 +80,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(
-            high=0
-        )  # pause_writing is called for each piece that is not read at once
+        # pause_writing is called for each piece that is not read at once: plain transports pause above the
+        # limit, those of TLS at it
+        transport.set_write_buffer_limits(high=int(transport.get_extra_info("sslcontext") is not None))
         self.address = client_address(self.client)
         if self._all.add(self):
             self._wait_for(h11.IDLE)

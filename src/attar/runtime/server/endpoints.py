@@ -1,5 +1,5 @@
-"""POST /v1/completions and POST /v1/chat/completions: from a checked body to a running request, and the JSON
-of its responses.
+"""POST /v1/completions: from a checked body to a running request, and the JSON of its responses; and what
+other endpoints share with it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attar.runtime.results import Event, FinishReason, Sample, TokenLogprob, gather
+from attar.runtime.server.bodies import FinishReasonBody
 from attar.runtime.server.errors import ApiError
-from attar.runtime.server.protocol import ChatRequest, CompletionRequest, FinishReasonBody, SamplingRequest
+from attar.runtime.server.protocol import CompletionRequest, SamplingRequest
 from attar.runtime.server.request_handler import RequestHandler
-from attar.runtime.server.responses import respond
-from attar.runtime.server.sampling_params import chat_params, completion_params
+from attar.runtime.server.responses import DONE, respond, sse_event
+from attar.runtime.server.sampling_params import completion_params
 from attar.runtime.server.service import Service
 from attar.runtime.server.token_sources import token_sources
 from attar.runtime.server.tokenizer import ServerTokenizer
@@ -36,28 +37,18 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise ApiError(400, message, param="prompt", code="too_many_prompts")
     completions = service.check_completions(len(prompts), params.n)
     with service.admission.preparing(completions, service.caller(request)):
-        ids = [await _token_ids(service, prompt) for prompt in prompts]
+        keep = service.kept_tokens(body.truncate_prompt_tokens, params)
+        ids = [await _token_ids(service, prompt, keep) for prompt in prompts]
         echoes = await service.threads.run_small(_echoes, service, body)
         handler = await service.submit(request, "cmpl", params, ids, priority=body.priority, start=start)
     builder = CompletionBuilder(service, body, handler, ids, echoes)
     return await respond(service, handler, builder, stream=body.stream)
 
 
-async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation."""
-    start = monotonic()
-    service.check_model(body.model)
-    params = service.params(chat_params, body)
-    with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
-        ids = await service.encode_chat(body.messages)
-        handler = await service.submit(
-            request, "chatcmpl", params, [ids], priority=body.priority, start=start
-        )
-    return await respond(service, handler, ChatBuilder(service, body, handler), stream=body.stream)
-
-
-async def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    return await service.encode(prompt) if isinstance(prompt, str) else service.check_prompt(prompt)
+async def _token_ids(service: Service, prompt: str | list[int], keep: int | None) -> list[int]:
+    if isinstance(prompt, str):
+        return await service.encode(prompt, keep=keep)
+    return service.check_prompt(prompt if keep is None else prompt[-keep:])
 
 
 def _echoes(service: Service, body: CompletionRequest) -> list[str]:
@@ -69,11 +60,12 @@ def _echoes(service: Service, body: CompletionRequest) -> list[str]:
     ]
 
 
-class _Builder:
-    """What both endpoints share: the first fields of a body or chunk, and the usage."""
+class BodyBuilder:
+    """What completions and chat completions share: the first fields of a body or chunk, and the usage."""
 
     body_kind: str
     chunk_kind: str
+    done = DONE
 
     def __init__(self, service: Service, body: SamplingRequest, handler: RequestHandler) -> None:
         self._tokenizer, self._model, self._handler = service.tokenizer, service.model, handler
@@ -85,6 +77,14 @@ class _Builder:
         if not self._include_usage:
             return []
         return [self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error."""
+        return error
+
+    def write(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event."""
+        return sse_event(chunk)
 
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head(self.body_kind) | {"choices": choices, "usage": self._usage()}
@@ -118,7 +118,7 @@ class _Builder:
         } | ({"lossy": True} if self._handler.lossy else {})  # typical acceptance: not the model's own law
 
 
-class CompletionBuilder(_Builder):
+class CompletionBuilder(BodyBuilder):
     """JSON of /v1/completions.
 
     Args:
@@ -157,7 +157,7 @@ class CompletionBuilder(_Builder):
             offset = self._offsets[choice]
             logprobs = completion_logprobs(event.logprobs, event.token_ids, self._tokenizer, offset)
         self._offsets[choice] += len(text)
-        reasons = _reasons(event.finish_reason, event.stop_reason)
+        reasons = finish_reasons(event.finish_reason, event.stop_reason)
         sources = token_sources(event.token_ids, event.proposers)
         return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons | sources)]
 
@@ -180,74 +180,23 @@ class CompletionBuilder(_Builder):
                 scores = [*_prompt_logprobs(events[index * self._handler.params.n]), *scores]
             logprobs = completion_logprobs(scores, ids, self._tokenizer, 0)
         head = {"index": choice, "text": self._echoes[index] + sample.text, "logprobs": logprobs}
-        return head | _reasons(sample.finish_reason, sample.stop_reason) | _sources_of(sample)
+        return head | finish_reasons(sample.finish_reason, sample.stop_reason) | sources_of(sample)
 
 
-class ChatBuilder(_Builder):
-    """JSON of /v1/chat/completions."""
-
-    body_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, service: Service, body: ChatRequest, handler: RequestHandler) -> None:
-        super().__init__(service, body, handler)
-        self._logprobs = bool(body.logprobs)
-        self._begun: set[int] = set()  # choices whose role has been sent
-
-    def body(self, events: list[list[Event]]) -> dict[str, Any]:
-        """The whole body, from the events of each choice."""
-        return self._whole([self._choice(choice, own) for choice, own in enumerate(events)])
-
-    def chunks(self, choice: int, event: Event) -> list[dict[str, Any]]:
-        """The chunks of an event: the role once, the text, and the finish reason in a chunk of its own."""
-        chunks = []
-        if choice not in self._begun:
-            self._begun.add(choice)
-            chunks.append(self._delta(choice, {"role": "assistant", "content": "", "refusal": None}))
-        if event.text or event.logprobs or event.proposers:
-            logprobs = chat_logprobs(event.logprobs, self._tokenizer) if event.logprobs else None
-            chunks.append(self._delta(choice, {"content": event.text}, logprobs))
-            chunks[-1]["choices"][0] |= token_sources(event.token_ids, event.proposers)
-        if event.finished:
-            chunks.append(self._delta(choice, {}))
-            chunks[-1]["choices"][0] |= _reasons(event.finish_reason, event.stop_reason)
-        return chunks
-
-    def _delta(self, choice: int, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
-        return self._chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None})
-
-    def _choice(self, choice: int, events: list[Event]) -> dict[str, Any]:
-        sample = gather(events, logprobs=self._logprobs)
-        head = {
-            "index": choice,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": chat_logprobs(sample.logprobs or (), self._tokenizer) if self._logprobs else None,
-        }
-        return head | _reasons(sample.finish_reason, sample.stop_reason) | _sources_of(sample)
-
-
-def _reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, Any]:
+def finish_reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, Any]:
     """``finish_reason`` as at OpenAI, where whatever cuts a completion short is ``length``, and
     ``stop_reason`` as in vLLM: the stop string or token, or attar's reason where OpenAI has none."""
     reason: FinishReasonBody | None = None if finish is None else "stop" if finish == "stop" else "length"
     return {"finish_reason": reason, "stop_reason": finish if finish in ("deadline", "capacity") else stop}
 
 
-def _sources_of(sample: Sample) -> dict[str, Any]:
+def sources_of(sample: Sample) -> dict[str, Any]:
+    """Who proposed the tokens of a completion, where that was asked for."""
     return token_sources(sample.token_ids, sample.proposers)
 
 
 def _prompt_logprobs(events: list[Event]) -> tuple[TokenLogprob | None, ...]:
     return next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), ())
-
-
-def chat_logprobs(scores: Sequence[TokenLogprob], tokenizer: ServerTokenizer) -> dict[str, Any]:
-    """``choices[].logprobs`` of a chat completion."""
-    content = [
-        _chat_entry(tokenizer, score.token, score.logprob)
-        | {"top_logprobs": [_chat_entry(tokenizer, token, logprob) for token, logprob in score.top]}
-        for score in scores
-    ]
-    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
@@ -286,8 +235,3 @@ def _top_logprobs(score: TokenLogprob, tokenizer: ServerTokenizer) -> dict[str, 
     for token, logprob in (*score.top, (score.token, score.logprob)):
         logprobs.setdefault(token_name(tokenizer, token), max(logprob, MIN_LOGPROB))
     return logprobs
-
-
-def _chat_entry(tokenizer: ServerTokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text, raw = tokenizer.piece(token)
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}

@@ -89,6 +89,7 @@ def engine_state(service: Service) -> EngineState:
         model=service.model,
         context=service.backend.context,
         chat=service.tokenizer.has_chat_template,
+        compare=None if service.second is None else service.second.model,
         running=stats.running,
         waiting=stats.waiting,
         preemptions=stats.preemptions,

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from attar.errors import AttarError, DataError, SettingsError
 from attar.runtime.admission import BusyError
+from attar.runtime.services.messages import UnavailableError
 
 
 class ErrorDetail(BaseModel):
@@ -82,6 +83,8 @@ def api_error(error: AttarError, retry_s: int) -> ApiError:
         return ApiError(400, error.message, param=param, code=error.kind or code)
     if isinstance(error, DataError):
         return ApiError(400, error.message, code=error.kind)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, error.message, code="target_unavailable", retry_s=1)
     return ApiError(500, error.message)
 
 

@@ -141,6 +141,19 @@ class EngineCollector:
             yield counter
         if stats.speculation is not None:
             yield self._positions(stats.speculation)
+        yield from self._samples(stats)
+
+    def _samples(self, stats: Stats) -> Iterator[Metric]:
+        """Numbers of services, those of one name together."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for sample in stats.samples:
+            family = families.get(sample.name)
+            if family is None:
+                kind = CounterMetricFamily if sample.counts else GaugeMetricFamily
+                labels = ["model_name", *sample.labels]
+                family = families[sample.name] = kind(f"attar:{sample.name}", sample.help, labels=labels)
+            family.add_metric([self._model, *sample.labels.values()], sample.value)
+        yield from families.values()
 
     def _blocks(self, stats: Stats) -> Metric:
         gauge = GaugeMetricFamily(

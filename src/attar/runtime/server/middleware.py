@@ -2,7 +2,8 @@
 
 A body is counted as it arrives, whatever its header says; one that is too large is answered with 413. The
 rest of it is read and dropped for a while, because a client that is cut off while it sends does not read the
-answer. ``/health`` and ``/ready`` need no key.
+answer. ``/health``, ``/ready`` and the
+page need no key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ASGIReceive = Callable[[], Awaitable[ASGIMessage]]
 ASGISend = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp = Callable[[ASGIScope, ASGIReceive, ASGISend], Awaitable[None]]
 LOGGER = "attar.server"
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/", "/health", "/ready")
 MAX_DROPPED = 64 << 20  # bytes read of a body that is too large
 MAX_DROPPED_S = 10.0
 CONCURRENT_BODIES = 128  # of the largest size, that requests may hold at the same time
@@ -69,16 +70,19 @@ class HostMiddleware:
 
     Args:
         allowed: host names; none: any.
+        origins: of pages that may call the server besides; ``*``: all.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        self._app, self._allowed = app, allowed
+    def __init__(self, app: ASGIApp, allowed: Collection[str], origins: Collection[str] = ()) -> None:
+        self._app, self._allowed, self._origins = app, allowed, origins
 
     async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] == "http" and self._allowed:
             headers = Headers(scope=scope)
             for name, status in (("host", 421), ("origin", 403)):
                 value = headers.get(name)
+                if name == "origin" and ("*" in self._origins or value in self._origins):
+                    continue
                 if value is not None and _host_name(value) not in self._allowed:
                     message = f"the {name} {value[:200]!r} is not one of this server's; see --allowed-host"
                     error = ApiError(status, message, code=f"{name}_not_allowed")

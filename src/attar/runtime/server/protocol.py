@@ -1,31 +1,59 @@
-"""Bodies of requests and responses, as OpenAI documents them, with fields of vLLM (``top_k``, ``min_p``).
+"""Bodies of requests, as OpenAI documents them, with fields of vLLM (``top_k``, ``min_p``).
 
 As at OpenAI an unknown field is refused by name. Fields without effect here (``user``, ``store``, ...) are
-accepted and ignored. Fields that are not supported (``tools``, ``suffix``, ...) are refused unless empty.
+accepted and ignored. Fields that are not supported (``functions``, ``suffix``, ...) are refused unless empty.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
-from attar.runtime.server.token_sources import AttarOptions, TokenSources
+from attar.runtime.server.token_sources import AttarOptions
+from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, CallBody, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON's keys are strings
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
+MAX_CHOICES = 256  # of structured_outputs
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
-def _field_error(param: str, message: str) -> PydanticCustomError:
+def field_error(param: str, message: str) -> PydanticCustomError:
     """The error of a check of several fields, with the field that it names."""
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
+
+
+RESERVED = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "template"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    )
+)
+"""Names that ``chat_template_kwargs`` may not have: arguments of the rendering, and special tokens."""
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+    *("prompt_cache_retention", "prediction", "web_search_options", "extra_body", "extra_headers"),
+    *("keep_alive", "num_ctx", "request_id", "spaces_between_special_tokens", "mm_processor_kwargs"),
+    *(
+        "drop_params",
+        "include",
+        "max_tool_calls",
+        "custom_llm_provider",
+        "cache_prompt",
+        "num_retries",
+        "timeout",
+    ),
+)
+"""Fields of OpenAI and of frameworks that change no answer here; a response header names those given."""
 
 
 class StrictModel(BaseModel):
@@ -62,6 +90,32 @@ class ResponseFormat(StrictModel):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
+class StructuredOutputs(StrictModel):
+    """vLLM's: what the completion must be; exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        values = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in values) != 1:
+            raise ValueError("give one of json, regex, choice and grammar")
+        return self
+
+    def guide(self) -> dict[str, str]:
+        """The sampling parameter."""
+        if self.choice is not None:
+            return {"grammar": "start: " + " | ".join(json.dumps(text) for text in self.choice)}
+        if self.regex is not None:
+            return {"regex": self.regex}
+        if self.grammar is not None:
+            return {"grammar": self.grammar}
+        return {"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)}
+
+
 class StreamOptions(StrictModel):
     """``include_usage``: the last chunk has the token counts."""
 
@@ -93,6 +147,9 @@ class SamplingRequest(StrictModel):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
@@ -118,10 +175,30 @@ class SamplingRequest(StrictModel):
         return stop
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> SamplingRequest:
+    def _check_options(self) -> SamplingRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise field_error("truncate_prompt_tokens", "it is a number from 1, or -1: what fits")
         if self.stream_options is not None and not self.stream:
-            raise _field_error("stream_options", "stream_options is allowed only where stream is true")
+            raise field_error("stream_options", "stream_options is allowed only where stream is true")
         return self
+
+
+def check_prompts(prompt: Any) -> Any:
+    """A prompt or several, unchanged.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    if not parts or any(part in ("", []) for part in parts):
+        raise ValueError("a prompt must not be empty")
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1 or not kinds <= ({str} if parts is not prompt else {str, int, list}):
+        raise ValueError("it is a text, a list of texts, a list of token ids or a list of such lists")
+    for ids in parts if kinds == {list} else [parts] if kinds == {int} else []:
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ValueError("token ids are whole numbers from 0")
+    return prompt
 
 
 class CompletionRequest(SamplingRequest):
@@ -137,27 +214,18 @@ class CompletionRequest(SamplingRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, prompt: Any) -> Any:
-        parts = prompt if isinstance(prompt, list) else [prompt]
-        if not parts or any(part in ("", []) for part in parts):
-            raise ValueError("a prompt must not be empty")
-        kinds = {type(part) for part in parts}
-        if len(kinds) > 1 or not kinds <= ({str} if parts is not prompt else {str, int, list}):
-            raise ValueError("it is a text, a list of texts, a list of token ids or a list of such lists")
-        for ids in parts if kinds == {list} else [parts] if kinds == {int} else []:
-            if any(type(token) is not int or token < 0 for token in ids):
-                raise ValueError("token ids are whole numbers from 0")
-        return prompt
+        return check_prompts(prompt)
 
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionRequest:
         if self.suffix:
-            raise _field_error("suffix", "suffix is not supported: the model continues texts")
+            raise field_error("suffix", "suffix is not supported: the model continues texts")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _field_error("best_of", "best_of is not supported beyond n")
+            raise field_error("best_of", "best_of is not supported beyond n")
         if self.echo and self.stream and self.logprobs is not None:
-            raise _field_error("echo", "echo with logprobs is not supported where stream is true")
+            raise field_error("echo", "echo with logprobs is not supported where stream is true")
         if self.max_tokens == 0 and (not self.echo or self.stream):
-            raise _field_error("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
+            raise field_error("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
         return self
 
     @property
@@ -186,8 +254,10 @@ class ChatMessage(StrictModel):
     name: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    # in answers of some servers, which clients send back
+    tool_calls: list[CallBody] | None = None
+    # in answers, which clients send back
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
     annotations: Any = None
     audio: None = None
@@ -200,8 +270,40 @@ class ChatMessage(StrictModel):
             "role": "system" if self.role == "developer" else self.role,
             "content": text if isinstance(self.content, list) else self.content or "",
         }
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": self.tool_calls}
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
         return message | {key: value for key, value in extra.items() if value is not None}
+
+
+class ChatOptionFields(Protocol):
+    """What requests with messages share."""
+
+    messages: list[ChatMessage] | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def check_variables(variables: dict[str, Any]) -> None:
+    """Raise an error for ``chat_template_kwargs`` that a client may not set."""
+    for name in variables:
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
+
+
+def check_chat_options(body: ChatOptionFields) -> None:
+    """Raise an error that names the field for options of the chat template that do not go together."""
+    check_variables(body.chat_template_kwargs or {})
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "the last message goes on, so no other begins: not both of them"
+        raise field_error("continue_final_message", message)
+    last = body.messages[-1] if body.messages else None
+    if body.continue_final_message and last is not None and not last.plain()["content"]:
+        raise field_error("continue_final_message", "the last message has no text that could go on")
 
 
 class ChatRequest(SamplingRequest):
@@ -211,22 +313,38 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _check_tool_choice(cls, choice: Any) -> Any:
+        function = choice.get("function") if isinstance(choice, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if choice in (None, "none", "auto", "required") or (named and choice.get("type") == "function"):
+            return choice
+        message = "it is none, auto, required or an object like"
+        raise ValueError(f'{message} {{"type": "function", "function": {{"name": ...}}}}')
 
     @model_validator(mode="after")
     def _check_supported(self) -> ChatRequest:
-        if self.tools or self.functions or self.tool_choice not in (None, "none", "auto"):
-            raise _field_error("tools", "tools are not supported")
+        if self.functions:
+            raise field_error("functions", "functions are not supported: give them as tools")
         if self.modalities not in (None, [], ["text"]):
-            raise _field_error("modalities", "modalities must be ['text']")
+            raise field_error("modalities", "modalities must be ['text']")
+        check_chat_options(self)
         if self.top_logprobs and not self.logprobs:
-            raise _field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
+            raise field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
         return self
 
 
@@ -237,11 +355,16 @@ class TokenizeRequest(StrictModel):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _field_error("prompt", "give prompt or messages")
+            raise field_error("prompt", "give prompt or messages")
+        check_chat_options(self)
         return self
 
 
@@ -250,112 +373,3 @@ class DetokenizeRequest(StrictModel):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-FinishReasonBody = Literal["stop", "length"]
-
-
-class PromptDetails(BaseModel):
-    """Prefix cache hits, in prompt tokens."""
-
-    cached_tokens: int
-
-
-class UsageBody(BaseModel):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class CompletionChoice(BaseModel):
-    """A completion."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReasonBody | None
-    stop_reason: str | int | None = None
-    attar: TokenSources | None = None
-
-
-class CompletionBody(BaseModel):
-    """The response of /v1/completions, and each of its chunks."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageBody | None = None
-
-
-class AnswerMessage(BaseModel):
-    """The model's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """A chat completion."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReasonBody | None
-    stop_reason: str | int | None = None
-    attar: TokenSources | None = None
-
-
-class ChatBody(BaseModel):
-    """The response of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody | None = None
-
-
-class ModelCard(BaseModel):
-    """A model."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "attar"
-    max_model_len: int | None = None
-    runtime: dict[str, Any] = {}
-
-
-class ModelList(BaseModel):
-    """The model of this server."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class TokenizeBody(BaseModel):
-    """The response of /tokenize."""
-
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-
-
-class DetokenizeBody(BaseModel):
-    """The response of /detokenize."""
-
-    prompt: str
-
-
-class StateBody(BaseModel):
-    """The response of /health and /ready."""
-
-    status: str
-    reason: str | None = None

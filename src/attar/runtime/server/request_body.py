@@ -20,12 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from attar.runtime.server.errors import ApiError, validation_error
+from attar.runtime.server.protocol import IGNORED
 from attar.runtime.server.service import SMALL
 
+IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
 MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
+_SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -41,15 +44,17 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            body = await read_body(request, model)
+            body, ignored = await read_body(request, model)
             response: Response = await self.endpoint(body=body, request=request)
+            if ignored:
+                response.headers[IGNORED_HEADER] = ", ".join(ignored)
             return response
 
         return handle
 
 
-async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
-    """The body of a request.
+async def read_body(request: Request, model: type[BodyModel]) -> tuple[BodyModel, list[str]]:
+    """The body of a request, and its fields that change nothing.
 
     Raises:
         ApiError: 400, it is invalid; 499, the client has disconnected.
@@ -66,12 +71,12 @@ async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
     max_ids = service.backend.context or MAX_IDS
     if len(raw) <= SMALL:
         return parse(raw, model, max_ids)
-    parsed: BodyModel = await service.threads.run_small(parse, raw, model, max_ids)
+    parsed: tuple[BodyModel, list[str]] = await service.threads.run_small(parse, raw, model, max_ids)
     return parsed
 
 
-def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> BodyModel:
-    """A request from JSON.
+def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[BodyModel, list[str]]:
+    """A request from JSON, and its fields that change nothing (``IGNORED``).
 
     Args:
         max_ids: token ids in one list.
@@ -85,8 +90,13 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> BodyMod
     _check_values(data)
     _check_ids(data, max_ids)
     _check_schema(data)
+    used = getattr(model, "USED", ())
+    ignored = [name for name in IGNORED if data.get(name) is not None and name not in used]
+    for name in IGNORED:
+        if name not in model.model_fields:
+            data.pop(name, None)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data), ignored
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         raise validation_error(errors) from None
@@ -135,9 +145,9 @@ def _check_count(values: int) -> None:
 
 def _check_ids(data: dict[str, Any], limit: int) -> None:
     """Raise ApiError for a list of token ids longer than the context."""
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "tokens", "input"):
         ids = data.get(name)
-        if not isinstance(ids, list):
+        if not isinstance(ids, list) or (name == "input" and not _is_ids(ids[:1])):
             continue
         count = max([len(ids), *(len(part) for part in ids[:MAX_VALUES] if isinstance(part, list))])
         if count > limit:
@@ -145,15 +155,22 @@ def _check_ids(data: dict[str, Any], limit: int) -> None:
             raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
+def _is_ids(items: list[Any]) -> bool:
+    """Whether a list is of token ids, or of lists of them."""
+    return all(isinstance(item, int | list) for item in items)
+
+
 def _check_schema(data: dict[str, Any]) -> None:
     """Raise ApiError for a JSON schema that is nested too deeply to be compiled."""
-    level: list[Any] = [data.get("response_format")]
-    for _ in range(MAX_LEVELS):
-        level = [part for value in level for part in _children(value)]
-        if not level:
-            return
-    message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
-    raise ApiError(400, message, param="response_format", code="invalid_value")
+    for name in _SCHEMAS:
+        level: list[Any] = _children([data.get(name)])
+        for _ in range(MAX_LEVELS):
+            level = [part for value in level for part in _children(value)]
+            if not level:
+                break
+        else:
+            message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
+            raise ApiError(400, message, param=name, code="invalid_value")
 
 
 def _children(value: Any) -> list[Any]:

@@ -44,6 +44,16 @@ class ResponseBuilder(Protocol):
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunks after the last event."""
 
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error, from the body of its response."""
+
+    def write(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event."""
+
+    @property
+    def done(self) -> bytes:
+        """The end of a stream."""
+
 
 async def respond(
     service: Service, handler: RequestHandler, builder: ResponseBuilder, *, stream: bool | None
@@ -101,16 +111,17 @@ async def _sse_chunks(
             if part := await _sse_bytes(service, batch, builder):
                 yield part
         for data in builder.last_chunks():
-            yield sse_event(data)
+            yield builder.write(data)
     except ClientDisconnectedError:
         return
     except Exception as error:
         if not isinstance(error, AttarError | ApiError):
             logging.getLogger(LOGGER).error("request %s failed", handler.id, exc_info=error)
-        yield sse_event(service.error_for(error).body)
+        yield builder.write(builder.failure(service.error_for(error).body))
     finally:
         await handler.close()
-    yield DONE
+    if builder.done:
+        yield builder.done
 
 
 async def _sse_bytes(service: Service, events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
@@ -124,7 +135,7 @@ async def _sse_bytes(service: Service, events: ChoiceEvents, builder: ResponseBu
 def _write_chunks(events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
     if not events:
         return ALIVE
-    return b"".join(sse_event(data) for choice, event in events for data in builder.chunks(choice, event))
+    return b"".join(builder.write(data) for choice, event in events for data in builder.chunks(choice, event))
 
 
 def _write_body(builder: ResponseBuilder, events: list[list[Event]]) -> bytes:

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -35,8 +36,8 @@ from attar.runtime.server.connection import (
 from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.transport import BACKLOG, ConnectionSettings, listen_on_unix
 
-_BACKLOG = 1024  # connections that wait to be accepted; beyond, a client's kernel tries again after a second
 _ACCEPT_BATCH = 32  # of them accepted before the loop does anything else
 _GRACE_S = 1  # for the last answers
 _STOPPED_S = 3.0  # in which a server whose engine has stopped still answers
@@ -47,9 +48,12 @@ class Server(uvicorn.Server):
 
     Args:
         settings: ``drain_s`` and the limits of connections.
+        transport: TLS.
     """
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    def __init__(
+        self, app: FastAPI, settings: ServerSettings, transport: ConnectionSettings | None = None
+    ) -> None:
         connections = Connections(settings, raise_file_limit(settings.max_connections))
         config = uvicorn.Config(
             app,
@@ -61,6 +65,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            **(transport.server_options() if transport is not None else {}),
         )
         super().__init__(config)
         self.connections = connections
@@ -80,7 +85,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns whether to exit."""
-        if self._service.backend.failure is not None and not self._admission.draining:
+        if self._service.failure is not None and not self._admission.draining:
             self._service.failure_reason()  # logs it
             self._stopped_since = self._stopped_since or time.monotonic()
             self.should_exit = self.should_exit or time.monotonic() - self._stopped_since > _STOPPED_S
@@ -93,7 +98,7 @@ class Server(uvicorn.Server):
         """asyncio takes one number for the backlog and for the batch of accepted connections; set both."""
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the application even where uvicorn would skip it for lack of time."""
@@ -103,31 +108,38 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-def run(app: FastAPI, settings: ServerSettings, show: Callable[[str], None]) -> None:
+def run(
+    app: FastAPI,
+    settings: ServerSettings,
+    show: Callable[[str], None],
+    transport: ConnectionSettings | None = None,
+) -> None:
     """Serve until a signal arrives.
 
     Args:
         show: called with the address once the port is open, and with warnings.
 
     Raises:
-        OutputError: the port is in use, or the address is not this machine's.
+        OutputError: the port or socket is in use, or the address is not this machine's.
         AttarError: the engine has stopped.
     """
-    listening = listen(settings)
+    transport = transport or ConnectionSettings()
+    listening = listen(settings, transport)
     _log_to_stderr()
-    server = Server(app, settings)
+    server = Server(app, settings, transport)
     if server.connections.limit < settings.max_connections:
         limit = server.connections.limit
         show(f"warning: {limit} connections at most: the process may not open more files")
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    show(f"http://{host}:{listening.getsockname()[1]}")
+    show(_address(settings, transport, listening))
     gc.collect()
     gc.freeze()  # the model's objects stay; scanning them would take a third of a second
     try:
         asyncio.run(_serve(server, listening))
     finally:
         listening.close()
-    if app.state.service.backend.failure is not None:
+        if transport.unix_socket:
+            Path(transport.unix_socket).unlink(missing_ok=True)
+    if app.state.service.failure is not None:
         reason = app.state.service.failure_reason()
         raise AttarError(f"the engine has stopped: {reason}", hint="the log has the reason; start it again")
 
@@ -137,17 +149,27 @@ async def _serve(server: Server, listening: socket.socket) -> None:
     await server.serve([listening])
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """The open port.
+def _address(settings: ServerSettings, transport: ConnectionSettings, listening: socket.socket) -> str:
+    if transport.unix_socket:
+        return f"unix:{transport.unix_socket}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if transport.tls_cert else "http"
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def listen(settings: ServerSettings, transport: ConnectionSettings | None = None) -> socket.socket:
+    """The open port, or unix socket.
 
     Raises:
-        OutputError: the port is in use, or the address is not this machine's.
+        OutputError: the port or socket is in use, or the address is not this machine's.
     """
+    if transport is not None and transport.unix_socket:
+        return listen_on_unix(transport.unix_socket)
     listening = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host, settings.port))
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         reason = error.strerror or str(error)

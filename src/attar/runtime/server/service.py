@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from attar.errors import AttarError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.access_log import log_errors
 from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.errors import ApiError, api_error
@@ -26,8 +28,12 @@ from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.protocol import ChatMessage
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 
+if TYPE_CHECKING:
+    from attar.runtime.server.embeddings.embedders import Embedder
+
+T = TypeVar("T")
 SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
 
 
@@ -55,6 +61,10 @@ class ThreadPools:
         """Run work that writes a response."""
         return await run_in_thread(self._responses, function, arguments)
 
+    def submit_response(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The same from any thread."""
+        return self._responses.submit(function, *arguments)
+
     def close(self) -> None:
         """Running work ends, waiting work is dropped."""
         for pool in (self._small, self._large, self._responses):
@@ -70,7 +80,11 @@ async def run_in_thread(
 
 @dataclass
 class Service:
-    """One server."""
+    """One model of a server.
+
+    Args:
+        second: the service of ``--compare``'s model, with the same admission.
+    """
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -80,8 +94,26 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
+    answers: AnswerForm = field(default_factory=lambda: AnswerForm.of(""))
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
+    embedder: Embedder | None = None
     threads: ThreadPools = field(default_factory=ThreadPools)
+    second: Service | None = None
     _failure_logged: bool = field(default=False, init=False)
+
+    def of_model(self, name: str | None) -> Service:
+        """The service of a model's name; this one for an unknown name, which it refuses."""
+        return self.second if self.second is not None and name == self.second.model else self
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return self.backend.alive and (self.second is None or self.second.alive)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What stopped an engine; None while all run."""
+        return self.backend.failure or (self.second.failure if self.second is not None else None)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for another model's name."""
@@ -117,38 +149,99 @@ class Service:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return ids
 
-    def params(self, convert: Callable[[Any], SamplingParams], body: Any) -> SamplingParams:
+    def check_ids(self, ids: list[int], longest: int | None) -> list[int]:
+        """Raise ApiError (400) for a text to embed that is too long or empty, or unknown token ids."""
+        if longest is not None and len(ids) > longest:
+            message = f"a text has {len(ids):,} tokens, and this model reads {longest:,}"
+            raise ApiError(400, message, param="input", code="context_length_exceeded")
+        if not ids:
+            raise ApiError(400, "a text has no tokens", param="input", code="invalid_value")
+        if max(ids) >= self.backend.vocabulary:
+            message = f"token {max(ids)} is outside the vocabulary of {self.backend.vocabulary:,}"
+            raise ApiError(400, message, param="input", code="invalid_value")
+        return ids
+
+    async def encode_text(self, text: str, keep: int | None, special: bool = True) -> list[int]:
+        """Token ids of a text to embed or score.
+
+        Args:
+            keep: only this number of last tokens; None: all.
+        """
+        if keep is None:
+            self._check_length(len(text))
+        ids: list[int] = await self.threads.run_sized(len(text), self.tokenizer.encode, text, special)
+        return ids if keep is None else ids[-keep:]
+
+    async def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Token ids of a pair of texts, and 1 for those of the second."""
+        length = len(first) + len(second)
+        self._check_length(length)
+        pair: tuple[list[int], list[int]] = await self.threads.run_sized(
+            length, self.tokenizer.encode_pair, first, second
+        )
+        return pair
+
+    def params(
+        self, convert: Callable[[Any, Mapping[str, Any]], SamplingParams], body: Any
+    ) -> SamplingParams:
         """Sampling parameters of a body.
 
         Raises:
             SettingsError: fields that do not go together, or tokens outside the vocabulary.
         """
-        params = convert(body)
+        params = convert(body, self.defaults)
         params.fit(self.backend.vocabulary)
         return params
 
-    async def encode(self, prompt: str, special: bool = True) -> list[int]:
+    async def encode(self, prompt: str, special: bool = True, keep: int | None = None) -> list[int]:
         """Token ids of a text.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
         """
-        self._check_length(len(prompt))
-        encode = self.tokenizer.encode
-        return self.check_prompt(await self.threads.run_sized(len(prompt), encode, prompt, special))
+        if keep is None:
+            self._check_length(len(prompt))
+        ids = await self.threads.run_sized(len(prompt), self.tokenizer.encode, prompt, special)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def kept_tokens(self, truncate: int | None, params: SamplingParams) -> int | None:
+        """Last tokens of a prompt that are kept; None: all.
+
+        Args:
+            truncate: ``truncate_prompt_tokens``; -1: as many as the context has beside the completion.
+        """
+        if truncate != -1:
+            return truncate
+        context = self.backend.context
+        return None if context is None else max(context - (params.max_tokens or 1), 1)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: ChatOptions | None = None,
+        keep: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation.
+
+        Args:
+            keep: only this number of last tokens; None: all.
 
         Raises:
             ApiError: 400, it is longer than the context.
             DataError: the chat template refuses it.
         """
         plain = [message.plain() for message in messages]
+        options = options or ChatOptions()
         length = sum(len(message["content"]) for message in plain)
-        self._check_length(length)
+        length += sum(len(json.dumps(tool, ensure_ascii=False)) for tool in options.tools)
+        if keep is None:
+            self._check_length(length)
         size = length + sum(len(message.get("tool_calls", ())) << 10 for message in plain)
-        return self.check_prompt(await self.threads.run_sized(size, self.tokenizer.chat, plain))
+        ids = await self.threads.run_sized(size, self.tokenizer.chat, plain, options)
+        return self.check_prompt(ids if keep is None else ids[-keep:])
 
     def _check_length(self, characters: int) -> None:
         """Raise ApiError (400) for a text that exceeds the context whatever its tokens are."""
@@ -180,7 +273,7 @@ class Service:
             ApiError: 400, the caller may not choose a priority.
         """
         caller = self.caller(request)
-        priority = self._priority(priority, caller)
+        priority = self.priority_of(priority, caller)
         log_fields = request.scope.setdefault("state", {}).setdefault("log_fields", {})
         id = log_fields["request"] = f"{prefix}-{uuid4().hex}"
         handler = RequestHandler(
@@ -203,8 +296,12 @@ class Service:
             raise
         return handler
 
-    def _priority(self, requested: int | None, caller: ApiKey) -> int:
-        """The priority of a request; smaller runs first."""
+    def priority_of(self, requested: int | None, caller: ApiKey) -> int:
+        """The priority of a request; smaller runs first.
+
+        Raises:
+            ApiError: 400, the caller may not choose one.
+        """
         if not requested:
             return caller.priority
         if not (self.settings.priority or caller.set_priority):
@@ -229,7 +326,7 @@ class Service:
 
         Only the engine's own checks are quoted: messages of other errors may hold private data.
         """
-        failure = self.backend.failure
+        failure = self.failure
         if failure is None:
             return None
         if not self._failure_logged:

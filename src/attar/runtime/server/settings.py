@@ -68,6 +68,10 @@ class ServerSettings:
     alive_s: float = field(
         default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
     )
+    compare: str = field(
+        default="", metadata={"help": "a second model, for comparisons: same options, without speculation"}
+    )
+    page: bool = field(default=True, metadata={"help": "a page for people at /"})
     log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
     def __post_init__(self) -> None:
@@ -98,6 +102,58 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings:
+    """How texts become embeddings."""
+
+    pooling: str = field(
+        default="auto",
+        metadata={
+            "help": "what an embedding is made of: mean, last (causal models), cls (encoders), none; "
+            "auto: what an encoder's folder says, none for causal models",
+            "choices": ("auto", "none", "mean", "last", "cls"),
+        },
+    )
+
+    @property
+    def of_causal(self) -> str | None:
+        """Of a causal model; None: it makes no embeddings.
+
+        Raises:
+            SettingsError: it is of encoders alone.
+        """
+        if self.pooling == "cls":
+            raise SettingsError("pooling", self.pooling, "mean, last or none for a causal model")
+        return self.pooling if self.pooling in ("mean", "last") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSettings:
+    """How conversations become prompts, and completions become answers."""
+
+    chat_template: str = field(
+        default="", metadata={"help": "file of a chat template in place of the model's own"}
+    )
+    generation_config: str = field(
+        default="auto",
+        metadata={
+            "help": "sampling parameters of requests without their own; auto: the model's "
+            "generation_config.json; none; or a file"
+        },
+    )
+    tool_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "form of calls of tools: hermes, qwen_xml, llama3, mistral or json; "
+            "auto: by the chat template"
+        },
+    )
+    reasoning_parser: str = field(
+        default="auto",
+        metadata={"help": "tags around reasoning: think, mistral, seed or none; auto: by the chat template"},
+    )
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from secrets import token_hex
 from threading import Lock
@@ -24,10 +25,31 @@ from typing import Any
 
 from attar.errors import DataError
 from attar.formats.byte_alphabet import BYTE_ALPHABET
+from attar.runtime.server.tool_calls.tool_use import knows_tools, tell_tools
 
 _SPACE = "\u2581"  # SentencePiece's blank
 _TAG = re.compile(r"<[|｜].*[|｜]>")  # a role token in families that do not mark it as special
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation becomes a prompt.
+
+    Args:
+        tools: that the model is shown.
+        answer_begins: the prompt ends with what begins an answer (``add_generation_prompt``).
+        continued: the last message goes on: the prompt ends inside of it (``continue_final_message``).
+        variables: others that the template may read.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    answer_begins: bool = True
+    continued: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DEFAULT = ChatOptions()
 
 
 class ServerTokenizer:
@@ -60,6 +82,10 @@ class ServerTokenizer:
         """Whether the model can answer conversations."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    def same_tokens(self, other: ServerTokenizer) -> bool:
+        """Whether each token id stands for the same text in another tokenizer."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:
@@ -68,6 +94,17 @@ class ServerTokenizer:
             # verbose warns of texts longer than the context; the server refuses them
             encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
         return [int(token) for token in encoding["input_ids"]]
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Tokens of a pair of texts with the special tokens around them, and 1 for those of the second.
+
+        Raises:
+            DataError: the tokenizer is of a kind that knows no pairs.
+        """
+        if self._fast is None:
+            raise DataError("this tokenizer knows no pairs of texts")
+        encoding = self._fast.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
@@ -82,26 +119,62 @@ class ServerTokenizer:
             piece = self._pieces[id] = self._piece(id)
         return piece
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def template(self) -> str:
+        """The chat template, several as one text; empty: there is none."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
+
+    def special_token(self, text: str) -> int | None:
+        """The id of a special token, whose text a completion leaves out; None: the text is none."""
+        return self._special_ids.get(text)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = _DEFAULT) -> list[int]:
         """Tokens of a conversation up to where the answer begins.
 
         Raises:
             DataError: there is no chat template, or it refuses the messages.
         """
-        if self._escaper is not None and self._escaper.found_in(messages):
-            return self._escaper.encode(self._rendered(self._escaper.escape(messages)))
-        return self.encode(self._rendered(messages), special=False)
+        tools: Sequence[Mapping[str, Any]] = options.tools
+        if not knows_tools(self.template):
+            messages, tools = tell_tools(messages, tools), ()
+        given = [*messages, *tools, {"variables": dict(options.variables)}]
+        if self._escaper is not None and self._escaper.found_in(given):
+            escaped = self._escaper.escape(given)
+            messages, tools = escaped[: len(messages)], escaped[len(messages) : -1]
+            options = replace(options, variables=escaped[-1]["variables"])
+            return self._escaper.encode(self._rendered(messages, tools, options))
+        return self.encode(self._rendered(messages, tools, options), special=False)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions = _DEFAULT,
+    ) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError("the model has no chat template", hint="use /v1/completions")
+        end = token_hex(16) if options.continued else ""
+        listed = [dict(message) for message in messages]
+        listed[-1]["content"] = f"{listed[-1]['content']}{end}"
+        settings: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        answer_begins = options.answer_begins and not options.continued
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                listed, tokenize=False, add_generation_prompt=answer_begins, **settings, **options.variables
             )
         except Exception as error:  # a template is a program of the model's and may raise anything
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
-        return str(text)
+        if options.continued and end not in text:
+            raise DataError("the model's chat template does not write the last message, so it cannot go on")
+        return str(text).rpartition(end)[0] if end else str(text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        if self._fast is None:
+            return {}
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: int(id) for id, token in added.items() if token.special}
 
     def _piece(self, id: int) -> tuple[str, bytes]:
         written = self._tokenizer.convert_ids_to_tokens(id)

@@ -80,11 +80,12 @@ def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple
     return tuple(names[kinds[node - 1] >= GROUP * LEVELS] for node in path)
 
 
-def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None) -> bool:
-    """Whether the draft of the trees promises at least the speed of a head with ``limit`` drafts."""
+def drafts_alone(policy: DraftPolicy, sequence: int, limit: int, draft: Draft | None, width: int = 1) -> bool:
+    """Whether the draft of the trees promises at least the speed of a head with ``limit`` drafts, whose steps
+    are divided over the ``width`` sequences of the pass."""
     if draft is None or not policy.latency.known:
         return False
-    return policy.speedup(sequence, draft) >= policy.speedup(sequence, limit)
+    return policy.speedup(sequence, draft, width) >= policy.speedup(sequence, limit, width)
 
 
 def combined(

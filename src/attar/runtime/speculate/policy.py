@@ -227,15 +227,16 @@ class DraftPolicy:
                 return pause
         return self.budget.closed_passes
 
-    def speedup(self, sequence: int, draft: int | Draft) -> float:
+    def speedup(self, sequence: int, draft: int | Draft, width: int = 1) -> float:
         """Expected speedup of one sequence with the best part of a fixed draft, or with the best chain of at
-        most ``draft`` tokens of a draft model."""
+        most ``draft`` tokens of a draft model; in a pass of ``width`` sequences that all have such drafts, so
+        that a step of the model is divided over them."""
         if isinstance(draft, Draft):
             nodes = sorted(self._nodes(0, sequence, draft), key=lambda one: -one.survival)
         else:
             nodes = self._tree(0, sequence, min(draft, self.most), 1)
-        run = _Pass(self.latency, 1)
-        speeds = [run.speed, *(run.add(one).speed for one in nodes)]
+        run = _Pass(self.latency, width)
+        speeds = [run.speed, *(run.add(one, width).speed for one in nodes)]
         return max(speeds) / speeds[0]
 
     def forget(self, sequence: int) -> None:
@@ -360,12 +361,12 @@ class _Pass:
         self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
         self.speed, self.loss = batch / self.plain, 0.0  # tokens a second; plain passes, if all are rejected
 
-    def add(self, one: Candidate, sign: int = 1) -> _Pass:
-        """Add a draft; with ``sign`` -1 remove it."""
-        self.tokens, self.gain = self.tokens + sign * one.size, self.gain + sign * one.survival
+    def add(self, one: Candidate, times: int = 1) -> _Pass:
+        """Add a draft, of so many sequences; with -1 remove it."""
+        self.tokens, self.gain = self.tokens + times * one.size, self.gain + times * one.survival
         if one.steps:
             before = self.latency.draft(self.widths[one.depth], one.depth == 1)
-            self.widths[one.depth] += sign
+            self.widths[one.depth] += times
             self.steps += self.latency.draft(self.widths[one.depth], one.depth == 1) - before
         self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
         self.speed, self.loss = (self.batch + self.gain) / self.seconds, self.seconds / self.plain - 1

@@ -243,16 +243,17 @@ class Speculator:
         ids = list(this.decoding)
         lookups: Sequence[Draft | None] = [None] * len(limits)
         if free is not None:
-            pairs = zip(this.decoding.values(), limits, strict=True)
-            lookups = self._asked(
-                free, [DraftRequest(one.id, one.tokens, most, one.request.salt) for one, most in pairs]
-            )
+            requests = [
+                DraftRequest(one.id, one.tokens, most, one.request.salt, completion(one))
+                for one, most in zip(this.decoding.values(), limits, strict=True)
+            ]
+            lookups = self._asked(free, requests)
         if self.proposer.free:
             if not any(lookups):
                 return lookups
             return policy.select(ids, lookups, prompt_tokens, whole=self.proposer.learns_tree)
         asked = [
-            0 if drafts_alone(policy, one, most, draft) else most
+            0 if drafts_alone(policy, one, most, draft, len(ids)) else most
             for one, most, draft in zip(ids, limits, lookups, strict=True)
         ]
         drafts = self._timed(this, asked, completion, blocks)

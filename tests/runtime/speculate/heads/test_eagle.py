@@ -1,19 +1,24 @@
 """EAGLE's chains: what the head makes while it drafts is what it makes in training, whatever came before."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attar.distillation.heads.unroll import unroll
 from attar.models.draft_heads.vocabulary import tokens_of
 from attar.runtime.speculate.draft_model import GrowingDraft
+from attar.runtime.speculate.heads import eagle
 from attar.runtime.speculate.heads.eagle import EagleChain
 from attar.runtime.speculate.proposer import DraftRequest
 from tests.models.draft_heads.slow_eagle import SlowEagle
-from tests.runtime.speculate.heads.eagle_cases import context, drafter, random_head
+from tests.runtime.speculate.heads.eagle_cases import SHAPE, context, drafter, random_head
 
 KINDS = {
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"norm_before_residual": True}),
+    "eagle of two layers": ("eagle", {"shape": replace(SHAPE, depth=2)}),
+    "eagle3 of three layers": ("eagle3", {"shape": replace(SHAPE, depth=3)}),
     "eagle3.1, reduced": ("eagle3", {"norm_output": True, "fc_norm": True, "draft_vocabulary": 15}),
 }
 LENGTH = 11
@@ -71,6 +76,17 @@ def test_training_is_drafting(head):
     logits = drafted(chain, tokens[:at], tokens[at : at + 3])
     trained = torch.stack([chain.drafter.logits(step[0, at - 2][None])[0] for step in steps])
     torch.testing.assert_close(logits, trained, **CLOSE)
+
+
+def test_long_contexts_are_read_in_parts(head, monkeypatch):
+    tokens, states = context(head, LENGTH)
+    chains = []
+    for rows in (256, 3):
+        monkeypatch.setattr(eagle, "ROWS", rows)
+        chain = EagleChain(drafter(head))
+        chain.read(0, tokens, 0, states)
+        chains.append(drafted(chain, tokens, [3, 7]))
+    torch.testing.assert_close(*chains, **CLOSE)
 
 
 def test_drafts_do_not_depend_on_how_the_context_came(head):

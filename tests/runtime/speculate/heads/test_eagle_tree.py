@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from attar.runtime.completion import Completion
@@ -15,7 +18,7 @@ from attar.runtime.speculate.heads.dynamic_tree import GrowingTree
 from attar.runtime.speculate.heads.eagle import EagleChain
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer, coupled_log_q
 from attar.runtime.speculate.proposer import DraftRequest
-from tests.runtime.speculate.heads.eagle_cases import context, drafter, random_head
+from tests.runtime.speculate.heads.eagle_cases import SHAPE, context, drafter, random_head
 from tests.runtime.speculate.heads.test_eagle import drafted
 from tests.runtime.speculate.heads.test_eagle_law import Context
 
@@ -30,8 +33,9 @@ def proposer_of(lengths, kind="eagle3", **options):
     return EagleTreeProposer(part, Context(), name="eagle", width=3), texts
 
 
-def test_scores_are_those_of_chains(monkeypatch):
-    proposer, texts = proposer_of((4, 9))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_scores_are_those_of_chains(monkeypatch, depth):
+    proposer, texts = proposer_of((4, 9), shape=replace(SHAPE, depth=depth))
     trees: list[GrowingTree] = []
     monkeypatch.setattr(GrowingTree, "draft", lambda self, most: trees.append(self))
     proposer.propose([DraftRequest(n, tokens, 20) for n, tokens in enumerate(texts)])

@@ -40,30 +40,36 @@ class OddTokens:
 
     complete = False
 
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
     def copy(self) -> OddTokens:
-        return OddTokens()
+        return OddTokens(self.vocabulary)
 
     def after(self, tokens: Sequence[int]) -> OddTokens:
         return self
 
     def allowed(self, ends: Sequence[int] = ()) -> torch.Tensor:
-        return torch.arange(tiny_models.VOCABULARY) % 2 == 1
+        return torch.arange(self.vocabulary) % 2 == 1
 
     def consume(self, token: int) -> None:
         assert token % 2 == 1
 
 
 class OddGrammars:
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
     def prepare(self) -> None:
         pass
 
     def matcher(self, params: SamplingParams) -> OddTokens | None:
-        return None if params.guide is None else OddTokens()
+        return None if params.guide is None else OddTokens(self.vocabulary)
 
 
 @cache
-def model_of(family: str):
-    model = tiny_models.build(family)
+def model_of(family: str, vocabulary: int = tiny_models.VOCABULARY):
+    model = tiny_models.build(family, vocab_size=vocabulary)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -71,8 +77,10 @@ def model_of(family: str):
 
 
 @cache
-def requests_of(family: str) -> list[tuple[list[int], SamplingParams]]:
-    rows = tiny_models.tokens(model_of(family), batch=6, length=60, seed=5).tolist()
+def requests_of(
+    family: str, vocabulary: int = tiny_models.VOCABULARY
+) -> list[tuple[list[int], SamplingParams]]:
+    rows = tiny_models.tokens(model_of(family, vocabulary), batch=6, length=60, seed=5).tolist()
     shared = rows[0][:40]
     sampled = replace(SAMPLED, top_k=8)
     return [
@@ -103,8 +111,8 @@ class FailingSteps:
         return logits
 
 
-def runner_of(family: str, kind: str, **options):
-    model = model_of(family)
+def runner_of(family: str, kind: str, vocabulary: int = tiny_models.VOCABULARY, **options):
+    model = model_of(family, vocabulary)
     if kind == "modules":
         return Modules(shared_copy(model), **options)
     return compiled(model.config, model.state_dict(), threads=1, bits=16, **options)
@@ -114,7 +122,7 @@ def llm_of(runner, speculator=None, prefix_cache=None, **limits) -> LLM:
     lookback = getattr(runner, "lookback", (runner.window, 0))
     loaded, bounds = Loaded(runner, lookback=lookback), Limits(**limits)
     llm = LLM.of(loaded, limits=bounds, prefix_cache=prefix_cache, speculator=speculator)
-    llm.engine.grammars = OddGrammars()
+    llm.engine.grammars = OddGrammars(runner.vocabulary)
     return llm
 
 

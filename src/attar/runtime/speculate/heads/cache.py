@@ -58,6 +58,13 @@ class HeadCache:
         rows = self._rows[sequence][:, :, : stop - first]
         return rows[0], rows[1]
 
+    def before(self, sequence: int, position: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (l, n, K, d) of what a write from a position on will keep."""
+        keys, values = self.read(sequence)
+        count = position - self.first(sequence)
+        count = count if 0 <= count <= keys.shape[1] else 0
+        return keys[:, :count], values[:, :count]
+
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
         self._rows.pop(sequence, None)

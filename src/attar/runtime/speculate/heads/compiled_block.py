@@ -21,7 +21,7 @@ from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.draft_block import DrafterWeights, DraftProgram, DraftSpan
 from attar.kernels.packed import GROUPS, PackedWeight, pack
 from attar.models.draft_heads.block_drafter import BlockDrafter
-from attar.models.draft_heads.decoder_layer import DraftLayerShape, HeadLayer
+from attar.models.draft_heads.decoder_layer import DraftLayerShape, HeadLayer, rotary
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.draft_model import GrowingDraft
@@ -77,9 +77,9 @@ def drafter_weights(head: BlockDrafter, target: ModelWeights, context: int) -> D
 
 def rotary_table(shape: DraftLayerShape, context: int) -> Tensor:
     """float32 (context, d): cosines of half a head, then sines."""
-    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
-    angles = torch.arange(context)[:, None] * shape.rope_theta ** (-half / shape.head_dim)
-    return torch.cat([angles.cos(), angles.sin()], 1).contiguous()
+    half = shape.head_dim // 2
+    cosines, sines = rotary(torch.arange(context), shape)
+    return torch.cat([cosines[:, 0, :half], sines[:, 0, :half]], 1).contiguous()
 
 
 class DraftContexts:

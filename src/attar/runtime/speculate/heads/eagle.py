@@ -15,7 +15,7 @@ head dimension, V vocabulary of the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from attar.runtime.speculate.draft_model import GrowingDraft
 from attar.runtime.speculate.heads.cache import HeadCache
 from attar.runtime.speculate.heads.own_tensors import OwnTensors
 
+ROWS = 256  # decided positions that are read at once
+
 
 @dataclass
 class DraftEntries:
@@ -33,26 +35,25 @@ class DraftEntries:
 
     Attributes:
         position: of the first entry behind the decided ones.
-        keys, values: (D, K, d); None: none yet.
+        kept: keys and values (D, K, d) of each layer that has any.
     """
 
     sequence: int
     position: int
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """D."""
-        return 0 if self.keys is None else len(self.keys)
+        return len(self.kept[0][0]) if self.kept else 0
 
-    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add entries (R, K, d); all of them."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = keys, values
-        else:
-            self.keys, self.values = torch.cat([self.keys, keys]), torch.cat([self.values, values])
-        return self.keys, self.values
+    def add(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add entries (R, K, d) of a layer; all of them."""
+        if layer in self.kept:
+            before = self.kept[layer]
+            keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
+        self.kept[layer] = keys, values
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,36 @@ class EagleDrafter:
     def __init__(self, head: Any, own: OwnTensors) -> None:
         shape = head.config.shape
         self.head, self.own, self.shape = head, own, shape
-        self.cache = HeadCache(1, shape.kv_heads, shape.head_dim)
+        self.cache = HeadCache(shape.depth, shape.kv_heads, shape.head_dim)
         self._last: dict[int, Tensor] = {}
 
     def read(self, sequence: int, tokens: Sequence[int], start: int, states: Tensor) -> None:
         """States (count, m, H) of decided positions from ``start`` on, with the tokens after them."""
-        head, attention, count = self.head, self.head.attention, len(states)
-        after = torch.tensor(list(tokens[start + 1 : start + 1 + count]))
-        x, residual = head.inputs(self.own.embed(after), head.project(states))
-        turn = rotary(torch.arange(start, start + count, device=x.device), self.shape)
-        keys, values = attention.keys_values(x, turn)
-        self.cache.write(sequence, start, keys[None], values[None])
-        query = attention.queries(x[-1:], (turn[0][-1:], turn[1][-1:]))
-        (keys,), (values,) = self.cache.read(sequence)
-        self._last[sequence] = head.output(residual[-1:], attend_both(query, (keys, values)))[0]
+        after = torch.tensor(list(tokens[start + 1 : start + 1 + len(states)]))
+        e, g = self.own.embed(after), self.head.project(states)
+        if self.shape.depth == 1:  # all but the last are keys and values alone
+            turn = rotary(torch.arange(start, start + len(e) - 1, device=e.device), self.shape)
+            x, _ = self.head.inputs(e[:-1], g[:-1])
+            keys, values = self.head.layers[0].self_attn.keys_values(x, turn)
+            self.cache.write(sequence, start, keys[None], values[None])
+            start, e, g = start + len(e) - 1, e[-1:], g[-1:]
+        for begin in range(0, len(e), ROWS):
+            self._read(sequence, start + begin, e[begin : begin + ROWS], g[begin : begin + ROWS])
+
+    def _read(self, sequence: int, start: int, e: Tensor, g: Tensor) -> None:
+        """Embeddings and projected states (n, H) of decided positions."""
+        turn = rotary(torch.arange(start, start + len(e), device=e.device), self.shape)
+        past_keys, past_values = self.cache.before(sequence, start)
+        causal = torch.ones(len(e), len(e), dtype=torch.bool, device=g.device).tril()
+        kept = list[tuple[Tensor, Tensor]]()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kept.append((k, v))
+            return attend_both(q, (past_keys[layer], past_values[layer]), (k, v), causal)
+
+        self._last[sequence] = self.head.run(e, g, turn, attend)[-1]
+        keys, values = zip(*kept, strict=True)
+        self.cache.write(sequence, start, torch.stack(keys), torch.stack(values))
 
     def last(self, sequence: int) -> Tensor:
         """What the last decided entry made (H,)."""
@@ -109,21 +126,22 @@ class EagleDrafter:
 
     def run(self, levels: Sequence[DraftLevel]) -> Tensor:
         """What drafts make (R, H), of all levels one after the other; their keys and values are added."""
-        head, attention = self.head, self.head.attention
         states = torch.cat([level.states for level in levels])
         tokens = torch.tensor([token for level in levels for token in level.tokens])
         positions = [level.entries.position + level.depth for level in levels for _ in level.tokens]
-        x, residual = head.inputs(self.own.embed(tokens), head.fed_back(states))
-        turn = rotary(torch.tensor(positions, device=x.device), self.shape)
-        queries, (keys, values) = attention.queries(x, turn), attention.keys_values(x, turn)
-        heads, start = [], 0
-        for level in levels:
-            rows = slice(start, start + len(level.tokens))
-            start = rows.stop
-            drafts = level.entries.add(keys[rows], values[rows])
-            (past_keys,), (past_values,) = self.cache.read(level.entries.sequence)
-            heads.append(attend_both(queries[rows], (past_keys, past_values), drafts, level.seen))
-        out: Tensor = head.output(residual, torch.cat(heads))
+        turn = rotary(torch.tensor(positions, device=states.device), self.shape)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads, start = [], 0
+            for level in levels:
+                rows = slice(start, start + len(level.tokens))
+                start = rows.stop
+                drafts = level.entries.add(layer, k[rows], v[rows])
+                keys, values = self.cache.read(level.entries.sequence)
+                heads.append(attend_both(q[rows], (keys[layer], values[layer]), drafts, level.seen))
+            return torch.cat(heads)
+
+        out: Tensor = self.head.run(self.own.embed(tokens), self.head.fed_back(states), turn, attend)
         return out
 
     def logits(self, outputs: Tensor) -> Tensor:

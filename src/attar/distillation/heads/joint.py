@@ -1,0 +1,135 @@
+"""Medusa-2: the model learns together with its heads (Cai et al. 2024, arXiv 2401.10774, section 2.2.2).
+
+    L = L_model + w s(t) L_heads              L_heads: Medusa-1's (medusa.py), through the model's states
+    L_model   self   KL(p_0 || p) of the next token: the model stays what it was, p_0 (section 2.3.2)
+              text   CE(p, next token)
+    s(t) = 1, or sin(pi t / 2)                t from 0 to 1 along the steps that they learn together
+
+The heads' learning rate is that of the settings; the model's is a part of it, 1/4 as in the paper. Held-out
+losses have s = 1, so that those of a run can be compared.
+
+Letters: B rows, S tokens a row, H hidden size, w weight of the heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.data.examples import Examples
+from attar.data.packing import PADDING
+from attar.distillation.fused import head_loss
+from attar.distillation.head_settings import JointSettings, MedusaSettings
+from attar.distillation.heads import medusa
+from attar.distillation.heads.target_pass import TargetPass
+from attar.distillation.objectives import forward_kl, hard
+from attar.distillation.objectives.chunked import blockwise
+from attar.models.draft_heads.medusa import MedusaHeads
+from attar.models.head import Head, without_logits
+from attar.models.inputs import model_inputs
+
+FinalStates = Callable[[Examples], Tensor]
+
+
+class JointLearner(nn.Module):  # type: ignore[misc]
+    """A model and its heads; the forward pass is their loss (``learner.py``).
+
+    Args:
+        base: of transformers, or with adapters over it; what of it is trained has ``requires_grad``.
+        own: the model's own head.
+        steps: training passes that they learn together.
+        original: final states (B, S, H) of the model before its first step, and its head; None with base_loss
+            text.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        heads: MedusaHeads,
+        own: Head,
+        options: MedusaSettings,
+        steps: int,
+        original: tuple[FinalStates, Head] | None,
+    ) -> None:
+        super().__init__()
+        self.base, self.heads, self.own, self.options = base, heads, own, options
+        self.steps, self.original = steps, original
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))  # a killed run knows where it was
+
+    def forward(self, batch: Examples) -> Tensor:
+        """The loss of a batch."""
+        batch, together = batch.trimmed(), self.options.together
+        weight = together.heads_weight
+        if self.training:
+            weight *= schedule(int(self.passes) / self.steps, together)
+            self.passes += 1
+        final = final_states(self.base, batch)
+        embedding = self.base.get_input_embeddings().weight
+        target = TargetPass(batch, final[:, :, None], final, self.own, embedding)
+        heads = medusa.loss(self.heads, target, self.options)
+        return self._model_loss(batch, final) + weight * heads
+
+    def _model_loss(self, batch: Examples, final: Tensor) -> Tensor:
+        """The mean over the tokens that count."""
+        if self.original is None:
+            return text_loss(final, batch, self.own)
+        where, (states, head) = batch.targets != PADDING, self.original
+        with torch.no_grad():
+            wanted = states(batch)[where]
+
+        def divergence(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            logits = head.logits(wanted[part].to(head.weight.dtype))
+            return blockwise(forward_kl.slopes, z, logits, out=z)
+
+        return head_loss(final[where], self.own, divergence)
+
+    def output_weights(self) -> Iterator[Tensor]:
+        """Matrices that make logits, which the optimizers treat as a head."""
+        yield self.own.weight
+        yield from self.heads.output_weights()
+
+    def rate_scales(self) -> dict[int, float]:
+        """Learning rates by those of the settings, of parameters by ``id``."""
+        return {id(parameter): self.options.together.base_rate for parameter in self.base.parameters()}
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Compute the model's activations again in the backward pass."""
+        self.base.gradient_checkpointing_enable(**options)
+
+
+def text_loss(final: Tensor, batch: Examples, own: Head) -> Tensor:
+    """The mean cross-entropy of the next tokens, of final states (B, S, H)."""
+    where = batch.targets != PADDING
+    labels = batch.targets[where]
+    return head_loss(final[where], own, lambda z, part: blockwise(hard.slopes, z, labels[part], out=z))
+
+
+def schedule(t: float, together: JointSettings) -> float:
+    """s(t)."""
+    return math.sin(math.pi / 2 * min(t, 1.0)) if together.heads_schedule == "sine" else 1.0
+
+
+def final_states(model: Any, batch: Examples) -> Tensor:
+    """What the model's head reads (B, S, H), differentiable."""
+    with without_logits(model) as states:
+        model(**model_inputs(model, batch))
+    return states[-1]
+
+
+def original_of(base: Any, own: Head, adapted: bool) -> tuple[FinalStates, Head]:
+    """The model as it is now: with its adapters off, or a copy."""
+    if adapted:
+
+        def without_adapters(batch: Examples) -> Tensor:
+            with base.disable_adapter():
+                return final_states(base, batch)
+
+        return without_adapters, own
+    frozen = copy.deepcopy(base).requires_grad_(False).eval()
+    head = frozen.get_output_embeddings()
+    return lambda batch: final_states(frozen, batch), Head(head.weight, head.bias, own.scale, own.softcap)

@@ -1,0 +1,28 @@
+"""The chat template of a file, in place of the model's own (``--chat-template``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+from attar.errors import DataError
+from attar.models.chat_template import check_template
+
+
+def read_template(file: str) -> str:
+    """The template of a file.
+
+    Raises:
+        DataError: the file cannot be read, or is no template.
+    """
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such file", hint="--chat-template takes a file with a Jinja template")
+    try:
+        template = Path(file).read_text(encoding="utf-8")
+        check_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"{file}: line {error.lineno}: {error.message}") from error
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return template

@@ -1,0 +1,192 @@
+// The open chat: its messages as nodes, and the requests that make them.
+//
+// message {role, content, thoughts, stats, stopped, failed, other: {content, stats}, divergence}; tokens are
+// kept beside it until the page is left, for they are larger than the text.
+
+let chat = newChat(), running = null, state = null;
+const tokens = new WeakMap(), rows = new WeakMap();
+
+function showChat() {
+  $("log").replaceChildren(...(chat.messages.length ? chat.messages.map(messageNode) : [emptyNode()]));
+  $("system").value = chat.system;
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function emptyNode() {
+  const text = !state ? "" : state.chat
+    ? "Write a message; the model answers."
+    : "This model has no chat template: it continues the text that you write.";
+  return el("div", {class: "empty"}, el("h2", null, state ? state.model : "attar"), el("p", null, text));
+}
+
+function messageNode(message) {
+  const node = el("article", {class: `${message.role}${message.other ? " pair" : ""}`});
+  rows.set(message, node);
+  fillMessage(message, node);
+  return node;
+}
+
+function fillMessage(message, node = rows.get(message)) {
+  const live = running && running.message === message;
+  node.classList.toggle("busy", Boolean(live));
+  const who = message.role === "user" ? "You" : message.other ? "Two models" : state ? state.model : "Model";
+  if (!node.body) node.append(el("h3", null, who), node.body = el("div"), node.foot = el("div", {class: "tools"}));
+  if (message.role === "user") node.body.replaceChildren(el("div", {class: "content"}, message.content));
+  else if (message.other) fillPair(message, node, live);
+  else fillAnswer(message, node.body);
+  if (!live) node.foot.replaceChildren(...messageTools(message, node));
+}
+
+function fillAnswer(message, body) {
+  if (message.thoughts) {
+    if (!body.thoughts) body.append(el("details", {class: "thoughts"}, el("summary", null, "Thoughts"), body.thoughts = el("div")));
+    body.thoughts.textContent = message.thoughts;
+  }
+  if (!body.content) body.append(body.content = el("div", {class: "content"}));
+  if (state && !state.chat) { body.content.className = "content plain"; body.content.textContent = message.content; }
+  else renderMarkdown(body.content, message.content);
+  if (message.failed && !body.failure) body.append(body.failure = el("p", {class: "failed"}, message.failed));
+}
+
+function fillPair(message, node, live) {
+  const lists = [words(message.content), words(message.other.content)];
+  const marks = live ? [[], []] : differences(...lists);
+  const box = (title, list, flags, stats) => el("section", {class: "answer", "aria-label": title},
+    el("h3", null, title), el("div", {class: "plain"}, live ? list.join("") : marked(list, flags)), el("p", {class: "meta"}, statsText(stats)));
+  node.body.replaceChildren(el("div", {class: "answers"},
+    box(state ? state.model : "first", lists[0], marks[0], message.stats), box(message.other.model, lists[1], marks[1], message.other.stats)));
+  if (live) return;
+  const same = message.content === message.other.content;
+  node.body.append(el("p", {class: "note"}, same ? "Both answers are the same. " : "Marked: words that the other answer does not have there. ", message.divergence || ""));
+  if (message.failed) node.body.append(el("p", {class: "failed"}, message.failed));
+}
+
+function messageTools(message, node) {
+  const button = (label, act, more) => el("button", {type: "button", class: "quiet", onclick: act, ...more}, label);
+  if (message.role === "user") return [button("Edit", () => editMessage(message, node))];
+  const list = tokens.get(message);
+  const toggle = button("Tokens", () => {
+    const open = toggle.getAttribute("aria-pressed") !== "true";
+    toggle.setAttribute("aria-pressed", open);
+    if (node.view) node.view.remove();
+    node.view = open ? tokenView(list) : null;
+    if (open) node.append(node.view);
+  }, {"aria-pressed": "false"});
+  const meta = message.other ? "" : statsText(message.stats, list) + (message.stopped ? " · stopped" : "");
+  return [el("span", {class: "meta"}, meta), button("Copy", () => copy(message.content)), button("Regenerate", () => regenerate(message)), list && list.length ? toggle : null].filter(Boolean);
+}
+
+function statsText(stats, list = []) {
+  if (!stats || !stats.tokens) return "";
+  const parts = [`${stats.tokens} tokens`];
+  if (stats.rate) parts.push(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tokens/s`);
+  if (stats.first !== undefined) parts.push(`first after ${stats.first.toFixed(2)} s`);
+  if (draftedShare(list)) parts.push(`${percent(draftedShare(list))} drafted`);
+  return parts.join(" · ");
+}
+
+function editMessage(message, node) {
+  if (running) return;
+  const area = el("textarea", {rows: "3", "aria-label": "Edit the message"});
+  area.value = message.content;
+  const close = () => { node.body.textContent = ""; fillMessage(message, node); };
+  const send = () => { chat.messages.length = chat.messages.indexOf(message); ask(area.value); };
+  area.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); close(); } });
+  node.body.replaceChildren(area);
+  node.foot.replaceChildren(el("button", {type: "button", onclick: close}, "Cancel"), el("button", {type: "button", class: "main", onclick: send}, "Send again"));
+  area.focus();
+}
+
+function regenerate(message) {
+  if (running) return;
+  chat.messages.length = chat.messages.indexOf(message);
+  answer();
+}
+
+function ask(text) {
+  if (running || !text.trim()) return false;
+  chat.messages.push({role: "user", content: state && !state.chat ? text : text.trim()});
+  answer();
+  return true;
+}
+
+function requestOf(messages) {  // the path and the body that ask for an answer to the messages
+  const settings = readSettings(), body = {model: state.model, ...samplingOf(settings)};
+  if (settings.record) body.attar = {tokens: true};
+  if (state.chat) {
+    body.messages = messages.map(({role, content}) => ({role, content}));
+    if (chat.system.trim()) body.messages.unshift({role: "system", content: chat.system});
+    return ["v1/chat/completions", settings.record ? {...body, logprobs: true, top_logprobs: 5} : body];
+  }
+  const prompt = chat.system + messages.map((message) => message.content).join("");
+  return ["v1/completions", {max_tokens: 256, ...body, prompt, ...(settings.record ? {logprobs: 5} : {})}];
+}
+
+async function answer() {
+  const [path, body] = requestOf(chat.messages);
+  const message = {role: "assistant", content: ""};
+  if (state.compare && $("compare").checked) message.other = {model: state.compare, content: ""};
+  chat.messages.push(message);
+  running = {message, controller: new AbortController()};
+  busy(true);
+  showChat();
+  const {signal} = running.controller;
+  try {
+    const parts = [read(path, body, signal, message, message)];
+    if (message.other) parts.push(read(path, {...body, model: state.compare}, signal, message, message.other));
+    await Promise.all(parts);
+    if (message.other && readSettings().record) await measure(body, message, signal);
+    answers(true);
+  } catch (error) {
+    running.controller.abort();
+    if (error.name === "AbortError") message.stopped = true;
+    else message.failed = error.message || String(error);
+    if (error.status === 0) answers(false);
+    if (error.status === 401) askForKey(error.message);
+  }
+  running = null;
+  chat.updated = Date.now();
+  saveChat(chat);
+  fillMessage(message);
+  busy(false, message.stopped ? "stopped" : message.failed ? message.failed : "answered");
+  showList();
+}
+
+async function read(path, body, signal, message, target) {  // one model's answer into its target
+  const start = performance.now(), list = [];
+  let first, last = start, usage = 0, shown = false;
+  tokens.set(target, list);
+  for await (const chunk of stream(path, body, signal)) {
+    if (chunk.usage) usage = chunk.usage.completion_tokens;
+    for (const choice of chunk.choices) {
+      const delta = choice.delta || choice;
+      target.content += delta.content || delta.text || "";
+      const thought = delta.reasoning_content || delta.reasoning;
+      if (thought) target.thoughts = (target.thoughts || "") + thought;
+      list.push(...tokensOf(choice));
+      if (delta.content || delta.text || thought) { last = performance.now(); first = first || last; }
+    }
+    const count = usage || list.length;
+    target.stats = {tokens: count, first: first && (first - start) / 1000, rate: count > 1 && last > first ? (1000 * (count - 1)) / (last - first) : 0};
+    if (!shown) { shown = true; requestAnimationFrame(() => { shown = false; follow(message); }); }
+  }
+}
+
+async function measure(body, message, signal) {
+  const context = body.messages ? {messages: body.messages} : {prompt: body.prompt};
+  const list = tokens.get(message);
+  if (!list.length) return;
+  try {
+    const result = await scoreTokens(context, list, signal);
+    message.divergence = `On the first answer's tokens the second model is ${result.mean_kl.toFixed(4)} nats a token away (KL).`;
+  } catch (error) {
+    if (error.name === "AbortError" || error.status === 0) throw error;
+    message.divergence = error.message;
+  }
+}
+
+function follow(message) {  // shows what has come; scrolls only where the reader is at the end
+  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  if (running && running.message === message) fillMessage(message);
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}

@@ -1,0 +1,345 @@
+"""What a server is: an ordinary one, or a draft, target or coordinator of several processes.
+
+None          an engine; with ``draft_endpoint`` its drafts come from services
+draft         drafts for others over gRPC; HTTP has its health and metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from attar.checkpoint import open_checkpoint
+from attar.errors import DataError, ModelError, SettingsError
+from attar.progress import Progress
+from attar.runtime.encoder import Encoder, is_encoder
+from attar.runtime.kv.block_map import BlockMap
+from attar.runtime.llm import LLM
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.app import ServedModel, create_app
+from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
+from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
+from attar.runtime.server.run import run
+from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
+from attar.runtime.speculate.settings import SpeculationSettings
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommand:
+    """What ``attar serve`` was told.
+
+    Attributes:
+        template: the chat template in place of the model's; empty: its own.
+        defaults: sampling parameters of requests without their own.
+        options: of the engine.
+        show: prints a line.
+    """
+
+    model: str
+    settings: ServerSettings
+    answers: TemplateSettings
+    services: ServiceSettings
+    transport: ConnectionSettings
+    embeddings: EmbeddingSettings
+    template: str
+    defaults: dict[str, Any]
+    options: dict[str, Any]
+    progress: Progress
+    show: Show
+
+
+def serve_ordinary(command: ServeCommand) -> None:
+    """An engine and its API in one process."""
+    if is_encoder(open_checkpoint(command.model).config):
+        serve_encoder(command)
+        return
+    pooling = command.embeddings.of_causal
+    with ExitStack() as stack:
+        samples: Callable[[], Sequence[MetricSample]] = tuple
+        with command.progress.task("load", total=1) as task:
+            if command.services.draft_endpoint:
+                llm, samples = _with_drafters(command, stack)
+            else:
+                llm = LLM(command.model, embeddings=pooling is not None, **command.options)
+            task.advance()
+        _serve_engine(command, llm, EngineBackend(llm.streams(), samples))
+
+
+def serve_encoder(command: ServeCommand) -> None:
+    """An encoder, which makes embeddings or scores and completes nothing."""
+    with command.progress.task("load", total=1) as task:
+        device = command.options.get("device") or "cpu"
+        encoder = Encoder(command.model, pooling=command.embeddings.pooling, device=device)
+        task.advance()
+    kind = "scores pairs" if encoder.scores else f"embeds by {encoder.pooling}"
+    command.show(f"{encoder.name} is an encoder, and {kind}: {encoder.context:,} tokens a text")
+    thread = EncoderThread(encoder)
+    facts = {"model": encoder.name, "runner": "encoder", "pooling": encoder.pooling}
+    _run(command, thread, encoder.tokenizer, facts, embedder=thread)
+
+
+def serve_draft(command: ServeCommand) -> None:
+    """A service that drafts for others."""
+    from attar.runtime.services.build import hello_of_model, load_draft_service
+    from attar.runtime.services.channel import DRAFT, Network, check_files, listen
+    from attar.runtime.services.draft_stream import serve_drafts
+
+    services = command.services
+    security = security_of(services)
+    check_files(security)
+    network = Network()
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        with command.progress.task("load", total=1) as task:
+            service, loaded = load_draft_service(command.model, command.options)
+            stack.callback(service.close)
+            task.advance()
+        hello = hello_of_model("draft", loaded)
+        methods = {DRAFT: lambda stream: serve_drafts(stream, service, hello)}
+        server, port = network.run(listen(methods, command.settings.host, services.grpc_port, security))
+        stack.callback(lambda: network.run(server.stop(0.5)))
+        backend = DraftBackend(service, loaded.runner.context, hello.vocabulary)
+        command.show(f"{loaded.name} drafts with {service.proposer.name}")
+        _show_grpc(command, port)
+        _run(command, backend, loaded.tokenizer, {"model": loaded.name, "role": "draft"})
+
+
+def serve_target(command: ServeCommand) -> None:
+    """An engine for coordinators. Their draft services draft for it, unless it drafts itself."""
+    from attar.runtime.server.remote_backend import load_of
+    from attar.runtime.server.service_metrics import offer_samples
+    from attar.runtime.services.build import hello_of, load_with_offers
+    from attar.runtime.services.channel import TARGET, Network, check_files, listen
+    from attar.runtime.services.target_service import TargetService
+
+    security = security_of(command.services)
+    check_files(security)
+    network, service = Network(), TargetService()
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        samples: Callable[[], Sequence[MetricSample]] = tuple
+        with command.progress.task("load", total=1) as task:
+            if command.options.get("speculate") or command.options.get("draft"):
+                llm = LLM(command.model, **command.options)
+            else:
+                llm, proposer = load_with_offers(command.model, service.pool, command.options)
+                samples = partial(offer_samples, proposer.counts)
+            task.advance()
+        runner, vocabulary = llm.engine.runner, llm.engine.vocabulary
+        service.hello = hello_of("target", llm.name, llm.tokenizer, vocabulary, runner.context)
+        service.streams = streams = llm.streams()
+        backend = EngineBackend(streams, samples)
+        service.load = lambda: load_of(backend.stats())
+        work = listen({TARGET: service.serve}, command.settings.host, command.services.grpc_port, security)
+        server, port = network.run(work)
+        stack.callback(lambda: network.run(server.stop(0.5)))
+        _show_grpc(command, port)
+        _serve_engine(command, llm, backend)
+
+
+def serve_coordinator(command: ServeCommand) -> None:
+    """The API of a target service and its draft services."""
+    from attar.checkpoint import open_checkpoint
+    from attar.runtime.loading import tokenizer_of
+    from attar.runtime.server.remote_backend import RemoteBackend
+    from attar.runtime.services.build import hello_of
+    from attar.runtime.services.channel import Network, check_files
+    from attar.runtime.services.coordinator import Coordinator
+
+    services, security = command.services, security_of(command.services)
+    check_files(security)
+    tokenizer = tokenizer_of(open_checkpoint(command.model))
+    if tokenizer is None:
+        raise ModelError(f"{command.model} has no tokenizer, which a coordinator needs")
+    network = Network()
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        hello = hello_of("coordinator", command.model, tokenizer, len(tokenizer))
+        assert services.target_endpoint is not None, "a coordinator has a target"
+        target, drafters = services.target_endpoint, services.draft_endpoint
+        coordinator = Coordinator(target, drafters, hello, network, security)
+        command.show(f"joins {', '.join((target, *drafters))}")
+        backend = RemoteBackend(coordinator, len(tokenizer))
+        _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"})
+
+
+SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {
+    None: serve_ordinary,
+    "draft": serve_draft,
+    "target": serve_target,
+    "coordinator": serve_coordinator,
+}
+
+
+class DraftBackend:
+    """A draft service as the server sees it: alive or not, with numbers; it answers no requests."""
+
+    def __init__(self, service: Any, context: int | None, vocabulary: int) -> None:
+        self._service, self._context, self._vocabulary = service, context, vocabulary
+
+    @property
+    def context(self) -> int | None:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def alive(self) -> bool:
+        return self.failure is None
+
+    @property
+    def failure(self) -> Exception | None:
+        failure: Exception | None = self._service.failure
+        return failure
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: str = "",
+    ) -> AsyncIterator[Event]:
+        """Refused."""
+        raise DataError("this service only drafts for others", hint="ask the server that it drafts for")
+        yield  # an iterator of no events
+
+    def cancel(self, id: str) -> None:
+        """Nothing runs."""
+
+    def stats(self) -> Stats:
+        """The requests that are drafted for."""
+        counts = self._service.counts
+        rows = [
+            ("draft_rounds", "Rounds of drafts.", counts.rounds),
+            ("draft_requests_opened", "Requests that were drafted for.", counts.opened),
+            ("draft_requests_refused", "Requests beyond the limits.", counts.refused),
+            ("draft_tokens", "Tokens that were drafted.", counts.drafted),
+            ("draft_commits", "Commits that arrived.", counts.commits),
+            ("draft_commits_stale", "Of these, on another length.", counts.stale),
+        ]
+        samples = [MetricSample(name, help, value) for name, help, value in rows]
+        return Stats(running=self._service.running, waiting=self._service.waiting, free=1, samples=samples)
+
+    def block_map(self) -> BlockMap | None:
+        """There is no engine."""
+        return None
+
+    async def close(self) -> None:
+        """The service is closed by its maker."""
+
+
+def security_of(services: ServiceSettings) -> Any:
+    """Keys and certificates of the settings."""
+    from attar.runtime.services.channel import Security
+
+    return Security(services.key, services.service_cert, services.service_cert_key, services.service_ca)
+
+
+def _with_drafters(
+    command: ServeCommand, stack: ExitStack
+) -> tuple[LLM, Callable[[], Sequence[MetricSample]]]:
+    """An engine whose drafts come from services, closed with the stack; and its metrics."""
+    from attar.runtime.server.service_metrics import offer_samples, replica_samples
+    from attar.runtime.services.build import load_with_offers
+    from attar.runtime.services.channel import Network, check_files
+    from attar.runtime.services.replicas import Replicas
+
+    endpoints, security = command.services.draft_endpoint, security_of(command.services)
+    check_files(security)
+    network = Network()
+    stack.callback(network.close)
+    replicas: list[Replicas] = []
+
+    def pool(hello: Any, receive: Any) -> Replicas:
+        replicas.append(Replicas(endpoints, hello, network, receive, security))
+        return replicas[0]
+
+    llm, proposer = load_with_offers(command.model, pool, command.options)
+    return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
+
+
+def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
+    if llm.tokenizer is None:
+        raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
+    description = llm.describe()
+    for line in description.lines():
+        command.show(line)
+    if command.defaults:
+        values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
+        command.show(f"{'sampling':<12}{values}, where a request has none")
+    second = _second_model(command) if command.settings.compare else None
+    pooling, pooler = command.embeddings.of_causal, llm.engine.pooler
+    embedder = EngineEmbedder(backend, pooling, pooler.dimensions) if pooling and pooler else None
+    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder)
+
+
+def _second_model(command: ServeCommand) -> ServedModel:
+    """The model of ``--compare``, with the first one's options, without speculation.
+
+    Raises:
+        SettingsError: it is the first one.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    name, settings = command.settings.compare, command.settings
+    if name in (command.model, settings.name):
+        raise SettingsError("compare", name, "another model than the first")
+    speculation = {field.name for field in fields(SpeculationSettings)}
+    options = {key: value for key, value in command.options.items() if key not in speculation}
+    with command.progress.task("load", total=1) as task:
+        llm = LLM(name, **options)
+        task.advance()
+    if llm.tokenizer is None:
+        raise ModelError(f"{name} has no tokenizer, so it cannot be served")
+    command.show(f"compare     {name}")
+    if command.template:
+        llm.tokenizer.chat_template = command.template
+    words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
+    return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
+
+
+def _run(
+    command: ServeCommand,
+    backend: Backend,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    second: ServedModel | None = None,
+    embedder: Embedder | None = None,
+) -> None:
+    settings = command.settings
+    if command.template:
+        tokenizer.chat_template = command.template
+    words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
+    app = create_app(
+        backend,
+        settings,
+        tokenizer=words,
+        model=command.model,
+        facts=facts,
+        answers=command.answers,
+        defaults=command.defaults,
+        transport=command.transport,
+        embedder=embedder,
+        second=second,
+    )
+    run(app, settings, command.show, command.transport)
+
+
+def _show_grpc(command: ServeCommand, port: int) -> None:
+    host = f"[{command.settings.host}]" if ":" in command.settings.host else command.settings.host
+    command.show(f"grpc://{host}:{port}")
+    if not command.settings.loopback and not command.services.key:
+        command.show(f"warning: grpc://{host}:{port} can be reached by other machines; set {KEY_VARIABLE}")

@@ -1,0 +1,102 @@
+"""The tools of one request: which ones the model is shown, which it may call, and whether it must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attar.runtime.server.errors import ApiError
+from attar.runtime.server.tool_calls.protocol import FunctionTool, NamedTool
+
+_LEAD = "You can call these tools:"
+_RULE = (
+    "To call tools, answer with nothing but a JSON list of calls, "
+    '[{"name": TOOL, "arguments": {...}}, ...]. Without need of a tool, answer in plain text.'
+)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request.
+
+    Args:
+        shown: for the chat template.
+        parameters: of the tools that may be called, by name; None: any object.
+        forced: the answer is calls, and nothing else.
+        named: the request names the one tool to call.
+        parallel: an answer may have several calls.
+    """
+
+    shown: tuple[dict[str, Any], ...]
+    parameters: Mapping[str, Any]
+    forced: bool = False
+    named: bool = False
+    parallel: bool = True
+
+
+def tool_use(
+    tools: Sequence[FunctionTool] | None, choice: str | NamedTool | None, parallel: bool | None
+) -> ToolUse | None:
+    """The tools of a request; None: it has none, or wants none.
+
+    Raises:
+        ApiError: a choice without tools, or of a tool that is not among them; two tools of one name.
+    """
+    if not tools or choice == "none":
+        if choice not in (None, "none", "auto"):
+            raise _wrong("tool_choice", "it asks for a call, but there are no tools")
+        return None
+    parameters = {tool.function.name: tool.function.parameters for tool in tools}
+    if len(parameters) < len(tools):
+        raise _wrong("tools", "two tools have the same name")
+    named = isinstance(choice, NamedTool)
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in parameters:
+            raise _wrong("tool_choice", f"{choice.function.name[:100]!r} is none of the tools")
+        parameters = {choice.function.name: parameters[choice.function.name]}
+    return ToolUse(
+        tuple(tool.plain() for tool in tools),
+        parameters,
+        forced=named or choice == "required",
+        named=named,
+        parallel=parallel is not False and not named,
+    )
+
+
+def _wrong(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"Invalid value for {param!r}: {reason}", param=param, code="invalid_value")
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template shows tools and calls by itself."""
+    return "tools" in template or "tool_calls" in template
+
+
+def tell_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The conversation for a chat template that knows no tools: they stand in the system message, calls and
+    results are the text of ordinary messages."""
+    listed_messages = [_as_text(message) for message in messages]
+    if not tools:
+        return listed_messages
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = f"{_LEAD}\n{listed}\n{_RULE}"
+    if listed_messages and listed_messages[0]["role"] == "system":
+        first = {**listed_messages[0], "content": f"{listed_messages[0]['content']}\n\n{text}"}
+        return [first, *listed_messages[1:]]
+    return [{"role": "system", "content": text}, *listed_messages]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without calls, and of a role that every template knows."""
+    if message["role"] == "tool":
+        name = f" of {message['name']}" if message.get("name") else ""
+        return {"role": "user", "content": f"Result{name}: {message['content']}"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    written = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    return {"role": message["role"], "content": f"{message['content']}\n{written}".strip()}

@@ -1,0 +1,349 @@
+"""Drafts that come from other processes, as a proposer of the engine.
+
+    propose     opens new sequences at a drafter, tells what was committed, reads the offers that lie there;
+                where there are none it waits until a deadline, if that is expected to pay
+    observe     tells the drafters at once what a pass has committed: they draft on while the next one is
+    planned forget      closes
+
+    pays        (B + drafted) / (w + t(B, n))  >=  GAIN B / t(B, B)           w seconds until the offers
+    arrive
+
+Drafting takes the engine no time, so the proposer is ``free``: the policy keeps the drafts that pay. Waiting
+is charged to the policy's budget like any proposer's time, so that all of it together stays within the same
+bound. One answer is waited for once: where it does not come in time, passes are plain until it does.
+
+    ahead       = K + tokens that are committed in the meantime       K tokens of a draft, by the cost model
+
+so K grows with the measured turnaround: a drafter that is far away is told to guess farther.
+
+Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Protocol
+
+from attar.runtime.completion import Completion
+from attar.runtime.services.messages import (
+    MOST_AHEAD,
+    Close,
+    Commit,
+    DraftSampling,
+    Offer,
+    Open,
+    ServiceMessage,
+)
+from attar.runtime.services.offers import Offers, Outcome
+from attar.runtime.services.turnaround import Turnaround
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.policy import GAIN, DraftPolicy
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.target import PAST_END
+
+MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
+FIRST_AHEAD = 8
+REFRESH = 16  # passes between two choices of ``ahead``
+
+
+class Drafter(Protocol):
+    """One drafter as the engine sees it; called from the engine's thread, never blocks.
+
+    Attributes:
+        name: for metrics.
+        ready: whether it answers; once it does not, its requests are opened elsewhere.
+        turnaround: measured by the proposer.
+    """
+
+    name: str
+    turnaround: Turnaround
+
+    @property
+    def ready(self) -> bool: ...
+
+    def send(self, message: ServiceMessage) -> None:
+        """Send soon, in order."""
+        ...
+
+    def judged(self, drafted: int, accepted: int) -> None:
+        """Of its drafts so many tokens were verified and accepted in a pass."""
+        ...
+
+
+class DrafterPool(Protocol):
+    """The drafters of an engine."""
+
+    def choose(self, opening: Open) -> Drafter | None:
+        """The drafter for a request; None where none is ready."""
+        ...
+
+
+@dataclass(eq=False)
+class OfferedSequence:
+    """A sequence that a drafter drafts for.
+
+    Attributes:
+        request: its number in messages.
+        length: tokens that the drafter was told.
+        planned: whether the pass that runs began at ``length``.
+        opened: tokens that it was opened with.
+        unanswered: when the first commit was sent that no offer answers yet; None: there is none.
+        answers: the length of that commit; an offer on it or a later one answers.
+        drafted: tokens of its draft in the pass that runs.
+    """
+
+    request: int
+    drafter: Drafter
+    length: int
+    opened: int
+    answers: int
+    planned: bool = True
+    unanswered: float | None = None
+    drafted: int = 0
+
+
+@dataclass
+class OfferCounts:
+    """Counts since the start: offers by outcome, passes that waited, waits in vain, seconds waited."""
+
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    waits: int = 0
+    late: int = 0
+    waited: float = 0.0
+
+
+class OfferProposer:
+    """Proposes what drafters offer.
+
+    Args:
+        policy: that of the speculator: its times and acceptance rates are read.
+        most: tokens of a draft at most.
+        clock: seconds.
+
+    Attributes:
+        pool: the drafters, which need ``offer`` before they can be made; set it before the first pass.
+    """
+
+    free, draws, learns_tree = True, False, False
+
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        vocabulary: int,
+        *,
+        most: int = 16,
+        name: str = "draft",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy, self.most, self.name, self.clock = policy, most, name, clock
+        self.pool: DrafterPool | None = None
+        self.offers, self.counts = Offers(vocabulary), OfferCounts()
+        self.ahead = FIRST_AHEAD
+        self._changed = Condition()
+        self._numbers = itertools.count(1)
+        self._sequences: dict[int, OfferedSequence] = {}
+        self._by_request: dict[int, OfferedSequence] = {}
+        self._passes = 0
+
+    def offer(self, offer: Offer) -> Outcome:
+        """An offer arrived; called from the network's thread. Says what became of it."""
+        with self._changed:
+            outcome = self.offers.put(offer)
+            self.counts.outcomes[outcome] += 1
+            one = self._by_request.get(offer.request)
+            if outcome != "new" or one is None:
+                return outcome
+            if one.unanswered is not None and offer.base >= one.answers:
+                if one.answers > one.opened:  # the first answer takes a prefill
+                    one.drafter.turnaround.note(self.clock() - one.unanswered)
+                one.unanswered = None
+            self._changed.notify()
+        return outcome
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """The offers as chains; None where there is none."""
+        self._refresh(len(requests))
+        with self._changed:
+            for request in requests:
+                self._follow(request)
+            if any(request.most > 0 for request in requests):
+                self._wait(requests)
+            return [self._draft(request) for request in requests]
+
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """Tell the drafters what a pass has committed."""
+        with self._changed:
+            for one in feedback:
+                sequence = self._sequences.get(one.sequence)
+                if sequence is None or not sequence.planned:
+                    continue
+                if sequence.drafted:
+                    sequence.drafter.judged(sequence.drafted, len(one.path))
+                sequence.planned, sequence.drafted = False, 0
+                self._commit(sequence, [token for token in one.tokens if token != PAST_END])
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        with self._changed:
+            self._close(sequence)
+
+    def check(self) -> None:
+        """Raises AssertionError naming what is wrong."""
+        open_requests = len(self._sequences), len(self._by_request), len(self.offers)
+        assert len({*open_requests}) == 1, f"sequences, requests and offers are {open_requests}"
+
+    def _follow(self, request: DraftRequest) -> None:
+        """Open a sequence that no ready drafter serves; tell a drafter the tokens it was not told."""
+        one = self._sequences.get(request.sequence)
+        if one is not None and not one.drafter.ready:
+            self._close(request.sequence)
+            one = None
+        if one is None:
+            self._open(request)
+        elif one.length < len(request.tokens):
+            self._commit(one, request.tokens[one.length :])
+        if one is not None:
+            one.planned, one.drafted = True, 0
+
+    def _open(self, request: DraftRequest) -> None:
+        rules = request.rules
+        assert isinstance(rules, Completion), "drafters need the parameters of a request"
+        number, tokens = next(self._numbers), tuple(request.tokens)
+        sampling = sampling_of(rules, len(tokens))
+        opening = Open(number, tokens, sampling, self.ahead, request.salt[:256], rules.request[:256])
+        drafter = None if self.pool is None else self.pool.choose(opening)
+        if drafter is None:
+            return
+        length = len(tokens)
+        one = OfferedSequence(number, drafter, length, length, length, unanswered=self.clock())
+        self._sequences[request.sequence] = self._by_request[number] = one
+        self.offers.open(number, len(tokens))
+        drafter.send(opening)
+
+    def _commit(self, one: OfferedSequence, tokens: Sequence[int]) -> None:
+        base, one.length = one.length, one.length + len(tokens)
+        self.offers.commit(one.request, one.length)
+        if one.unanswered is None:
+            one.unanswered, one.answers = self.clock(), one.length
+        one.drafter.send(Commit(one.request, base, tuple(tokens), self.ahead))
+
+    def _close(self, sequence: int) -> None:
+        one = self._sequences.pop(sequence, None)
+        if one is not None:
+            del self._by_request[one.request]
+            self.offers.close(one.request)
+            one.drafter.send(Close(one.request))
+
+    def _draft(self, request: DraftRequest) -> Draft | None:
+        one = self._sequences.get(request.sequence)
+        if one is None or request.most <= 0:
+            return None
+        tokens = self.offers.draft(one.request, request.tokens)[: min(request.most, self.most)]
+        one.drafted = len(tokens)
+        return Draft.chain(tokens) if tokens else None
+
+    def _wait(self, requests: Sequence[DraftRequest]) -> None:
+        """Wait for offers that are under way, where that pays."""
+        now = self.clock()
+        ready, expected = 0, []
+        for request in requests:
+            one = self._sequences.get(request.sequence)
+            if one is None or request.most <= 0:
+                continue
+            if self.offers.draft(one.request, request.tokens):
+                ready += 1
+            elif one.unanswered is not None and (seconds := one.drafter.turnaround.expected) is not None:
+                expected.append((one.unanswered + seconds - now, one))
+        expected = sorted((pair for pair in expected if 0 < pair[0] <= MOST_WAIT), key=lambda pair: pair[0])
+        rates = self.policy.acceptance.rates(-1, 0, self.most) if expected else []
+        seconds = best_wait([wait for wait, _ in expected], ready, len(requests), rates, self.policy)
+        if not seconds:
+            return
+        awaited = [one for wait, one in expected if wait <= seconds]
+        until = now + seconds
+        while any(one.unanswered is not None for one in awaited) and (left := until - self.clock()) > 0:
+            self._changed.wait(left)
+        self.counts.waits += 1
+        self.counts.waited += self.clock() - now
+        self.counts.late += any(one.unanswered is not None for one in awaited)
+
+    def _refresh(self, batch: int) -> None:
+        """Choose how far drafters should guess."""
+        self._passes += 1
+        if self._passes % REFRESH != 1 or not self.policy.latency.known:
+            return
+        depth, gain = best_depth(self.policy, batch, self.most)
+        passed = 0.0
+        turnarounds = [one.drafter.turnaround.mean for one in self._sequences.values()]
+        if known := [seconds for seconds in turnarounds if seconds is not None]:
+            passed = max(known) / self.policy.latency.target(batch, batch * (1 + depth)) * (1 + gain)
+        self.ahead = max(min(depth + round(min(passed, MOST_AHEAD)), MOST_AHEAD), 1)
+
+
+def sampling_of(completion: Completion, length: int) -> DraftSampling:
+    """What a drafter must know of a completion with so many tokens in all."""
+    params = completion.params
+    return DraftSampling(
+        completion.seed % 2**64,
+        completion.sample,
+        length - completion.count,
+        temperature=float(params.temperature),
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(params.biases)[:4096],
+        min_tokens=params.min_tokens,
+        ends=completion.ends[:4096],
+    )
+
+
+def best_depth(policy: DraftPolicy, batch: int, most: int) -> tuple[int, float]:
+    """Tokens of a draft that give a batch the highest speed, where drafting takes no time, and how many of
+    them are expected to be accepted; at least 1."""
+    target, best, choice = policy.latency.target, 0.0, (1, 0.0)
+    survival, gain = 1.0, 0.0
+    for depth, rate in enumerate(policy.acceptance.rates(-1, 0, most), 1):
+        survival *= rate
+        gain += survival
+        speed = (1 + gain) / target(batch, batch * (1 + depth))
+        if speed > best:
+            best, choice = speed, (depth, gain)
+    return choice
+
+
+def best_wait(
+    waits: Sequence[float], ready: int, batch: int, rates: Sequence[float], policy: DraftPolicy
+) -> float:
+    """Seconds to wait for offers; 0 where waiting does not pay.
+
+    Args:
+        waits: seconds until each offer that is under way, in ascending order.
+        ready: sequences whose offers are there.
+        batch: sequences that decode.
+        rates: acceptance rates by depth.
+    """
+    if not waits or not policy.latency.known:
+        return 0.0
+    gains = list(itertools.accumulate(itertools.accumulate(rates, lambda survival, rate: survival * rate)))
+    speeds = [_speed(policy, batch, ready, 0.0, gains)]
+    speeds += [_speed(policy, batch, ready + count, wait, gains) for count, wait in enumerate(waits, 1)]
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    return waits[best - 1] if best and speeds[best] >= GAIN * speeds[0] else 0.0
+
+
+def _speed(policy: DraftPolicy, batch: int, drafted: int, wait: float, gains: Sequence[float]) -> float:
+    """Tokens a second with drafts for so many sequences of a batch, of the best depth."""
+    if not drafted:
+        return batch / (wait + policy.latency.target(batch, batch))
+    return max(
+        (batch + drafted * gain) / (wait + policy.latency.target(batch, batch + drafted * depth))
+        for depth, gain in enumerate(gains, 1)
+    )

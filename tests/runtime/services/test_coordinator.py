@@ -1,0 +1,275 @@
+"""Target, drafters and coordinator over loopback: the answers of one process, whatever happens to the
+others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from attar.errors import DataError, SettingsError
+from attar.runtime.admission import Limits
+from attar.runtime.async_engine import AsyncEngine
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.services.channel import TARGET, StreamEnded, connect
+from attar.runtime.services.coordinator import Coordinator
+from attar.runtime.services.messages import (
+    EventMessage,
+    Offer,
+    Ping,
+    ProtocolError,
+    Submit,
+    TargetLoad,
+    UnavailableError,
+)
+from attar.runtime.services.offer_proposer import OfferProposer
+from attar.runtime.services.target_service import TargetService
+from attar.runtime.speculate.speculator import Speculator
+from tests.runtime.fake_runner import VOCABULARY
+from tests.runtime.server.test_live import until
+from tests.runtime.services.local import Waiting
+from tests.runtime.services.loopback import OPEN, draft_server, hello, listening, network
+from tests.runtime.services.test_offer_proposer import Slow
+from tests.runtime.speculate.test_engine import asked
+from tests.runtime.test_engine import alone, engine
+
+LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, seed=0)
+
+
+class Target:
+    """An engine behind a port."""
+
+    def __init__(self):
+        policy, self.service = Waiting(), TargetService()
+        self.proposer = OfferProposer(policy, VOCABULARY, most=8)
+        self.proposer.pool = self.service.pool(hello("target"), self.proposer.offer)
+        self.speculator = Speculator(self.proposer, policy, most=8, verification="coupled")
+        runner = Slow(blocks=400)
+        self.engine = engine(runner, limits=Limits(sequences=32), speculator=self.speculator)
+        self.service.streams = AsyncEngine(self.engine)
+        self.service.load = lambda: TargetLoad(1, 0, 9, 0.0, {}, 0, 0, 0, self.speculator.counts.copy())
+
+    @contextmanager
+    def open(self, port=0):
+        with listening({TARGET: self.service.serve}, port) as port:
+            yield port
+
+    def idle(self):
+        """Nothing is left over."""
+        until(lambda: self.engine.idle and not self.service.owners, 10)
+        self.engine.check()
+        until(lambda: not self.proposer._sequences)
+        self.proposer.check()
+        assert self.speculator.failure is None
+
+    def close(self):
+        asyncio.run(self.service.streams.close())
+
+
+@contextmanager
+def target_server():
+    target = Target()
+    try:
+        with target.open() as port:
+            yield port, target
+    finally:
+        target.close()
+
+
+@contextmanager
+def coordinating(target, *drafts):
+    """A coordinator that has reached all."""
+    endpoints = [f"127.0.0.1:{port}" for port in drafts]
+    coordinator = Coordinator(f"127.0.0.1:{target}", endpoints, hello("coordinator"), network(), OPEN)
+    try:
+        until(lambda: coordinator.target.connected)
+        until(lambda: all(client.ready for client in coordinator.replicas.clients))
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+async def tokens(coordinator, prompt, params, id):
+    """Ids of each completion."""
+    completions = [[] for _ in range(params.n)]
+    async for event in coordinator.target.submit(prompt, params, id=id):
+        completions[event.sample] += event.token_ids
+    return completions
+
+
+def same(coordinator, requests, during=lambda: None):
+    """All at once; every answer is that of plain decoding."""
+
+    async def run():
+        work = [
+            asyncio.create_task(tokens(coordinator, prompt, params, f"r{number}"))
+            for number, (prompt, params) in enumerate(requests)
+        ]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(during)
+        return await asyncio.gather(*work)
+
+    for (prompt, params), completions in zip(requests, asyncio.run(run()), strict=True):
+        for index, ids in enumerate(completions):
+            assert ids == alone(prompt, params, index), (prompt, params)
+
+
+def test_sixteen_streams_greedy_and_seeded():
+    with (
+        target_server() as (port, target),
+        draft_server() as (draft, service),
+        coordinating(port, draft) as coordinator,
+    ):
+        requests = [*asked(12, seed=4), *(([number], LONG) for number in range(4))]
+        same(coordinator, requests)
+        target.idle()
+        counts = target.speculator.counts
+        assert counts.drafts > 10 and counts.accepted >= 0.9 * counts.drafted
+        until(lambda: service.running == 0 and not coordinator.links)
+        assert coordinator.replicas.clients[0].counts.accepted > 0
+        assert len(coordinator.offers) == 0 and coordinator.target.open_requests == 0
+        assert not next(iter(target.service.coordinators)).remote
+
+
+def test_a_drafter_that_is_lost_is_replaced_by_the_other():
+    requests = [([number, 3], replace(LONG, max_tokens=100)) for number in range(8)]
+    with (
+        target_server() as (port, target),
+        draft_server() as (first, one),
+        draft_server() as (second, two),
+        coordinating(port, first, second) as coordinator,
+    ):
+
+        def cut():
+            until(lambda: one.running and two.running)
+            network().run(_cut(coordinator))
+
+        same(coordinator, requests, cut)
+        assert coordinator.replicas.clients[0].counts.connections == 2
+        target.idle()
+
+
+async def _cut(coordinator):
+    """The stream to the first drafter breaks."""
+    link = coordinator.replicas.clients[0].link
+    link._cut = lambda reason: None
+    link._outbox.append(Submit("x", (1,), LONG))  # what a drafter does not read
+    link._wake.set()
+
+
+def test_a_target_that_dies_ends_its_requests_with_one_error_and_is_found_again():
+    with target_server() as (port, target), coordinating(port) as coordinator:
+        ends = []
+
+        async def run():
+            async for _ in coordinator.target.submit([1, 2], replace(LONG, max_tokens=150), id="r1"):
+                if not ends:
+                    ends.append("begun")
+                    network().loop.call_soon_threadsafe(_break, target)
+
+        with pytest.raises(UnavailableError, match="was lost"):
+            asyncio.run(run())
+        assert ends
+        until(lambda: coordinator.target.connected)
+        same(coordinator, [([5, 6], LONG)])
+        target.idle()
+        assert coordinator.target.connections == 2
+
+
+def _break(target):
+    for coordinator in list(target.service.coordinators):
+        coordinator._outbox.append(Submit("x", (1,), LONG))  # what a coordinator does not read
+        coordinator._wake.set()
+
+
+def test_without_a_target_requests_are_refused_at_once():
+    coordinator = Coordinator("127.0.0.1:1", [], hello("coordinator"), network(), OPEN)
+    until(lambda: "UNAVAILABLE" in coordinator.target.reason)
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 cannot be reached"):
+        asyncio.run(tokens(coordinator, [1], LONG, "r"))
+    coordinator.close()
+
+
+def test_clients_that_vanish_leave_nothing():
+    draws = random.Random(2)
+
+    async def one(coordinator, number):
+        stream = coordinator.target.submit([number % 50, 1], LONG, id=f"r{number}")
+        left = draws.randint(0, 20) if number % 2 else 10**6
+        async for event in stream:
+            left -= len(event.token_ids)
+            if left <= 0:
+                break
+        await stream.aclose()
+
+    async def run(coordinator):
+        await asyncio.gather(*(one(coordinator, number) for number in range(24)))
+
+    with (
+        target_server() as (port, target),
+        draft_server() as (draft, service),
+        coordinating(port, draft) as coordinator,
+    ):
+        asyncio.run(run(coordinator))
+        target.idle()
+        until(lambda: service.running == 0 and not coordinator.links)
+        assert coordinator.target.open_requests == 0
+
+
+def test_errors_are_those_of_the_engine():
+    with target_server() as (port, target), coordinating(port) as coordinator:
+        for prompt, params, kind, words in [
+            ([], LONG, DataError, "no tokens|empty"),
+            ([VOCABULARY + 5], LONG, DataError, "outside"),
+            ([1] * 300, LONG, SettingsError, "200|prompt"),
+            ([1], replace(LONG, regex="a+"), Exception, "."),
+        ]:
+            with pytest.raises(kind, match=words) as remote:
+                asyncio.run(tokens(coordinator, prompt, params, "r"))
+            with pytest.raises(kind) as local:
+                engine(Slow(blocks=400)).add(prompt, params, id="r")
+            assert str(remote.value) == str(local.value).split("\nhint")[0]
+        target.idle()
+
+
+def test_a_coordinator_that_does_not_read_stops_no_other():
+    """It submits, reads nothing, and goes; one that sends what it may not is cut."""
+    with target_server() as (port, target), coordinating(port) as coordinator:
+
+        async def silent(ready, done):
+            async with connect(f"127.0.0.1:{port}", TARGET, OPEN) as stream:
+                await stream.greet(hello("coordinator"), "target")
+                await stream.write([Submit(f"s{number}", (number,), LONG) for number in range(10)])
+                await stream.write([Offer(77, 1, (2,))])
+                ready.set()
+                await done.wait()
+
+        async def rude():
+            async with connect(f"127.0.0.1:{port}", TARGET, OPEN) as stream:
+                await stream.greet(hello("coordinator"), "target")
+                await stream.write([EventMessage("r", 0)])
+                while True:
+                    await stream.read()
+
+        loop = network().loop
+        ready, done = asyncio.Event(), asyncio.Event()
+        task = asyncio.run_coroutine_threadsafe(silent(ready, done), loop)
+        until(ready.is_set)
+        same(coordinator, [([4, 2], LONG)])
+        with pytest.raises((StreamEnded, ProtocolError), match="does not send event"):
+            network().run(rude())
+        loop.call_soon_threadsafe(done.set)
+        task.result(5)
+        target.idle()
+
+
+def test_every_field_of_an_event_travels():
+    names = {field.name for field in fields(Event)} - {"failure"}
+    assert names <= {field.name for field in fields(EventMessage)}
+    assert Ping(1).kind == "ping"

@@ -1,0 +1,153 @@
+"""An engine with a drafter in another thread: the same tokens, whatever the drafter does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from attar.runtime.admission import Limits
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.services.messages import Close, Commit, Offer, Open
+from attar.runtime.services.offer_proposer import best_depth, best_wait
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
+from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.services.local import Garbled, LocalDrafter, Waiting, drafting, offered
+from tests.runtime.speculate.test_engine import asked, same
+from tests.runtime.test_engine import engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, seed=0)
+
+
+class Slow(FakeRunner):
+    """Every pass takes a while, as a model's."""
+
+    def run(self, step):
+        time.sleep(0.002)
+        return super().run(step)
+
+
+def served(service, requests, damage=lambda offer: [offer], policy=None, blocks=64):
+    """Runs them with offers; every answer must be the one of plain decoding. The speculator."""
+    drafter = offered(service, damage, policy)
+    try:
+        same(engine(Slow(blocks=blocks), limits=Limits(step_tokens=64), speculator=drafter), requests)
+    finally:
+        service.close()
+    drafter.proposer.check()
+    assert not drafter.proposer._sequences and service.running == 0
+    service.proposer.check()
+    return drafter
+
+
+@pytest.mark.parametrize("policy", [None, Waiting], ids=["at once", "waiting"])
+def test_random_requests_with_the_target_as_its_own_drafter(policy):
+    """Greedy and sampled, penalties, grammar-free: with the target's noise nearly every draft is accepted."""
+    requests = asked(10, seed=3)
+    drafter = served(drafting(), requests, policy=policy and policy())
+    counts = drafter.counts
+    assert counts.drafts > (10 if policy else 0) and counts.accepted >= 0.9 * counts.drafted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_offers_that_are_late_doubled_reordered_and_wrong(seed):
+    served(drafting(), asked(8, seed=10 + seed), Garbled(seed), policy=Waiting())
+
+
+def test_sequences_that_are_preempted_are_opened_again():
+    requests = [([number, 2, 3], replace(GREEDY, max_tokens=60)) for number in range(6)]
+    drafter = served(drafting(), requests, policy=Waiting(), blocks=40)
+    opened = [one for one in drafter.proposer.pool.drafter.sent if isinstance(one, Open)]
+    assert len(opened) > 6
+
+
+def test_messages_tell_each_token_once():
+    drafter = served(drafting(), [([5, 6, 7], GREEDY), ([9], GREEDY)], policy=Waiting())
+    sent = drafter.proposer.pool.drafter.sent
+    for opening in [one for one in sent if isinstance(one, Open)]:
+        own = [one for one in sent if one.request == opening.request]
+        assert isinstance(own[0], Open) and isinstance(own[-1], Close)
+        length = len(opening.tokens)
+        for commit in own[1:-1]:
+            assert isinstance(commit, Commit) and commit.base == length and commit.tokens
+            length += len(commit.tokens)
+
+
+def test_a_drafter_that_goes_away_is_left_and_comes_back():
+    service = drafting()
+    drafter = offered(service, policy=Waiting())
+    running = engine(Slow(), speculator=drafter)
+    pool = drafter.proposer.pool
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=100))
+    while drafter.counts.accepted < 10:
+        running.step()
+    pool.drafter.ready = False
+    running.step()
+    running.step()
+    assert not drafter.proposer._sequences
+    drafts = drafter.counts.drafts
+    running.step()
+    assert drafter.counts.drafts == drafts
+    pool.drafter = LocalDrafter(service, drafter.proposer.offer)
+    while drafter.counts.drafts < drafts + 3:
+        running.step()
+    running.cancel("0")
+    service.close()
+    assert service.running == 0
+
+
+def test_a_late_answer_is_waited_for_once():
+    """The drafter answers a few times and then never: one wait runs into its deadline, then all is plain."""
+    offers: list[Offer] = []
+
+    def silent(offer: Offer):
+        offers.append(offer)
+        return [offer] if len(offers) < 4 else []
+
+    service = drafting()
+    drafter = offered(service, silent, Waiting())
+    drafter.proposer.pool.drafter.turnaround.note(0.02)
+    same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=80))])
+    service.close()
+    counts = drafter.proposer.counts
+    assert counts.late == 1 and counts.waited < 0.5 and drafter.counts.drafts > 0
+
+
+def test_waiting_is_chosen_where_it_gives_more_tokens_a_second():
+    policy = DraftPolicy(Latency({1: 0.010, 64: 0.010}))  # a pass takes 10 ms, however many tokens it has
+    rates = [0.8] * 4
+    gain = 0.8 + 0.8**2 + 0.8**3 + 0.8**4
+    assert best_wait([0.010 * gain * 0.9], 0, 1, rates, policy) > 0  # (1 + gain) / (w + t) > 1 / t
+    assert best_wait([0.010 * gain * 1.1], 0, 1, rates, policy) == 0
+    assert best_wait([0.001], 0, 1, [0.0] * 4, policy) == 0
+    assert best_wait([0.001, 0.9], 0, 2, rates, policy) == 0.001  # not for the second
+    assert best_wait([0.020], 7, 8, rates, policy) == 0  # seven would wait for one
+    assert best_wait([0.001], 0, 1, rates, DraftPolicy(Latency())) == 0
+
+
+def test_depth_is_that_of_the_highest_speed():
+    flat = DraftPolicy(Latency({1: 0.010, 64: 0.010}))
+    assert best_depth(flat, 1, 8)[0] == 8
+    steep = DraftPolicy(Latency({1: 0.010, 2: 0.019, 64: 0.6}))
+    assert best_depth(steep, 1, 8)[0] == 1
+
+
+def test_guesses_go_farther_where_answers_take_longer():
+    aheads = []
+    for seconds in (0.001, 0.05):
+        service = drafting()
+        drafter = offered(service, policy=Waiting())
+        drafter.policy.latency = drafter.proposer.policy.latency = Latency({1: 0.010, 64: 0.010})
+        running = engine(Slow(), speculator=drafter)
+        running.add([1, 2, 3], GREEDY)
+        drafter.proposer.pool.drafter.turnaround.note(seconds)
+        for _ in range(4):
+            running.step()
+        drafter.proposer._passes = 0
+        drafter.proposer._refresh(1)
+        aheads.append(drafter.proposer.ahead)
+        running.cancel("0")
+        service.close()
+    assert aheads[0] < aheads[1]
