@@ -89,7 +89,6 @@ class Encoder:
         """
         return self._batched(rows, segments, lambda batch: torch.sigmoid(self.model(**batch).logits))
 
-    @torch.inference_mode()
     def _batched(self, rows: Any, segments: Any, run: Any) -> list[NDArray[np.float32]]:
         """Run rows of similar length together, in batches of _BATCH_TOKENS with their padding."""
         results: list[Any] = [None] * len(rows)
@@ -99,7 +98,8 @@ class Encoder:
             while count < len(order) and (count + 1) * len(rows[order[count]]) <= _BATCH_TOKENS:
                 count += 1
             indices, order = order[:count], order[count:]
-            outputs = run(self._inputs(rows, segments, indices)).float().cpu().numpy()
+            with torch.inference_mode():
+                outputs = run(self._inputs(rows, segments, indices)).float().cpu().numpy()
             for index, output in zip(indices, outputs, strict=True):
                 results[index] = output
         return results

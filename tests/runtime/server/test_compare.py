@@ -25,7 +25,7 @@ from tests import tiny_models
 from tests.runtime.server.real import refused
 from tests.runtime.server.test_live import running_app, until
 
-CONTEXT, TOKENS = "one two three four five six seven", [7, 3, 9, 200, 5, 5, 31]
+CONTEXT, TOKENS = "one two three four five six seven " * 3, [7, 3, 9, 200, 5, 5, 31]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,9 @@ def test_the_kl_of_each_token_is_that_of_the_models(served, folders):
     """Brute force: the logits of the whole prompt of both models, the KL as a sum in float64."""
     url, llms = served
     answer = post(url).raise_for_status().json()
-    again = post(url).json()  # the context comes from the prefix cache now
+    hits = httpx.get(f"{url}/attar/state").json()["prefix_hits"]
+    again = post(url).json()
+    assert llms[0].engine.scheduler.manager.stats.hit >= hits + 16, "the context comes from the prefix cache"
     prompt = [*llms[0].encode(CONTEXT), *TOKENS]
     rows = [
         next(prompt_logits(LLM(folder, kv_tokens=512).engine.runner, [prompt])).double().softmax(-1)
@@ -143,7 +145,7 @@ def test_it_needs_the_key_and_a_client_that_leaves_stops_it(folders):
 
         llms[1].engine.step = slow_step
         key = {"Authorization": "Bearer long-enough"}
-        body = {"prompt": CONTEXT * 2, "token_ids": TOKENS * 6}
+        body = {"prompt": CONTEXT, "token_ids": TOKENS * 6}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/attar/compare", json=body, headers=key, timeout=httpx.Timeout(10, read=0.2))
         until(lambda: all(llm.engine.idle for llm in llms))

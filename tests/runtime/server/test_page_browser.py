@@ -18,8 +18,10 @@ from playwright.sync_api import expect, sync_playwright
 from attar.runtime.server.app import create_app
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import SLOW, FakeBackend, FakeTokenizer
+from tests.runtime.server.test_compare import folders, serving_two
 from tests.runtime.server.test_live import running_app, until
 
+__all__ = ["folders"]  # a fixture
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 KEY = "a-key-of-its-own"
@@ -200,6 +202,29 @@ def test_a_server_that_goes_and_comes_back(browser):
         button(page, "Regenerate").click()
         says(page, "answered")
     page.close()
+
+
+@pytest.mark.slow
+def test_two_models_side_by_side(browser, folders):
+    with serving_two(folders) as (url, _), opened(browser, url, key="") as page:
+        says(page, "ready")
+        expect(page.locator("#compare-name")).to_have_text("two")
+        button(page, "Settings").click()
+        page.fill("#set-max_tokens", "20")
+        page.fill("#set-temperature", "0")
+        page.keyboard.press("Tab")
+        page.check("#compare")
+        send(page, "one two three")
+        says(page, "answered")
+        expect(page.locator(".answer")).to_have_count(2)
+        assert page.locator(".answer mark").count() >= 2
+        expect(page.locator(".pair")).to_have_text(re.compile(r"second model is \d\.\d+ nats a token away"))
+        button(page, "Tokens").click()
+        page.get_by_label("What the tokens show").select_option("divergence")
+        page.press(".tokens", "ArrowRight")
+        expect(page.locator(".detail")).to_have_text(re.compile(r"in the second model, KL \d\.\d{4} nats"))
+        assert page.locator(".token").first.evaluate("node => node.style.getPropertyValue('--shade')") != "0"
+        assert not [one for one in Axe().run(page).response["violations"] if one["impact"] == "serious"]
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

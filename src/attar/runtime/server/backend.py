@@ -153,12 +153,20 @@ class EngineBackend:
         )
 
     def score(
-        self, prompt: Sequence[int], start: int, observe: PromptObserver, *, id: str, salt: str = ""
+        self,
+        prompt: Sequence[int],
+        start: int,
+        observe: PromptObserver,
+        *,
+        id: str,
+        salt: str = "",
+        deadline_s: float | None = None,
     ) -> AsyncIterator[Event]:
         """Runs a prompt; ``observe`` gets the logits that follow each of its tokens from ``start`` on, but
         the last."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        return self._streams.stream(prompt, params, id=id, salt=salt, observe=(start, observe))
+        scored = (start, observe)
+        return self._streams.stream(prompt, params, id=id, salt=salt, deadline_s=deadline_s, observe=scored)
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)

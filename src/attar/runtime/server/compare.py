@@ -41,7 +41,14 @@ class ScoringBackend(Protocol):
     """A backend whose engine is in this process."""
 
     def score(
-        self, prompt: Sequence[int], start: int, observe: PromptObserver, *, id: str, salt: str = ""
+        self,
+        prompt: Sequence[int],
+        start: int,
+        observe: PromptObserver,
+        *,
+        id: str,
+        salt: str = "",
+        deadline_s: float | None = None,
     ) -> AsyncIterator[Event]:
         """See :meth:`attar.runtime.server.backend.EngineBackend.score`."""
 
@@ -90,10 +97,13 @@ def add_compare(router: APIRouter, first: Service, second: Service) -> None:
         with first.admission.preparing(2, caller):
             context = await _context(first, body)
             prompt = second.check_prompt(first.check_prompt([*context, *body.token_ids]))
-            try:
+
+            async def in_turn() -> list[ComparedToken]:
                 async with turn:
-                    scoring = score(first, second, prompt, len(context), caller.salt)
-                    tokens = await unless_disconnected(scoring, request)
+                    return await score(first, second, prompt, len(context), caller.salt)
+
+            try:
+                tokens = await unless_disconnected(in_turn(), request)
             except AttarError as error:
                 raise api_error(error, first.admission.retry_s()) from error
             finally:
@@ -112,7 +122,7 @@ async def score(
         ApiError: a model failed.
         AttarError: an engine refuses the prompt.
     """
-    pairs = LogitPairs(first, prompt, start, min(first.backend.vocabulary, second.backend.vocabulary))
+    pairs = LogitPairs(first, prompt, min(first.backend.vocabulary, second.backend.vocabulary))
     async with asyncio.TaskGroup() as tasks:
         for side, service in enumerate((first, second)):
             tasks.create_task(_run(service, prompt, start - 1, pairs.observer(side), salt))
@@ -122,7 +132,10 @@ async def score(
 async def _run(service: Service, prompt: list[int], start: int, observe: PromptObserver, salt: str) -> None:
     backend: Any = service.backend
     scoring: ScoringBackend = backend
-    async for event in scoring.score(prompt, start, observe, id=f"score-{uuid4().hex}", salt=salt):
+    id, seconds = f"score-{uuid4().hex}", service.settings.request_s or None
+    async for event in scoring.score(prompt, start, observe, id=id, salt=salt, deadline_s=seconds):
+        if event.finish_reason == "deadline":
+            raise ApiError(503, "the comparison takes longer than --request-s allows", code="cancelled")
         if event.finish_reason in ("error", "cancelled", "capacity"):
             raise ApiError(500, f"{service.model} failed on the comparison; the server's log has the reason")
 
@@ -137,13 +150,8 @@ class LogitPairs:
         results: by index of the token in the prompt.
     """
 
-    def __init__(self, service: Service, prompt: Sequence[int], start: int, vocabulary: int) -> None:
-        self._threads, self._prompt, self._start, self._vocabulary = (
-            service.threads,
-            prompt,
-            start,
-            vocabulary,
-        )
+    def __init__(self, service: Service, prompt: Sequence[int], vocabulary: int) -> None:
+        self._threads, self._prompt, self._vocabulary = service.threads, prompt, vocabulary
         self._lock = Lock()
         self._waiting: dict[int, Tensor] = {}  # logits of the model that is ahead
         self.results: dict[int, Future[ComparedToken]] = {}

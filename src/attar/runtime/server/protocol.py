@@ -7,7 +7,7 @@ accepted and ignored. Fields that are not supported (``functions``, ``suffix``, 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -279,15 +279,6 @@ class ChatMessage(StrictModel):
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
-class ChatOptionFields(Protocol):
-    """What requests with messages share."""
-
-    messages: list[ChatMessage] | None
-    chat_template_kwargs: dict[str, Any] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
 def check_variables(variables: dict[str, Any]) -> None:
     """Raise an error for ``chat_template_kwargs`` that a client may not set."""
     for name in variables:
@@ -295,8 +286,12 @@ def check_variables(variables: dict[str, Any]) -> None:
             raise field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
 
 
-def check_chat_options(body: ChatOptionFields) -> None:
-    """Raise an error that names the field for options of the chat template that do not go together."""
+def check_chat_options(body: Any) -> None:
+    """Raise an error that names the field for options of the chat template that do not go together.
+
+    Args:
+        body: a request with messages.
+    """
     check_variables(body.chat_template_kwargs or {})
     if body.continue_final_message and body.add_generation_prompt:
         message = "the last message goes on, so no other begins: not both of them"

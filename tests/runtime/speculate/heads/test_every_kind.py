@@ -42,9 +42,9 @@ SETUPS = {
     "modules": ("llama3", "modules", {"blocks": 30, "block_size": 4}),
     "window": ("mistral", "modules", {"blocks": 18, "block_size": 4}),
     "int8": ("llama3", "modules", {"blocks": 30, "block_size": 4, "kv_dtype": "int8"}),
-    "compiled": ("llama3", "compiled", {"blocks": 10, "kv_dtype": "float32"}),
+    "compiled": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "float32"}),
     "compiled window": ("mistral", "compiled", {"blocks": 7, "kv_dtype": "float16"}),
-    "compiled int8": ("llama3", "compiled", {"blocks": 10, "kv_dtype": "int8"}),
+    "compiled int8": ("llama3", "compiled", {"blocks": 8, "kv_dtype": "int8"}),
 }
 FAST = [
     ("medusa tree", "modules"),
@@ -92,7 +92,9 @@ def speculator_of(name: str, family: str, runner: Any) -> tuple[Speculator, Read
     if case.kind:
         drafter = proposer.head if isinstance(proposer, CombinedProposer) else proposer
         anew = ReadAnew(drafter, proposer_of(replace(case, suffix=False), head, runner))
-    return Speculator(proposer, Restless(), most=10), anew
+    speculator = Speculator(proposer, Restless(), most=10)
+    speculator.prefill.pays = lambda *_: True  # type: ignore[method-assign]  # however few are accepted
+    return speculator, anew
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,8 @@ def test_the_text_is_that_of_plain_decoding(name, setup):
     assert runner.failed or not runner.repeats
     assert moved or not ("tree" in name or "suffix" in name), "a path that is no beginning was accepted"
     if anew is not None and "window" not in setup:
-        assert len(anew.same) > 20 and sum(anew.same) >= 0.97 * len(anew.same), anew.same
+        assert EVERY[name].suffix or len(anew.same) > 10, "where trees promise more, a head is not asked"
+        assert sum(anew.same) >= 0.97 * len(anew.same), anew.same
 
 
 @pytest.mark.parametrize("name", mostly_slow(EVERY, ("dspark",)))
@@ -135,7 +138,7 @@ def test_kivi(name):
     assert speculator.failure is None and speculator.counts.accepted > 3
 
 
-@pytest.mark.parametrize("name", mostly_slow(EVERY, ("eagle3 tree",)))
+@pytest.mark.parametrize("name", mostly_slow(EVERY, ("medusa tree",)))
 def test_coupled_texts_of_fifty_seeds_are_those_of_plain_decoding(name):
     prompt, options = requests_of("llama3", V)[2][0], {"blocks": 400, "block_size": 4}
     requests = [

@@ -43,13 +43,11 @@ class TextWork:
 
     async def encode(self, text: str | list[int]) -> list[int]:
         """Token ids of a text, which must fit."""
-        service, ids = self.service, text
-        longest = self._longest
         if isinstance(text, str):
-            ids = await service.encode_text(text, self.keep)
-        elif self.keep is not None:
-            ids = text[-self.keep :]
-        return service.check_ids(list(ids), longest)
+            ids = await self.service.encode_text(text, self.keep)
+        else:
+            ids = text if self.keep is None else text[-self.keep :]
+        return self.service.check_ids(ids, self._longest)
 
     async def embed(self, texts: Sequence[str | list[int]]) -> list[Vector]:
         """Embeddings of length 1, a slice at a time."""

@@ -7,7 +7,7 @@ let chat = newChat(), running = null, state = null;
 const tokens = new WeakMap(), rows = new WeakMap();
 
 function showChat() {
-  $("log").replaceChildren(...(chat.messages.length ? chat.messages.map(messageNode) : [emptyNode()]));
+  $("log").replaceChildren(...(chat.messages.length ? chat.messages.map((message) => rows.get(message) || messageNode(message)) : [emptyNode()]));
   $("system").value = chat.system;
   $("log").scrollTop = $("log").scrollHeight;
 }
@@ -112,6 +112,7 @@ function ask(text) {
 
 function requestOf(messages) {  // the path and the body that ask for an answer to the messages
   const settings = readSettings(), body = {model: state.model, ...samplingOf(settings)};
+  messages = messages.filter((message) => message.content);  // an answer that failed at once has none
   if (settings.record) body.attar = {tokens: true};
   if (state.chat) {
     body.messages = messages.map(({role, content}) => ({role, content}));

@@ -2,11 +2,12 @@
 
 const MOST_WORDS = 1500;  // of an answer that are compared word by word
 
-function words(text) {
-  return text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
+function words(text) {  // words and signs, each with the space after it
+  return text.match(/^\s+|[\p{L}\p{N}_]+\s*|[^\s\p{L}\p{N}_]\s*/gu) || [];
 }
 
 function differences(one, two) {  // for each of two word lists: which words the other does not have there
+  [one, two] = [one, two].map((list) => list.map((word) => word.trim()));
   let start = 0, end = 0;
   const most = Math.min(one.length, two.length);
   while (start < most && one[start] === two[start]) start++;
@@ -33,8 +34,7 @@ function marked(list, marks) {  // nodes: runs of words that differ are in <mark
   let run = "", on = false;
   const close = () => { if (run) nodes.push(on ? el("mark", null, run) : run); run = ""; };
   list.forEach((word, index) => {
-    const now = marks[index] && (word.trim() !== "" || on);
-    if (now !== on) { close(); on = now; }
+    if (marks[index] !== on) { close(); on = marks[index]; }
     run += word;
   });
   close();

@@ -24,6 +24,7 @@ function showEngine(state) {
     ["keys and values", state.kv_dtype || "?"],
     ["prompt tokens from the cache", state.prefix_queries ? percent(state.prefix_hits / state.prefix_queries) : "none yet"]];
   $("load").replaceChildren(...rows.flatMap(([name, value]) => [el("dt", null, name), el("dd", null, String(value))]));
+  $("blocks").hidden = !state.blocks;
   if (state.blocks) showBlocks(state.blocks);
   showAcceptance(state.speculation);
 }
@@ -47,13 +48,14 @@ function showBlocks(blocks) {
 
 function boxColours() {
   const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(["hair", "p1", "p2", "p3", "paper", "ink"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  return Object.fromEntries(["soft", "p1", "p2", "p3", "paper", "ink"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
 function drawBlock(brush, letter, x, y, size, colours) {
   const state = letter.toLowerCase(), inner = size - 2;
   brush.lineWidth = 1;
-  brush.strokeStyle = {f: colours.hair, o: colours.p1, s: colours.p2, c: colours.p3}[state];
+  brush.globalAlpha = state === "f" ? 0.4 : 1;
+  brush.strokeStyle = {f: colours.soft, o: colours.p1, s: colours.p2, c: colours.p3}[state];
   brush.fillStyle = brush.strokeStyle;
   if (state === "o" || state === "s") brush.fillRect(x + 0.5, y + 0.5, inner, inner);
   else brush.strokeRect(x + 1, y + 1, inner - 1, inner - 1);

@@ -43,6 +43,7 @@ async function readState() {
   answers(true);
   say("ready");
   $("model").textContent = state.model;
+  document.title = `${state.model} · attar`;
   $("prompt").placeholder = state.chat ? "Message" : "Text to continue";
   $("prompt-label").textContent = $("prompt").placeholder;
   $("compare-row").hidden = !state.compare;

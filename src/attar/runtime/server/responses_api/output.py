@@ -47,8 +47,8 @@ class ResponseOutput:
         self._texts: list[str] = []  # of the last item
         self._number, self._begun, self._open = 0, False, False
         self._reasoning_tokens = 0
-        self._status, self._incomplete = "in_progress", None
-        self._incomplete: dict[str, str] | None
+        self._status = "in_progress"
+        self._incomplete: dict[str, str] | None = None
 
     def body(self, events: list[list[Event]]) -> dict[str, Any]:
         """The whole response."""
@@ -112,7 +112,8 @@ class ResponseOutput:
 
     def _begin_text(self, kind: str) -> list[Chunk]:
         item: dict[str, Any] = {"type": kind, "id": _new_id(kind), "status": "in_progress", "content": []}
-        item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item |= more
         added = self._begin(item)
         return [added, self._part("response.content_part.added", _part(kind, ""))]
 
@@ -197,7 +198,7 @@ def items_of(answer: dict[str, Any]) -> Sequence[dict[str, Any]]:
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    extra = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
     return {"type": _TEXT[kind], "text": text, **extra}
 
 

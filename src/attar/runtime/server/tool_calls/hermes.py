@@ -16,8 +16,8 @@ class HermesCalls(CallParser):
 
     def __init__(self, tools: dict[str, Any]) -> None:
         super().__init__(tools)
-        self._held, self._object, self._after = "", None, False
-        self._object: CallObject | None
+        self._held, self._after = "", False
+        self._object: CallObject | None = None
         self._lead = ""  # blanks before the object
 
     def read(self, piece: str) -> None:

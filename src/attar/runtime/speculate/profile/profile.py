@@ -81,9 +81,8 @@ class FixedPolicy(DraftPolicy):
         if feedback and not prompt_tokens:
             drafts = sum(len(one.draft) for one in feedback if one.draft is not None)
             self.latency.note_target(len(feedback), len(feedback) + drafts, seconds)
-
-    def forget(self, sequence: int) -> None:
-        pass
+        for one in feedback:
+            self._learn(one)  # which of two drafters a sequence is left to
 
 
 class MeteredProposer:
