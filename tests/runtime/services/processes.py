@@ -8,7 +8,9 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from tests.runtime.server.test_process import ready, until
+import httpx
+
+from tests.runtime.server.test_process import until
 
 
 @contextmanager
@@ -31,3 +33,11 @@ def service(folder, name, *options, model="attar:tiny", port=0, grpc_port=0):
     finally:
         child.kill()
         child.wait()
+
+
+def ready(url):
+    """Whether it takes requests."""
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -267,6 +268,21 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
         loop.call_soon_threadsafe(done.set)
         task.result(5)
         target.idle()
+
+
+def test_one_trace_id_through_target_and_drafter(caplog):
+    caplog.set_level("INFO", logger="attar.server")
+    with (
+        target_server() as (port, target),
+        draft_server() as (draft, service),
+        coordinating(port, draft) as coordinator,
+    ):
+        assert asyncio.run(tokens(coordinator, [3, 1], LONG, "cmpl-17-0")) == [alone([3, 1], LONG)]
+        target.idle()
+        until(lambda: service.running == 0)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "attar.server"]
+    assert {line["role"] for line in lines if line["trace"] == "cmpl-17-0"} == {"target", "draft"}
+    assert next(line for line in lines if line["role"] == "target")["tokens"] == LONG.max_tokens
 
 
 def test_every_field_of_an_event_travels():

@@ -112,7 +112,21 @@ def test_a_late_answer_is_waited_for_once():
     same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=80))])
     service.close()
     counts = drafter.proposer.counts
-    assert counts.late == 1 and counts.waited < 0.5 and drafter.counts.drafts > 0
+    assert counts.late <= 1 and counts.waited < 0.5 and drafter.counts.drafts > 0
+
+
+def test_waits_after_which_no_draft_is_usable_become_rare():
+    """Every offer disagrees with what was committed meanwhile."""
+
+    def other(offer: Offer):
+        return [Offer(offer.request, max(offer.base - 1, 0), tuple(token ^ 1 for token in offer.tokens))]
+
+    service = drafting()
+    drafter = offered(service, other, Waiting())
+    drafter.proposer.policy.latency = Latency({1: 0.002, 64: 0.002})
+    same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=120))])
+    service.close()
+    assert drafter.proposer.usable < 0.6 and drafter.proposer.counts.waits < 20
 
 
 def test_waiting_is_chosen_where_it_gives_more_tokens_a_second():
@@ -132,6 +146,21 @@ def test_depth_is_that_of_the_highest_speed():
     assert best_depth(flat, 1, 8)[0] == 8
     steep = DraftPolicy(Latency({1: 0.010, 2: 0.019, 64: 0.6}))
     assert best_depth(steep, 1, 8)[0] == 1
+
+
+def test_guesses_that_come_too_late_are_made_longer():
+    """One token pays in a pass, and offers come two passes late: they must be longer to be of use."""
+    service, held = drafting(), []
+
+    def late(offer: Offer):
+        held.append(offer)
+        return [held.pop(0)] if len(held) > 2 else []
+
+    drafter = offered(service, late, Waiting())
+    drafter.proposer.policy.latency = Latency({1: 0.002, 2: 0.0021, 64: 0.2})
+    same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=120))])
+    service.close()
+    assert drafter.proposer.ahead > 2 and drafter.counts.drafts > 0
 
 
 def test_guesses_go_farther_where_answers_take_longer():

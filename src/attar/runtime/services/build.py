@@ -12,12 +12,11 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.services.draft_service import DraftService
 from attar.runtime.services.messages import MOST_AHEAD, VERSION, Hello, Offer
-from attar.runtime.services.offer_proposer import DrafterPool, OfferProposer
+from attar.runtime.services.offer_proposer import DrafterPool, OfferPolicy, OfferProposer
 from attar.runtime.services.offers import Outcome
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
-from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
 from attar.runtime.speculate.self_speculation import vocabulary_of
 from attar.runtime.speculate.settings import SpeculationSettings
@@ -89,7 +88,7 @@ def offer_speculator(
     features = getattr(loaded.runner, "features", {})
     check_together({**features, "speculation": ("draft_endpoint", "given")})
     most = min(drafts or MOST_DRAFTS, MOST_AHEAD)
-    policy = DraftPolicy(Latency(by_tokens(measure(loaded.runner)), settle=SETTLE), most)
+    policy = OfferPolicy(Latency(by_tokens(measure(loaded.runner)), settle=SETTLE), most)
     proposer = OfferProposer(policy, vocabulary_of(loaded), most=most)
     proposer.pool = pool(hello_of_model("target", loaded), proposer.offer)
     mode = cast(VerificationMode, verification or "coupled")

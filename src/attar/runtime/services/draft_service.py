@@ -21,6 +21,7 @@ from typing import Protocol
 from attar.errors import AttarError
 from attar.runtime.services.draft_session import DraftSession
 from attar.runtime.services.messages import Close, Commit, Offer, Open, Ping, Pong, ServiceMessage
+from attar.runtime.services.trace import log_request
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import DraftRequest, Proposer
 
@@ -151,7 +152,7 @@ class DraftService:
             session = self._sessions.pop(key, None)
             if session is not None:
                 self.proposer.forget(session.number)
-                logger.debug("%s: %d offers, %d tokens", session.trace, session.offered, session.length)
+                log_request("draft", session.trace, offers=session.offered, tokens=session.length)
 
     def _round(self) -> bool:
         """Draft for the sessions that want it; false where none does."""

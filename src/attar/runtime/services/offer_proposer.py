@@ -22,6 +22,7 @@ Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from attar.runtime.speculate.target import PAST_END
 MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8
 REFRESH = 16  # passes between two choices of ``ahead``
+LEARN, RECOVER = 1 / 4, 32  # weight of a wait in ``usable``; passes with ready drafts until it is forgotten
 
 
 class Drafter(Protocol):
@@ -117,6 +119,15 @@ class OfferCounts:
     waited: float = 0.0
 
 
+class OfferPolicy(DraftPolicy):
+    """The policy of drafts that other processes make: a pass without a draft rests nobody, for drafters draft
+    on while it runs. Waiting is bounded by the budget alone."""
+
+    def passes_to_skip(self, batch: int, proposing: float) -> int:
+        """Passes to skip: none while the budget lasts."""
+        return self.budget.closed_passes
+
+
 class OfferProposer:
     """Proposes what drafters offer.
 
@@ -126,6 +137,8 @@ class OfferProposer:
         clock: seconds.
 
     Attributes:
+        ahead: tokens that drafters may offer beyond the committed ones.
+        usable: share of the waits after which there was a draft: an offer on an older length may disagree.
         pool: the drafters, which need ``offer`` before they can be made; set it before the first pass.
     """
 
@@ -143,7 +156,7 @@ class OfferProposer:
         self.policy, self.most, self.name, self.clock = policy, most, name, clock
         self.pool: DrafterPool | None = None
         self.offers, self.counts = Offers(vocabulary), OfferCounts()
-        self.ahead = FIRST_AHEAD
+        self.ahead, self.usable = FIRST_AHEAD, 1.0
         self._changed = Condition()
         self._numbers = itertools.count(1)
         self._sequences: dict[int, OfferedSequence] = {}
@@ -156,9 +169,9 @@ class OfferProposer:
             outcome = self.offers.put(offer)
             self.counts.outcomes[outcome] += 1
             one = self._by_request.get(offer.request)
-            if outcome != "new" or one is None:
+            if outcome == "wrong" or one is None:
                 return outcome
-            if one.unanswered is not None and offer.base >= one.answers:
+            if one.unanswered is not None and offer.base >= one.answers:  # a stale offer answers, too
                 if one.answers > one.opened:  # the first answer takes a prefill
                     one.drafter.turnaround.note(self.clock() - one.unanswered)
                 one.unanswered = None
@@ -258,19 +271,26 @@ class OfferProposer:
             if self.offers.draft(one.request, request.tokens):
                 ready += 1
             elif one.unanswered is not None and (seconds := one.drafter.turnaround.expected) is not None:
-                expected.append((one.unanswered + seconds - now, one))
-        expected = sorted((pair for pair in expected if 0 < pair[0] <= MOST_WAIT), key=lambda pair: pair[0])
+                expected.append((one.unanswered + seconds - now, one, request.tokens))
+        expected = sorted((row for row in expected if 0 < row[0] <= MOST_WAIT), key=lambda row: row[0])
+        if ready:
+            self.usable += (1 - self.usable) / RECOVER
         rates = self.policy.acceptance.rates(-1, 0, self.most) if expected else []
-        seconds = best_wait([wait for wait, _ in expected], ready, len(requests), rates, self.policy)
+        rates = [self.usable * rate for rate in rates[:1]] + rates[1:]
+        seconds = best_wait([wait for wait, _, _ in expected], ready, len(requests), rates, self.policy)
         if not seconds:
             return
-        awaited = [one for wait, one in expected if wait <= seconds]
+        awaited = [one for wait, one, _ in expected if wait <= seconds]
         until = now + seconds
         while any(one.unanswered is not None for one in awaited) and (left := until - self.clock()) > 0:
             self._changed.wait(left)
         self.counts.waits += 1
         self.counts.waited += self.clock() - now
         self.counts.late += any(one.unanswered is not None for one in awaited)
+        usable = sum(
+            bool(self.offers.draft(one.request, tokens)) for _, one, tokens in expected[: len(awaited)]
+        )
+        self.usable += (usable / len(awaited) - self.usable) * LEARN
 
     def _refresh(self, batch: int) -> None:
         """Choose how far drafters should guess."""
@@ -278,11 +298,12 @@ class OfferProposer:
         if self._passes % REFRESH != 1 or not self.policy.latency.known:
             return
         depth, gain = best_depth(self.policy, batch, self.most)
-        passed = 0.0
         turnarounds = [one.drafter.turnaround.mean for one in self._sequences.values()]
-        if known := [seconds for seconds in turnarounds if seconds is not None]:
+        known = [seconds for seconds in turnarounds if seconds is not None]
+        passed = float(FIRST_AHEAD)
+        if known:
             passed = max(known) / self.policy.latency.target(batch, batch * (1 + depth)) * (1 + gain)
-        self.ahead = max(min(depth + round(min(passed, MOST_AHEAD)), MOST_AHEAD), 1)
+        self.ahead = min(depth + math.ceil(min(passed, MOST_AHEAD)), MOST_AHEAD)
 
 
 def sampling_of(completion: Completion, length: int) -> DraftSampling:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -40,6 +41,7 @@ from attar.runtime.services.messages import (
 )
 from attar.runtime.services.offer_proposer import Drafter
 from attar.runtime.services.offers import Outcome
+from attar.runtime.services.trace import log_request
 from attar.runtime.services.turnaround import Turnaround
 
 MOST_REQUESTS = 4096  # of a coordinator at a time
@@ -185,10 +187,12 @@ class CoordinatorStream:
 
     async def _run(self, message: Submit) -> None:
         streams, id = self.service.streams, message.id
+        began, tokens = time.monotonic(), 0
         try:
             assert streams is not None, "the engine has not started"
             options = {"priority": message.priority, "deadline_s": message.deadline_s, "salt": message.salt}
             async for event in streams.stream(message.prompt, message.params, id=id, **options):  # type: ignore[arg-type]
+                tokens += len(event.token_ids)
                 self.send(EventMessage.of(event))
         except Exception as failure:
             if not isinstance(failure, AttarError):
@@ -196,6 +200,7 @@ class CoordinatorStream:
             self.send(Refusal.of(id, failure))
         finally:
             del self._requests[id], self.service.owners[id]
+            log_request("target", id, tokens=tokens, seconds=round(time.monotonic() - began, 6))
 
     def _cancel(self, id: str) -> None:
         if id in self._requests:
