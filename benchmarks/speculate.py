@@ -2,6 +2,7 @@
 
     python benchmarks/speculate.py --parts ngram            n-grams over code, text only (seconds)
     python benchmarks/speculate.py --parts suffix           suffix trees over code, text only (seconds)
+    python benchmarks/speculate.py --parts asking           what asking costs where nothing is drafted
     python benchmarks/speculate.py --parts tiny             attar:tiny, each method and K, and as chosen
     python benchmarks/speculate.py --parts oracle           a 1.1 B-shaped target, acceptance as given
     python benchmarks/speculate.py --parts random           where drafts fail, or are always wrong
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
+from speculate_asking import print_asking_figures
 from speculate_cases import Oracle, print_ngram_figures, print_policy_figures, print_suffix_figures
 from speculate_pair import generated, print_pair
 
@@ -82,6 +84,11 @@ def suffix(arguments: argparse.Namespace) -> None:
     for most in (4, 8, 16):
         print_suffix_figures(count=arguments.prompts * 2, length=1500, most=most)
     print_policy_figures(count=arguments.prompts, length=1000)
+
+
+def asking(arguments: argparse.Namespace) -> None:
+    """Of attar:tiny."""
+    print_asking_figures(runs=4 * arguments.rounds)
 
 
 def tiny(arguments: argparse.Namespace) -> None:
@@ -203,6 +210,7 @@ def transformers(arguments: argparse.Namespace) -> None:
 PARTS = {
     "ngram": ngram,
     "suffix": suffix,
+    "asking": asking,
     "tiny": tiny,
     "oracle": oracle,
     "random": noise,

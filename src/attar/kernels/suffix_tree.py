@@ -79,6 +79,8 @@ class CompiledSuffixTree:
             address = buffer.buffer_info()[0]
         below = None if others is None else others._tree
         n = _checked(self._draft(self._tree, text, address, count, below, most, self._out_at))
+        if not n:
+            return [], [], []
         out = self._out
         return out[:n], out[most : most + n], out[2 * most : 2 * most + n]
 

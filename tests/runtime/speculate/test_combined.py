@@ -17,6 +17,7 @@ from attar.runtime.speculate.combined import MERGED, CombinedProposer, combined,
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.profile.profile import MeteredProposer
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer
@@ -162,6 +163,14 @@ def test_the_head_s_step_is_not_learnt_from_passes_without_it() -> None:
     completions(running, REQUESTS[:1])
     assert Counting.asked == before and running.speculator.counts.accepted > 10  # type: ignore[union-attr]
     assert subject.latency.draft(1) == 5.0
+
+
+def test_trees_are_asked_where_the_proposer_is_metered_too() -> None:
+    """``attar bench`` and the benchmarks measure heads with trees so."""
+    proposer = CombinedProposer(Counting([]), SuffixProposer())  # type: ignore[arg-type]
+    subject = Speculator(MeteredProposer(proposer), policy(begin=5.0), most=8)
+    completions(engine(Looping(blocks=400), speculator=subject), REQUESTS[:1])
+    assert any(kind // LEVELS >= GROUP for kind in subject.policy.acceptance._all)
 
 
 @pytest.mark.parametrize("seed", range(3))

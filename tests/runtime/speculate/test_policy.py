@@ -10,6 +10,7 @@ import pytest
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import (
+    ASKING,
     BUDGET,
     FIRST,
     LOSS,
@@ -183,11 +184,47 @@ def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
     assert max(gaps) == PLAIN_EVERY + 1
 
 
-def test_time_spent_asking_is_charged():
+@pytest.mark.parametrize("seconds", [ASKING / 2, 0.05, 0.5])
+def test_asking_in_vain_is_paid_by_pauses_and_what_they_cannot_pay_is_charged(seconds):
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
-    for _ in range(100):
-        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=0.1)
-    assert not policy.open
+    passes, asked = 0, 0.0
+    while passes < 300 and policy.open:
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=seconds)
+        passes, asked = passes + 1 + policy.passes_to_skip(1, seconds), asked + seconds
+    assert policy.open == (seconds < 0.1) == (policy.budget.left == BUDGET)
+    assert asked <= ASKING * passes + (0 if policy.open else BUDGET)
+
+
+def test_drafts_are_charged_with_the_time_that_passes_take_in_the_mean():
+    """Half of the passes are slow, with or without drafts: that is no draft's fault."""
+    policy, noise = DraftPolicy(Latency({1: 1.0, 5: 1.2, 16: 2.0}), MOST), random.Random(0)
+    for turn in range(200):
+        draft = Draft.chain([7] * 4) if turn % 5 else None
+        path = (1,) if draft and turn % 2 else ()
+        seconds = (1.2 if draft else 1.0) * noise.choice((0.7, 1.3))
+        policy.note([DraftFeedback(0, draft, path, [7] * (len(path) + 1))], seconds)
+        assert policy.budget.left > BUDGET / 2
+    policy.note([DraftFeedback(0, Draft.chain([7] * 4), (), [7])], 900.0)
+    assert policy.budget.left > BUDGET / 2, "nor a hiccup"
+
+
+def test_what_a_confident_proposer_would_not_draft_counts_as_rejected():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    for turn in range(400):
+        sure = turn % 2 == 0
+        draft, path = (Draft.chain([7, 7]), (1, 2)) if sure else (None, ())
+        feedback = DraftFeedback(0, draft, path, [7] * (len(path) + 1), doubted=2 if sure else 0)
+        policy.note([feedback], 1.0, drafting=0.01)
+    first, second, third = policy.acceptance.rates(0, 0, 3)
+    assert first == pytest.approx(0.5, abs=0.05) and second > 0.9 and third < 0.1
+    policy.note([DraftFeedback(0, Draft.chain([7, 7]), (1,), [7, 7], doubted=2)], 1.0)
+    assert policy.acceptance.rates(0, 0, 3)[2] == pytest.approx(third, abs=0.05), "its turn did not come"
+
+
+def test_a_proposal_with_drafts_is_charged():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.0}), MOST)
+    policy.note([DraftFeedback(0, Draft.chain([7]), (), [1])], 1.0, drafting=0.5)
+    assert policy.budget.left == pytest.approx(BUDGET - 0.5 + LOSS)
 
 
 def test_trees_are_cut_to_the_nodes_that_pay():
@@ -252,6 +289,19 @@ def test_what_was_true_long_ago_is_forgotten():
             acceptance.note(0, 1, accepted)
     assert acceptance.rates(0, 0, 1)[0] < 0.15
     assert acceptance.rates(1, 0, 1)[0] < 0.6, "the pool too, later"
+
+
+def test_a_pass_stakes_half_of_the_budget():
+    policy = DraftPolicy(Latency({1: 1.0, 11: 6.0}), MOST)
+    for depth in range(1, 11):
+        for _ in range(200):
+            policy.acceptance.note(0, kind_of(0, depth), True)
+    lengths = []
+    for _ in range(6):
+        (count,) = drafted(policy, [0], [10])
+        lengths.append(count)
+        policy.budget.note(1.0 + count / 2, 1.0)
+    assert lengths[:3] == [5, 2, 1] and policy.budget.open and policy.budget.left > 0
 
 
 def test_a_closed_budget_says_how_long_it_stays_so() -> None:
@@ -322,9 +372,10 @@ def test_what_begins_a_round_is_charged_and_learnt(begin):
     latency = Latency({1: 1.0, 16: 1.2}, {1: 0.05}, begin={1: begin})
     policy = DraftPolicy(latency, MOST)
     assert (drafted(policy, [0])[0] > 1) == (begin < 1), "but for a trial, none pays for three passes"
+    real = 0.8 * (latency.draft(1, first=True) + 3 * latency.draft(1))
     for _ in range(200):
-        latency.note_draft(1, 0.7, 4)
-    assert latency.draft(1, first=True) + 3 * latency.draft(1) == pytest.approx(0.7, rel=0.05)
+        latency.note_draft(1, real, 4)
+    assert latency.draft(1, first=True) + 3 * latency.draft(1) == pytest.approx(real, rel=0.05)
     assert latency.draft(1) == 0.05, "a step is a step"
 
 

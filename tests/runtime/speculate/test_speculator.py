@@ -12,7 +12,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
+from attar.runtime.speculate.policy import ASKING, BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
 from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
@@ -183,9 +183,9 @@ def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
 
 
 def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
-    cheap, _ = asked_in(40, LOSS / 2)
+    cheap, _ = asked_in(40, ASKING / 2)
     assert all(cheap[:-1]), "the last token needs no drafts"
-    dear, _ = asked_in(40, 4.5 * LOSS)
+    dear, _ = asked_in(40, 4.5 * ASKING)
     assert [index for index, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
     assert [index for index, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
@@ -210,7 +210,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
         rounds.append(clock.spend(0.1 if rounds else 50.0, propose)(wishes)) or rounds[-1]
     )
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}, {1: 0.05}), most=4)
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.0}, {1: 0.05}), most=4)
     running = engine(runner, speculator=Speculator(oracle, policy, most=4, clock=clock))
     running.add(*requests[0])
     running.step()
@@ -299,7 +299,7 @@ def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
 @pytest.mark.parametrize("asking", [1.0, 1.5, 3.5])
 def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(asking * LOSS, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(asking * ASKING, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     note, credited = policy.budget.note, []

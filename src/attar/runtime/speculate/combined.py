@@ -38,32 +38,37 @@ class CombinedProposer:
 
     Args:
         head: any proposer that is not free.
-        tree: drafts for the same requests, in microseconds.
+        suffixes: trees that draft for the same requests, in microseconds.
     """
 
     free, learns_tree = False, False
 
-    def __init__(self, head: TimedProposer, tree: SuffixProposer) -> None:
-        self.head, self.tree, self.name = head, tree, f"{head.name}+{tree.name}"
+    def __init__(self, head: TimedProposer, suffixes: SuffixProposer) -> None:
+        self.head, self.suffixes, self.name = head, suffixes, f"{head.name}+{suffixes.name}"
         self.draws, self.most, self.branches = head.draws, head.most, head.branches
         self.confident, self.trees = head.confident, head.trees
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """The head's drafts; ``tree`` is asked before, and for all sequences."""
+        """The head's drafts; ``suffixes`` are asked before, and for all sequences."""
         return self.head.propose(requests)
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         self.head.observe(feedback)
-        self.tree.observe(feedback)
+        self.suffixes.observe(feedback)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
         self.head.forget(sequence)
-        self.tree.forget(sequence)
+        self.suffixes.forget(sequence)
 
     def times(self) -> DraftTimes:
         """The head's."""
         return self.head.times()
+
+
+def free_part(proposer: Proposer) -> Proposer | None:
+    """What takes almost no time to ask: a free proposer, or the trees of a combined one."""
+    return proposer if proposer.free else getattr(proposer, "suffixes", None)
 
 
 def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple[str, ...]:
@@ -71,7 +76,7 @@ def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple
     have kinds of their own."""
     if not isinstance(proposer, CombinedProposer):
         return (proposer.name,) * len(path)
-    names, kinds = (proposer.head.name, proposer.tree.name), kinds_of(draft)
+    names, kinds = (proposer.head.name, proposer.suffixes.name), kinds_of(draft)
     return tuple(names[kinds[node - 1] >= GROUP * LEVELS] for node in path)
 
 

@@ -3,10 +3,10 @@
     t(B, n) = curve(n) + offset(B, n)        n tokens of a pass, B sequences
 
 The curve interpolates linearly between the measured sizes and extrapolates with the last slope. The offset is
-the engine's overhead and other errors of the measurement: an exponential moving average (weight WEIGHT) of
-seconds - curve(n), one for each power of two of B and each quarter of an octave of n, with the nearest known
-offset as first value. Of the first ``settle`` plain passes the shortest counts: passes right after a prefill
-take up to three times as long.
+the engine's overhead and other errors of the measurement: a mean of seconds - curve(n) over the first passes,
+then an exponential moving average (weight WEIGHT), one for each power of two of B and each quarter of an
+octave of n, with the nearest known offset as first value. Of the first ``settle`` plain passes the shortest
+counts: passes right after a prefill take up to three times as long.
 
 The curve is measured on one private sequence (or eight) in the first blocks of the pool, which no request
 uses yet. Every size is run once to warm up and then timed, with greedy sampling of its rows; the shortest
@@ -20,6 +20,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 from attar.runtime.sampling.params import SamplingParams
@@ -56,11 +57,8 @@ class Latency:
     ) -> None:
         self._target, self._draft, self._begin = (_Curve(points or {}) for points in (target, draft, begin))
         self._settle, self.reading = settle, reading
-
-    @property
-    def settled(self) -> bool:
-        """Whether enough plain passes were seen."""
-        return self._settle <= 0
+        self.settled = settle <= 0  # whether enough plain passes were seen
+        self._passes: dict[tuple[int, int], float] = {}  # computed since the last pass, by batch and tokens
 
     @property
     def known(self) -> bool:
@@ -72,32 +70,28 @@ class Latency:
 
         ``prompt_tokens``: further tokens of the pass, of prompts; their time is not included.
         """
-        seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
         if prompt_tokens:
-            seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
-        return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
+            return self._computed(batch, tokens, prompt_tokens)
+        seconds = self._passes.get((batch, tokens))
+        if seconds is None:
+            seconds = self._passes[batch, tokens] = self._computed(batch, tokens)
+        return seconds
 
     def draft(self, width: int, first: bool = False) -> float:
         """Seconds of a step of the draft model for ``width`` sequences; the ``first`` begins the round."""
         curves = (self._draft, self._begin) if first else (self._draft,)
         return sum(curve.seconds(width, width, width) for curve in curves if width and curve.known)
 
-    def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
-        """Seconds that drafts added to a pass: measured, outliers clipped; with prompts as expected."""
-        expected = self.target(batch, tokens, prompt_tokens)
-        if prompt_tokens:
-            seconds = expected
-        elif self._target.knows(batch, tokens):
-            seconds = min(seconds, OUTLIER * expected)
-        return seconds - self.target(batch, batch)
-
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """Learn from a pass without prompts."""
-        if self._settle > 0 and tokens == batch:
+        plain = tokens == batch
+        if plain and not self.settled:
             self._settle -= 1
-            self._target.note(batch, tokens, seconds, shortest=True)
-        elif self._settle <= 0:
-            self._target.note(batch, tokens, seconds)
+            self.settled = self._settle <= 0
+            seconds = self._target.note(batch, tokens, seconds, shortest=True)
+        elif self.settled:
+            seconds = self._target.note(batch, tokens, seconds)
+        self._passes = {(batch, tokens): seconds} if plain else {}
 
     def note_draft(self, width: int, seconds: float, steps: int = 1) -> None:
         """Learn from a round of drafts: what its steps are not expected to take is that of its beginning,
@@ -107,6 +101,12 @@ class Latency:
         else:
             self._draft.note(width, width, seconds / steps)
 
+    def _computed(self, batch: int, tokens: int, prompt_tokens: int = 0) -> float:
+        seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
+        if prompt_tokens:
+            seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
+        return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
+
 
 class _Curve:
     """Measured seconds by size, and learnt offsets."""
@@ -115,16 +115,13 @@ class _Curve:
         self._sizes = sorted(points)
         self._seconds = list(accumulate((points[size] for size in self._sizes), max))
         self._offsets: dict[tuple[int, int], float] = {}
+        self._counts: dict[tuple[int, int], int] = {}  # passes that an offset was learnt from
         self._measured: dict[int, float] = {}  # computed once for each size
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # keys with an offset, by batch and size
 
     @property
     def known(self) -> bool:
         return bool(self._sizes or self._offsets)
-
-    def knows(self, batch: int, size: int) -> bool:
-        """Whether it is on the curve, or was run."""
-        return len(self._sizes) > 1 or _key(batch, size) in self._offsets
 
     def seconds(self, batch: int, size: int, total: int) -> float:
         """Of ``total`` tokens with the offset of ``size``; at least half of the measured time."""
@@ -133,22 +130,26 @@ class _Curve:
 
     def measured(self, size: int) -> float:
         """Seconds of a size on the curve."""
-        if size not in self._measured:
-            self._measured[size] = self._interpolated(size)
-        return self._measured[size]
+        seconds = self._measured.get(size)
+        if seconds is None:
+            seconds = self._measured[size] = self._interpolated(size)
+        return seconds
 
-    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> None:
-        """Update an offset; ``shortest``: to the shortest pass so far."""
+    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> float:
+        """Update an offset; ``shortest``: to the shortest pass so far. Returns what is expected now."""
         key, measured = _key(batch, size), self.measured(size)
-        if key not in self._offsets:
-            begin = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
-            self._offsets[key] = begin
+        offset, count = self._offsets.get(key), self._counts.get(key, 0)
+        if offset is None:
+            offset = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
             self._nearest.clear()
-        expected = measured + self._offsets[key]
         if shortest:
-            self._offsets[key] = min(self._offsets[key], seconds - measured)
+            offset = min(offset, seconds - measured)
         else:
-            self._offsets[key] += WEIGHT * (min(seconds, OUTLIER * expected) - expected)
+            expected = measured + offset
+            offset += max(WEIGHT, 1 / (2 + count)) * (min(seconds, OUTLIER * expected) - expected)
+            self._counts[key] = count + 1
+        self._offsets[key] = offset
+        return max(measured + offset, measured / 2)
 
     def _offset(self, batch: int, size: int) -> float:
         """The offset of the nearest key that was run."""
@@ -168,6 +169,7 @@ class _Curve:
         return before + (after - before) * max(size - low, 0) / (high - low)
 
 
+@lru_cache(maxsize=1 << 12)
 def _key(batch: int, size: int) -> tuple[int, int]:
     """Power of two of the batch, quarter of an octave of the size."""
     return (batch - 1).bit_length(), round(4 * math.log2(size))

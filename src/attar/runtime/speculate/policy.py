@@ -4,12 +4,14 @@
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
     speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
     left       min(left + (1 + LOSS) tokens - cost, BUDGET) after each pass: plain passes that may be lost
+    pause      passes without a proposal after one without drafts: its seconds / (ASKING t(B, B))
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
 the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
-2211.17192, section 3.5). Drafts run only where rejecting all costs at most ``left``: T tokens of a sequence
-lose at most BUDGET + LOSS T. Where none pays, one is tried after ``gap`` passes, which a rejection doubles.
+2211.17192, section 3.5). Drafts run only where rejecting all costs at most half of ``left``: T tokens of a
+sequence lose at most BUDGET + LOSS T, and ASKING T by asking in vain. Where none pays, one is tried after
+``gap`` passes, which a rejection doubles.
 
 A proposer that knows more about a draft than rates do, before it is drawn, gets ``least``: a draft with this
 chance of being accepted is worth what the chosen ones take in the mean, at the speed that they reach.
@@ -33,7 +35,8 @@ FIRST = 0.6  # a' of a group that was never drafted
 PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
 DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every draft: over all sequences, of one sequence
 BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
-REOPENS = 0.8  # share of BUDGET: reopened at the first gain, it could not pay for a draft
+REOPENS = 0.2  # share of BUDGET: reopened at the first gain, it could not pay for a draft
+ASKING = 0.0075  # share of the plain time, for proposals without drafts
 PAUSE = 12  # passes without a proposal, at most, after the proposer had no draft
 GAIN = 1.02  # times the plain speed, that drafts must reach
 LEAST = 0.01  # survival of a draft that is considered
@@ -81,6 +84,11 @@ class LossBudget:
 
     def __init__(self, size: float = BUDGET) -> None:
         self.size, self.left, self.open = size, size, True
+
+    @property
+    def stake(self) -> float:
+        """That a pass may lose: drafts get shorter as the budget does, and seldom empty it."""
+        return self.left / 2
 
     @property
     def closed_passes(self) -> int:
@@ -183,26 +191,41 @@ class DraftPolicy:
         ``steps``; 0: as deep as the drafts are, -1: it ran no model."""
         if not feedback:
             return
-        batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
-        tokens, plain = batch + sum(map(len, drafts)), self.latency.target(batch, batch)
-        if plain > 0:
-            extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafts else 0.0
-            proposing = min(drafting / plain, self.budget.size / 2)  # the machine may have stood still
-            self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in feedback) / batch)
+        batch, tokens, accepted, doubted = len(feedback), len(feedback), 0, False
+        drafted = list[DraftFeedback]()
+        for one in feedback:
+            if one.doubted is not None:
+                self._learn_doubt(one, one.doubted)
+                doubted = True
+            if one.draft is not None:
+                drafted.append(one)
+                tokens, accepted = tokens + len(one.draft), accepted + len(one.path)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
-        if drafts and drafting > 0 and steps >= 0:
-            depth = steps or max(len(draft.counts) for draft in drafts)
-            self.latency.note_draft(len(drafts), drafting, depth)
-        self._since_plain = self._since_plain + 1 if drafts else 0
-        for one in feedback:
+        plain = self.latency.target(batch, batch)
+        if plain > 0:
+            extra = self.latency.target(batch, tokens, prompt_tokens) / plain - 1.0
+            proposing = self._charge(drafting, plain) if drafted or doubted else 0.0
+            self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if drafted and drafting > 0 and steps >= 0:
+            depth = steps or max(max(one.draft.depths) for one in drafted if one.draft)
+            self.latency.note_draft(len(drafted), drafting, depth)
+        for one in drafted:
             self._learn(one)
 
     def passes_to_skip(self, batch: int, proposing: float) -> int:
-        """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had)."""
+        """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had).
+        What so many passes do not pay for is charged."""
         plain = self.latency.target(batch, batch) if batch else 0.0
-        drafting = self.open and plain > 0
-        return min(int(proposing / plain / LOSS), PAUSE) if drafting else self.budget.closed_passes
+        if proposing > 0 and plain > 0:
+            asked = self._charge(proposing, plain)
+            pause = min(int(asked / ASKING), PAUSE)
+            if pause == PAUSE:
+                self.budget.note(max(asked - (1 + PAUSE) * ASKING, 0.0), 0.0)
+            if self.open:
+                return pause
+        return self.budget.closed_passes
 
     def speedup(self, sequence: int, draft: int | Draft, width: int = 1) -> float:
         """Expected speedup of one sequence with the best part of a fixed draft, or with the best chain of at
@@ -219,6 +242,10 @@ class DraftPolicy:
     def forget(self, sequence: int) -> None:
         self.acceptance.forget(sequence)
         self._trials.pop(sequence, None)
+
+    def _charge(self, seconds: float, plain: float) -> float:
+        """Its seconds in plain passes, half of the budget at most: the machine may have stood still."""
+        return min(seconds / plain, self.budget.size / 2)
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
         """The chain of a draft model, and siblings of the ranks that were counted before."""
@@ -284,7 +311,7 @@ class DraftPolicy:
                 break
             if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
                 continue
-            if run.add(one).loss > self.budget.left:
+            if run.add(one).loss > self.budget.stake:
                 break
             front.append(one)
             counts[one.row] += 1
@@ -298,7 +325,7 @@ class DraftPolicy:
         trial.running, trial.idle, before = False, trial.idle + 1, run.loss
         if trial.idle < trial.gap:
             return []
-        if run.add(first).loss > self.budget.left:
+        if run.add(first).loss > self.budget.stake:
             run.add(first, -1)
             return []
         cost = run.batch * (run.loss - before)
@@ -318,6 +345,11 @@ class DraftPolicy:
         if trial is not None and trial.running:
             trial.gap = 1 if feedback.path and trial.pays else min(2 * trial.gap, trial.longest)
             trial.running = False
+
+    def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
+        """What a confident proposer would not draft was rejected: depths are chosen before it doubts."""
+        if feedback.path[:drafts] == tuple(range(1, drafts + 1)):
+            self.acceptance.note(feedback.sequence, kind_of(0, drafts + 1), False)
 
 
 class _Pass:

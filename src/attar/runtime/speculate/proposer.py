@@ -43,7 +43,7 @@ class SamplingRules(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftRequest:
     """A sequence to draft for.
 
@@ -72,7 +72,7 @@ class DraftRequest:
     least: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftFeedback:
     """The result of a pass for one sequence.
 
@@ -82,6 +82,7 @@ class DraftFeedback:
         tokens: the new tokens: the accepted drafts and the one after them.
         choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);
             empty where the proposer does not need them.
+        doubted: drafts of a confident proposer after which it ended its chain; None: it had all that it may.
     """
 
     sequence: int
@@ -89,6 +90,7 @@ class DraftFeedback:
     path: tuple[int, ...]
     tokens: Sequence[int]
     choices: Sequence[int] = ()
+    doubted: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attar.runtime.completion import Completion
@@ -15,46 +15,58 @@ from attar.runtime.speculate.proposer import SamplingRules
 from attar.runtime.speculate.verify import VerificationMode
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class SpeculativePass:
-    """A pass of the target with speculation.
+    """A pass of the target with speculation, from its plan on.
 
-    Args:
-        drafts: by sequence.
-        decoding: the sequences that decode.
+    Attributes:
+        decoding: the sequences that decode, by id.
         prompt_tokens: of the pass.
-        drafting: seconds of the proposer; 0 if it was not called.
+        left: tokens that it has room for.
+        drafts: by sequence.
+        doubted: by sequence, as :class:`DraftFeedback` has it.
+        asked: whether the proposer was.
         prefills: whether a draft model prefilled a sequence.
         steps: of the proposer: levels of the deepest draft that it made.
+        drafting: seconds of the proposer; 0 if it was not asked.
         began: start of the pass on the speculator's clock.
     """
 
+    decoding: Mapping[int, Running]
+    prompt_tokens: int
+    left: int
     drafts: dict[int, Draft] = field(default_factory=dict)
-    decoding: tuple[int, ...] = ()
-    prompt_tokens: int = 0
-    drafting: float = 0.0
+    doubted: dict[int, int] = field(default_factory=dict)
+    asked: bool = False
     prefills: bool = False
     steps: int = 0
+    drafting: float = 0.0
     began: float = 0.0
 
 
-RESTING = SpeculativePass()
+RESTING = SpeculativePass({}, 0, 0)
 """A pass without speculation."""
 
 
 def decodes_one(sequence: Running) -> bool:
     """Whether it decodes its next token: it is not prefilling, and will not fork."""
-    return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
+    return (
+        len(sequence.request.prompt) <= sequence.computed == len(sequence.tokens) - 1 and sequence.width == 1
+    )
 
 
-def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> int:
-    """Drafts that a sequence may have, at most ``most``; see ``Speculator.plan`` for ``inside``."""
+def draft_limits(
+    sequences: Collection[Running], scheduler: Scheduler, most: int, inside: bool = False
+) -> list[int]:
+    """Drafts that each sequence may have, at most ``most``; see ``Speculator.plan`` for ``inside``."""
     limits, manager = scheduler.limits, scheduler.manager
-    longest = min(most, (limits.chunk or limits.step_tokens) - 1, sequence.limit - len(sequence.tokens) - 1)
+    most = min(most, (limits.chunk or limits.step_tokens) - 1)
+    longest = [max(min(most, one.limit - len(one.tokens) - 1), 0) for one in sequences]
     if inside:
-        used = manager.table(sequence.id).length % manager.block_size
-        longest = min(longest, manager.block_size - 2 - used)
-    return max(longest, 0)
+        used = [manager.table(one.id).length % manager.block_size for one in sequences]
+        rooms = [max(manager.block_size - 2 - slots, 0) for slots in used]
+        return [min(pair) for pair in zip(longest, rooms, strict=True)]
+    return longest
 
 
 def mode_of(completion: Completion, verification: VerificationMode | None) -> VerificationMode:

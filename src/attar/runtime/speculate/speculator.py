@@ -30,7 +30,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.combined import CombinedProposer, combined, drafts_alone, proposers_of
+from attar.runtime.speculate.combined import combined, drafts_alone, free_part, proposers_of
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
 from attar.runtime.speculate.policy import DraftPolicy
@@ -42,7 +42,7 @@ from attar.runtime.speculate.speculative_pass import (
     SpeculationCounts,
     SpeculativePass,
     decodes_one,
-    draft_limit,
+    draft_limits,
     drawing_rules,
     mode_of,
     noise_of,
@@ -82,10 +82,8 @@ class Speculator:
         self.counts, self.prefill = SpeculationCounts(), DraftPrefill()
         self.failure: Exception | None = None
         self.stopped = False
-        self._known: dict[int, None] = {}
-        self._round = SpeculativePass()
-        self._proposes = self._prefills = False  # of this pass
-        self._steps = 0
+        self._running: list[int] = []  # that the proposer and the policy know of
+        self._round = RESTING
         self._uncut: dict[int, Draft] = {}  # drafts of the pass with all siblings
         self._since_siblings = SIBLINGS_EVERY
         self._spent = 0.0  # own seconds, charged with the next proposal
@@ -107,35 +105,29 @@ class Speculator:
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
-        rested = self._resting > 0
-        if rested and self._resting_pass():
+        rests = self._resting > 0
+        if rests and self._resting_pass():
             return planned
         began = self.clock()
-        self._proposes = self._prefills = False
-        self._steps = 0
         self.follow(scheduler.running)
-        decoding = [one for one, _ in planned if decodes_one(one)]
-        total = sum(share for _, share in planned)
-        left = scheduler.limits.step_tokens - total
-        prompt_tokens = total - len(decoding)
-        limits = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
-        drafts: dict[int, Draft] = {}
-        if self.failure is None and not rested and any(limits):
-            proposed = self._proposed(
-                decoding, limits, left, prompt_tokens, completion, scheduler.manager.readable
-            )
-            for one, draft in zip(decoding, proposed, strict=True):
-                draft = draft and self._fitting(draft, left)
-                if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
-                    drafts[one.id], left = draft, left - len(draft)
-                    one.drafts = list(draft.tokens)
-                    one.parents = None if draft.is_chain else list(draft.parents)
-        now = self.clock()
-        spent = now - began + self._spent
-        drafting, self._spent = (spent, 0.0) if self._proposes else (0.0, spent)
-        ids = tuple(one.id for one in decoding)
-        self._round = SpeculativePass(drafts, ids, prompt_tokens, drafting, self._prefills, self._steps, now)
-        return [(one, share + len(one.drafts)) for one, share in planned]
+        decoding = {one.id: one for one, _ in planned if decodes_one(one)}
+        total = sum([share for _, share in planned])
+        this = self._round = SpeculativePass(
+            decoding, total - len(decoding), scheduler.limits.step_tokens - total
+        )
+        if decoding and not rests and self.failure is None and self.policy.open:
+            limits = draft_limits(decoding.values(), scheduler, min(self.most, this.left), inside)
+            if any(limits):
+                this.asked = True
+                drafts = self._proposed(this, limits, completion, scheduler.manager.readable)
+                if any(drafts):
+                    self._assign(this, drafts, scheduler)
+                    planned = [(one, share + len(one.drafts)) for one, share in planned]
+        this.began = now = self.clock()
+        self._spent += now - began
+        if this.asked:
+            this.drafting, self._spent = self._spent, 0.0
+        return planned
 
     @property
     def lossy(self) -> bool:
@@ -176,28 +168,31 @@ class Speculator:
         """After a pass: the policy and the proposer learn from it."""
         if self._round is RESTING:
             return
-        now = self.clock()
-        seconds = now - self._round.began
+        now, this = self.clock(), self._round
+        drafts, drafting = this.drafts, this.drafting
         feedback = [
-            self._feedback(output, one, logits)
-            for output, one in zip(outputs, drawn, strict=True)
-            if isinstance(one, SampledTokens)
+            DraftFeedback(output.sequence.id, drafts.get(output.sequence.id), sampled.path, sampled.tokens)
+            for output, sampled in zip(outputs, drawn, strict=True)
+            if output.sequence.id in this.decoding and isinstance(sampled, SampledTokens)
         ]
-        decoded = [one for one in feedback if one.sequence in self._round.decoding]
-        drafting = self._round.drafting
-        if self._round.prefills:
-            self.prefill.charge(self.policy, len(self._round.decoding), drafting)
-            drafting = 0.0
-        self.policy.note(decoded, seconds, drafting, self._round.prompt_tokens, self._round.steps)
-        count_siblings(self.policy.acceptance, decoded, self._uncut)
-        self._uncut = {}
+        if drafts and self.proposer.learns_tree:
+            self._add_choices(feedback, outputs, logits)
+        for one in feedback if this.doubted else ():
+            one.doubted = this.doubted.get(one.sequence)
+        if this.prefills:
+            self.prefill.charge(self.policy, len(this.decoding), drafting)
+        charged = 0.0 if this.prefills else drafting
+        self.policy.note(feedback, now - this.began, charged, this.prompt_tokens, this.steps)
+        if self._uncut:
+            count_siblings(self.policy.acceptance, feedback, self._uncut)
+            self._uncut = {}
         if self.failure is None:
             try:
                 self.proposer.observe(feedback)
             except Exception as failure:
                 self._fail(failure)
-        proposing = 0.0 if self._round.drafts else self._round.drafting
-        self._pause = self._resting = self.policy.passes_to_skip(len(decoded), proposing)
+        in_vain = 0.0 if drafts or this.doubted else drafting
+        self._pause = self._resting = self.policy.passes_to_skip(len(feedback), in_vain)
         self._spent += self.clock() - now
 
     def stop(self, failure: Exception) -> None:
@@ -207,12 +202,15 @@ class Speculator:
 
     def follow(self, running: Sequence[Running]) -> None:
         """Forgets sequences that are not running any more."""
-        now = {one.id: None for one in running}
-        for gone in [one for one in self._known if one not in now]:
+        ids = [one.id for one in running]
+        if ids == self._running:
+            return
+        now = dict.fromkeys(ids)
+        for gone in [one for one in self._running if one not in now]:
             self.policy.forget(gone)
             self.proposer.forget(gone)
             self.prefill.forget(gone)
-        self._known = now
+        self._running = ids
 
     def _resting_pass(self) -> bool:
         """Whether the next pass runs without proposals and measurement."""
@@ -223,62 +221,65 @@ class Speculator:
             self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is measured
         return self._resting > 0
 
+    def _assign(self, this: SpeculativePass, drafts: Sequence[Draft | None], scheduler: Scheduler) -> None:
+        """Give the sequences their drafts, as far as the step has room for them."""
+        for one, proposed in zip(this.decoding.values(), drafts, strict=True):
+            draft = proposed and self._fitting(proposed, this.left)
+            if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
+                this.drafts[one.id] = draft
+                this.left -= len(draft)
+                one.drafts = list(draft.tokens)
+                one.parents = None if draft.is_chain else list(draft.parents)
+
     def _proposed(
         self,
-        decoding: Sequence[Running],
-        limits: list[int],
-        left: int,
-        prompt_tokens: int,
+        this: SpeculativePass,
+        limits: Sequence[int],
         completion: Callable[[Running], Completion],
         blocks: Callable[[int], Sequence[int]],
-    ) -> list[Draft | None]:
+    ) -> Sequence[Draft | None]:
         """The drafts that pay, for each sequence."""
-        ids, nothing = [one.id for one in decoding], [None] * len(decoding)
-        if not self.policy.open:
-            return [*nothing]
-        self._proposes = True
-        pairs = list(zip(decoding, limits, strict=True))
-        tree = self.proposer if self.proposer.free else None
-        if isinstance(self.proposer, CombinedProposer):
-            tree = self.proposer.tree
-        tree_drafts: Sequence[Draft | None] = nothing
-        if tree is not None:
+        free, policy, prompt_tokens = free_part(self.proposer), self.policy, this.prompt_tokens
+        ids = list(this.decoding)
+        lookups: Sequence[Draft | None] = [None] * len(limits)
+        if free is not None:
             requests = [
                 DraftRequest(one.id, one.tokens, most, one.request.salt, completion(one))
-                for one, most in pairs
+                for one, most in zip(this.decoding.values(), limits, strict=True)
             ]
-            tree_drafts = self._asked(tree, requests, ())
+            lookups = self._asked(free, requests)
         if self.proposer.free:
-            return self.policy.select(ids, tree_drafts, prompt_tokens, whole=self.proposer.learns_tree)
+            if not any(lookups):
+                return lookups
+            return policy.select(ids, lookups, prompt_tokens, whole=self.proposer.learns_tree)
         asked = [
-            0 if drafts_alone(self.policy, one.id, most, draft, len(pairs)) else most
-            for (one, most), draft in zip(pairs, tree_drafts, strict=True)
+            0 if drafts_alone(policy, one, most, draft, len(ids)) else most
+            for one, most, draft in zip(ids, limits, lookups, strict=True)
         ]
-        drafts = self._timed(decoding, asked, left, prompt_tokens, completion, blocks)
-        if tree is not None:
-            self._steps = self._steps or -1
-            return combined(self.policy, ids, limits, drafts, tree_drafts, prompt_tokens)
+        drafts = self._timed(this, asked, completion, blocks)
+        if free is not None:
+            this.steps = this.steps or -1
+            return combined(policy, ids, limits, drafts, lookups, prompt_tokens)
         trees = cast(TimedProposer, self.proposer).trees
-        return self.policy.trim(ids, drafts, prompt_tokens) if trees else drafts
+        return policy.trim(ids, drafts, prompt_tokens) if trees else drafts
 
     def _timed(
         self,
-        decoding: Sequence[Running],
-        limits: list[int],
-        left: int,
-        prompt_tokens: int,
+        this: SpeculativePass,
+        limits: Sequence[int],
         completion: Callable[[Running], Completion],
         blocks: Callable[[int], Sequence[int]],
     ) -> list[Draft | None]:
         """The drafts of a proposer that runs a model, trees with all their nodes."""
-        ids, proposer = [one.id for one in decoding], cast(TimedProposer, self.proposer)
+        decoding, proposer = this.decoding.values(), cast(TimedProposer, self.proposer)
+        ids = list(this.decoding)
         limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
-        kinds = self.policy.choose(ids, limits, prompt_tokens, proposer.branches, left)
+        kinds = self.policy.choose(ids, limits, this.prompt_tokens, proposer.branches, this.left)
         depths = [sum(kind < LEVELS for kind in one) for one in kinds]
         if not any(depths):
             return [None] * len(decoding)
         siblings = self._with_siblings(kinds)
-        self._prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
+        this.prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
         least = self.policy.least
         whole = proposer.trees or (proposer.confident and least > 0)
         limits = [most if whole and depth else depth for most, depth in zip(limits, depths, strict=True)]
@@ -294,14 +295,19 @@ class Speculator:
             for one, most, depth, its in zip(decoding, limits, depths, drawing, strict=True)
         ]
         drafts = self._asked(proposer, requests, rules)
-        self._steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
+        this.steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
         if proposer.trees:
             return list(drafts)
+        if whole:
+            sizes = [0 if draft is None else len(draft.counts) for draft in drafts]
+            this.doubted = {
+                one: size for one, size, most in zip(ids, sizes, limits, strict=True) if size < most
+            }
         self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
         return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
 
     def _asked(
-        self, proposer: Proposer, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules]
+        self, proposer: Proposer, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules] = ()
     ) -> Sequence[Draft | None]:
         """The proposer's drafts; none where it fails, or the rules of a completion."""
         try:
@@ -330,14 +336,15 @@ class Speculator:
         """The part that fits in the step; all or nothing if the proposer learns from its whole tree."""
         return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
 
-    def _feedback(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
-        sequence = output.sequence.id
-        draft = self._round.drafts.get(sequence)
-        choices: list[int] = []
-        if draft is not None and self.proposer.learns_tree:
-            rows = output.rows[-output.draws :]
-            choices = logits[rows.start : rows.stop].argmax(-1).tolist()
-        return DraftFeedback(sequence, draft, drawn.path, drawn.tokens, choices)
+    def _add_choices(
+        self, feedback: Sequence[DraftFeedback], outputs: Sequence[StepOutput], logits: Tensor
+    ) -> None:
+        """The target's likeliest token in every row of a draft, for a proposer that learns from them."""
+        rows = {output.sequence.id: output.rows[-output.draws :] for output in outputs}
+        for one in feedback:
+            if one.draft is not None:
+                own = rows[one.sequence]
+                one.choices = logits[own.start : own.stop].argmax(-1).tolist()
 
     def _fail(self, failure: Exception) -> None:
         self.failure = failure

@@ -96,7 +96,6 @@ class MeteredProposer:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self.passes, self.seconds = AcceptanceCounts(), 0.0
-        self._begun: dict[int, None] = {}
 
     @property
     def name(self) -> str:
@@ -128,14 +127,11 @@ class MeteredProposer:
         self.proposer.observe(feedback)
         self._spent(began)
         for one in feedback:
-            if one.sequence in self._begun:
-                draft = one.draft
-                depth = 0 if draft is None else len(draft.counts)
-                self.passes.note(0 if draft is None else len(draft), depth, len(one.path))
-            self._begun[one.sequence] = None
+            draft = one.draft
+            depth = 0 if draft is None else len(draft.counts)
+            self.passes.note(0 if draft is None else len(draft), depth, len(one.path))
 
     def forget(self, sequence: int) -> None:
-        self._begun.pop(sequence, None)
         self.proposer.forget(sequence)
 
     def _spent(self, began: float) -> None:
