@@ -11,6 +11,23 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.few(n)``: n cases of a test, spread evenly, run always, the others with the slow tests."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        marker = same[0].get_closest_marker("few")
+        assert marker is not None, "it was looked for above"
+        n = min(marker.args[0], len(same))
+        always = {(2 * k + 1) * len(same) // (2 * n) for k in range(n)}
+        for number, item in enumerate(same):
+            if number not in always:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def broken_proposers() -> Iterator[list[str]]:
     """No proposer may break unseen: the engine goes on without drafts, and every text would still be right.

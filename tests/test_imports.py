@@ -311,6 +311,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("type", ["Q4_K_M", "F16"])
 def test_a_plain_gguf_export_does_without_transformers(type, tmp_path):
     assert heavy_after(EXPORT.format(out=str(tmp_path / "x.gguf"), type=type)) == "heavy: []"

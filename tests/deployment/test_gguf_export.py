@@ -45,6 +45,7 @@ def matrices(file):
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "BF16"])
 def test_every_type_stays_near_the_model_and_loads(wide, tmp_path, name):
     exported = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))

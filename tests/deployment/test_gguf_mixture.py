@@ -117,6 +117,7 @@ def kl_by_hand(case, kinds):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama2", "smollm", "gemma3"])
 def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, family):
     case = Case(tmp_path, family, num_hidden_layers=2)

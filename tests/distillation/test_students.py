@@ -175,6 +175,7 @@ def test_random_weights_of_the_same_shape():
     assert all(parameter.requires_grad for parameter in student.parameters())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "smollm", "gemma3", "bert"])
 @pytest.mark.parametrize("share", mostly_slow([0.9, 0.75, 0.5, 0.3], [0.75, 0.3]))
 def test_a_size_is_kept_and_nearly_reached(family, share):

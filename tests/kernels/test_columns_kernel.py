@@ -51,6 +51,7 @@ def both(monkeypatch, run):
     return compiled, run()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("rows", [1, 67])  # 67: no multiple of any vector's width
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
@@ -78,6 +79,7 @@ def test_the_first_column_of_qronos_is_decided_by_its_own_values(monkeypatch):
     assert (compiled.codes == plain.codes).double().mean() >= LEAST
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("rows", [1, 67])
 @pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8", "1:3", "24:64"])
 @pytest.mark.parametrize("grid", [RealGrid(), IntGrid(4, 64), IntGrid(8, 32, False), GGML["Q4_0"]], ids=str)

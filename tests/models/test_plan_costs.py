@@ -35,6 +35,7 @@ def check(model, plans, space, removal, storage, folder):
         assert planned.parameters(plan) == cut.num_parameters(), plan
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
 def test_bytes_and_parameters_are_exact_in_every_family(family, tmp_path):
     model = tiny_models.build(family)

@@ -44,6 +44,7 @@ def test_the_table_has_the_methods_of_the_settings():
     assert METHODS.keys() == METHOD_SETTINGS.keys()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
 def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
     folder = save(family, tmp_path)

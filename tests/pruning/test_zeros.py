@@ -48,6 +48,7 @@ def weights(checkpoint, settings=None):
     return {name: linear.turned(checkpoint.load(linear.stored)) for name, linear in linears.items()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "method"),
     [

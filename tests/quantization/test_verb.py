@@ -61,6 +61,7 @@ def distance(folder_a, folder):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", list(METHOD_SETTINGS))
 def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_path, method):
     quantized = quantize(folder, tmp_path / "out", settings_for(method=method, **SMALL))
@@ -71,6 +72,7 @@ def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_pat
     assert distance(quantized, folder) < 0.1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("method", ["gptq", "autoround", "qat"])
 def test_arithmetic_follows_the_processor_and_the_card_says_which(
@@ -96,6 +98,7 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
     assert set(seen) == {torch.bfloat16 if native else torch.float32}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("act_order", ["off", "group"])
 @pytest.mark.parametrize("method", mostly_slow(METHOD_SETTINGS, ["rtn", "gptq", "awq", "yaqa"]))
 def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_path, method, act_order):
@@ -135,6 +138,7 @@ def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "INT8"])
 def test_every_scheme_goes_through_save_load_and_evaluate(folder, tmp_path, scheme):
     settings = settings_for(scheme=scheme, method="gptq", **SMALL)
@@ -211,6 +215,7 @@ def sparse(folder, out):
     return out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", mostly_slow(["W4A16", "W4A16_ASYM"], ["W4A16_ASYM"]))
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "qronos", "autoround", "qat"])
 def test_pruned_weights_stay_zero(folder, tmp_path, method, scheme):
@@ -252,6 +257,7 @@ def test_zeros_are_given_up_where_they_are_not_wanted(folder, tmp_path):
     assert any(decoded.load(name)[:, ::2].any() for name in names)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scheme", "sparsity", "act_order"),
     [

@@ -31,6 +31,7 @@ def theirs(folder, dtype=torch.bfloat16):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_transformers_computes_what_attar_computes(name, tmp_path):
     """Activation rounding included: the hooks have the library's numerics."""
@@ -45,6 +46,7 @@ def test_other_number_types(name, dtype, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out", dtype)), logits(load_model(result)))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", [*LIBRARY, "NF4"])
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):

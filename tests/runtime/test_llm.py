@@ -153,6 +153,7 @@ def test_a_wrong_setting_is_refused_by_name(name: str, value: object) -> None:
 LONG = "import os\nimport sys\n\n\n" + "".join(f"def f{n}(a, b):\n    return a + {n}\n\n" for n in range(12))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "eviction",
     [

@@ -59,6 +59,7 @@ def exact_factors(model, rows, name, rounds):
     return H_O, H_I
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("name", ["first", "head"])
 def test_agrees_with_the_expectation_over_every_label(name, rounds):

@@ -171,6 +171,7 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 @pytest.mark.parametrize("precision", mostly_slow(["fp32", "bf16"], ["bf16"]))
 def test_waiting_passes_and_repeated_ones_give_the_same_bytes(tmp_path, family, precision):

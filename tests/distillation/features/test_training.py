@@ -61,6 +61,7 @@ def losses(checkpoint):
     return [row["loss"] for row in checkpoint.card.details["curve"] if "loss" in row]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_slow(FEATURE_NAMES, ["hidden", "attention", "relation"]))
 def test_the_feature_falls_and_leaves_no_projection(name, teacher, tmp_path):
     """By the feature alone; of a narrow student, but for what is flat in it."""

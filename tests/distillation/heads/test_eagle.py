@@ -106,6 +106,7 @@ def same_slopes(head, value, wanted):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()), msg=name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES)
 def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     head, target, settings = made(eagle3, **{"unrolled": 3, "decay": 0.5, **options})

@@ -70,6 +70,7 @@ def die_after(monkeypatch, calls):
     monkeypatch.setattr(module.HeadLoss, "__call__", deadly)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "cache"),
     mostly_slow(

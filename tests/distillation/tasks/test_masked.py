@@ -35,6 +35,7 @@ def save(tmp_path, family="bert"):
     return tiny_models.save_encoder(tiny_models.build(family, vocab_size=322), tmp_path / family)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", tiny_models.ENCODERS)
 def test_a_student_of_an_encoder_comes_closer_to_its_teacher(tmp_path, family):
     student = distill(

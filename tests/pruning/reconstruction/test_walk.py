@@ -48,6 +48,7 @@ def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):
         assert not torch.equal(before, after), name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "opt", "bert"])
 @pytest.mark.parametrize("kind", ["linear", "block"])
 def test_every_family_is_reconstructed(tmp_path, family, kind):

@@ -187,6 +187,7 @@ def test_percent_is_of_whole_groups_and_the_rest_is_the_last():
     assert exl2.BitPattern(((6, 50, 128), (5, 50, 128))).sections(96) == ((6, 96),)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [2.75, 4.5])
 def test_the_average_is_as_asked(bits):
     """Twelve Linears of two shapes; those that lose more get more."""

@@ -61,6 +61,7 @@ def nearest(model, grids):
     return rounded
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "grid"),
     [

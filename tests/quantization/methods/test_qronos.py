@@ -52,6 +52,7 @@ def by_the_paper(W, X, original, grid, parameters, order, damp):
     return codes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("grid", [IntGrid(3, 8), IntGrid(4, 0), IntGrid(3, 16, symmetric=False)])
 def test_agrees_with_the_papers_two_steps(grid, act_order):

@@ -70,6 +70,7 @@ def bytes_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "opt", "gemma2", "phi3", "bert"])
 def test_every_number_is_that_of_a_model_changed_by_hand(tmp_path, family):
     case = Case(family)
@@ -86,6 +87,7 @@ def test_every_number_is_that_of_a_model_changed_by_hand(tmp_path, family):
     assert not (tmp_path / ".s.json.work").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma3", "gpt_neox"])
 def test_starting_at_the_block_gives_the_same_numbers_as_running_everything(tmp_path, family):
     case = Case(family)

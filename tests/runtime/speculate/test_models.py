@@ -160,6 +160,7 @@ WAYS = [
 NAMES = ["ngram", "suffix", "lookahead", "self", "draft", "both"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
 def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
     """Sampled texts with warps and penalties are those of plain decoding; the compiled step rounds alike."""

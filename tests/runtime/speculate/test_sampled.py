@@ -151,6 +151,7 @@ def test_the_warps_have_something_to_do() -> None:
     assert any(not np.array_equal(TARGET((a, 2, 3)), TARGET((b, 2, 3))) for a in range(V) for b in range(V))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_completions_have_the_target_s_distribution(rule: str) -> None:
     assert fits([speak(seed, *RULES[rule]) for seed in range(1500)], law())

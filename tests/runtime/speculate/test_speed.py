@@ -57,6 +57,7 @@ CASES = list(product(KINDS, ["tiny", "large"], ["never", "often", "nearly always
 FAST = [case for case in CASES if case[1] == "tiny" and case[2] in ("never", "switching")]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "model", "text"), mostly_slow(CASES, FAST))
 def test_as_chosen_is_near_the_best_fixed_drafts_and_never_below_plain(kind, model, text) -> None:
     times = {"tiny": TINY, "large": LARGE}[model]

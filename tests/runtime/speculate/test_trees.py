@@ -79,6 +79,7 @@ def answers(family: str, asked: Sequence[Any], params: Any, branches: int = 0) -
     return results, drafter and drafter.counts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
     "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in tiny_models.DECODERS]

@@ -134,6 +134,7 @@ def test_choices_become_grammars():
         assert "start: calls | answer" in grammars[2] and backend.asked[2][1].json_schema is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -180,6 +180,7 @@ def hashing_speculator(runner, known: StatesOfTexts) -> Speculator:
     return Speculator(proposer, RestlessPolicy(), most=12, verification="coupled")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "kind", "options", "bound"), CASES)
 def test_the_text_and_every_state(family, kind, options, bound) -> None:
     if kind == "compiled" and load("decode") is None:
