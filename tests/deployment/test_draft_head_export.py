@@ -21,6 +21,7 @@ from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.heads.load import trained_for
 from tests import tiny_models
+from tests.runtime.speculate.proposing import Eager
 
 SIZES = {"depth": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48, "rope_theta": 500.0}
 SHAPE, LLAMA = DraftLayerShape(**SIZES), DraftLayerShape(**SIZES, head_norms=False)
@@ -77,6 +78,7 @@ def test_an_exported_head_is_read_as_the_head_that_it_was(heads, target, tmp_pat
 def test_a_head_drafts_from_a_published_folder(heads, target, tmp_path, kind):
     export(heads / kind, tmp_path / "out", ExportSettings(format=KINDS[kind][1][-1]))
     model = LLM(target, draft=tmp_path / "out", kv_tokens=512)
+    model.engine.speculator.policy = Eager()
     result = model.generate([[5, 6, 7]], SamplingParams(max_tokens=40, ignore_eos=True))[0]
     assert len(result.token_ids) == 40 and result.usage.drafted_tokens
 

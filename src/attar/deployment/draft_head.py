@@ -6,9 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-
-from attar.checkpoint.atomic import write_config
+from attar.checkpoint.atomic import save_tensors, write_config
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.published_head import published_target
@@ -56,7 +54,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
             task.advance()
     write_config(output.folder / "config.json", config)
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(stored, output.folder / layout.WEIGHTS, metadata={"format": "pt"})
+    save_tensors(output.folder / layout.WEIGHTS, stored, metadata={"format": "pt"})
     return _same_head(head, head_content(open_checkpoint(output.folder), head.target))
 
 

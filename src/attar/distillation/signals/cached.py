@@ -155,17 +155,19 @@ class CachedTeacher:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _batch(self, rows: Tensor, seeds: Sequence[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a batch, filled to ``size`` rows by copies."""
+        """Of a batch, filled to ``size`` rows by copies: the head, too, sees them, for a product's last bits
+        may hang on its shape."""
         filled = torch.cat([rows, rows[-1:].expand(size - len(rows), -1)])
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             outputs = run_model(self.model, Examples.of_text(filled), head=self.head)
-        tokens, likely, entropy = self._sampled(outputs, seeds, rows.shape[1] - 1)
+        copies = [seeds[-1]] * (size - len(rows))
+        tokens, likely, entropy = self._sampled(outputs, [*seeds, *copies], rows.shape[1] - 1)
         number = torch.uint16 if self.width <= 2**16 else torch.int32
-        shape = (len(rows), -1)
+        shape = (size, -1)
         return (
-            tokens.to(number).unflatten(0, shape),
-            likely.half().unflatten(0, shape),
-            entropy.float().unflatten(0, shape),
+            tokens.to(number).unflatten(0, shape)[: len(rows)],
+            likely.half().unflatten(0, shape)[: len(rows)],
+            entropy.float().unflatten(0, shape)[: len(rows)],
         )
 
     def _sampled(

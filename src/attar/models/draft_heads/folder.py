@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from attar.checkpoint.atomic import write_config
+from attar.checkpoint.atomic import save_tensors, write_config
 from attar.errors import CheckpointError
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.content import head_content
@@ -39,7 +38,7 @@ def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype 
     write_config(folder / "config.json", {**described, "head": config.to_dict()})
     tensors = {name: value.detach().to("cpu").contiguous() for name, value in head.state_dict().items()}
     stored = {name: _as(value, dtype) for name, value in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", stored, metadata={"format": "pt"})
 
 
 def load_draft_head(checkpoint: Checkpoint, target: HeadTarget | None = None) -> Any:
