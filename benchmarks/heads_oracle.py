@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ def _random_head(name: str, args: argparse.Namespace) -> Path:
     whole = name == "eagle"  # it drafts with its target's head
     size = 0 if whole else min(args.vocabulary, config.vocab_size)
     options = HEAD_SETTINGS[name](drafts=args.drafts, draft_vocabulary=size)
+    if hasattr(options, "start"):
+        options = replace(options, start="random")  # the target has no weights
     head = HEAD_MAKERS[name](model, own, options, None if whole else torch.arange(size))
     folder.mkdir(parents=True, exist_ok=True)
     save_draft_head(head, folder, target="random")

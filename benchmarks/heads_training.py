@@ -47,7 +47,7 @@ class StepClock:
         most: steps after which it raises :class:`ProbedError`; None: never.
     """
 
-    def __init__(self, threads: int, most: int | None = None) -> None:
+    def __init__(self, threads: int = 1, most: int | None = None) -> None:
         self.threads, self.most, self.inner, self.seconds = threads, most, Terminal(), list[float]()
 
     @contextmanager

@@ -63,7 +63,7 @@ class Sequences:
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """A prompt in chunks, packed as its method says; nothing is returned."""
-        assert self.manager.admit(sequence, tokens, reuse=False) == 0
+        assert self.manager.admit(sequence, tokens, most_cached=0) == 0
         self.tokens[sequence] = []
         for start in range(0, len(tokens), CHUNK):
             self.run(sequence, tokens[start : start + CHUNK])

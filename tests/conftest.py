@@ -13,7 +13,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``@pytest.mark.few(n)``: n cases of a test, spread evenly, run always, the others with the slow tests."""
+    """``@pytest.mark.few(n)``: n cases of a test, spread evenly, run always, the others when slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") is not None:

@@ -61,7 +61,7 @@ def test_positions_of_simulated_chains():
 
 
 def test_the_clock_stops_a_probe_and_times_the_training_alone():
-    clock = heads_training.StepClock(3)
+    clock = heads_training.StepClock(most=3)
     with clock.task("rollouts", 2) as task:
         task.advance()
         task.advance()
@@ -89,7 +89,8 @@ def test_minutes_become_steps_and_are_kept(tmp_path, monkeypatch):
 
 
 def test_drafters_that_are_not_there_are_skipped_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(HEAD_SETTINGS, "eagle")
+    without = {name: options for name, options in HEAD_SETTINGS.items() if name != "eagle"}
+    monkeypatch.setattr(heads_training, "HEAD_SETTINGS", without)
     assert heads_training.all_trained(("eagle",), 1.0, arguments(tmp_path)) == []
     assert "skipped: eagle" in capsys.readouterr().out
     assert heads_drafting.measured("x", {"speculate": "unheard"}, {}, 0.0, arguments(tmp_path)) == []

@@ -129,7 +129,7 @@ def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.runtime.server.serve", lambda *given, **named: seen.append((given, named)))
     options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --sequences 7 --waiting 5 --prefix-cache off"
     assert call(["serve", "m", *options.split()]) == 0
-    (model, settings), named = seen[0]
+    (model, settings, *_), named = seen[0]
     assert (model, settings.port, named["kv_tokens"], named["prefix_cache"]) == ("m", 0, 99, False)
     assert (named["limits"].sequences, named["limits"].waiting) == (7, 5)
     assert (named["eviction"].capacity, named["eviction"].window) == (64, 8)

@@ -72,7 +72,7 @@ def test_eagle3_reads_with_the_keys_and_values_of_the_layer_behind():
         model(input_ids=tiny_models.tokens(model, batch=1, length=9), use_cache=False)
         g = head.project(torch.stack(states, 2))
         inputs, residual = head.inputs(torch.zeros_like(g), g)
-        keys, values = head.attention.keys_values(inputs, rotary(positions, head.config.shape))
+        keys, values = head.layers[0].self_attn.keys_values(inputs, rotary(positions, head.config.shape))
     torch.testing.assert_close(residual, states[-1])
     torch.testing.assert_close(values.flatten(-2), seen[behind.v.name])
     wanted = turned(

@@ -23,7 +23,16 @@ import pytest
 
 from attar.runtime import async_engine as stream
 from attar.runtime.engine import Engine
-from attar.runtime.server import access_log, endpoints, metrics, middleware, request_body, responses, service
+from attar.runtime.server import (
+    access_log,
+    chat_endpoint,
+    endpoints,
+    metrics,
+    middleware,
+    request_body,
+    responses,
+    service,
+)
 from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.request_handler import EventQueue, RequestHandler
 from tests.runtime.faults import MEMORY, RUNNER, TEXT, Fault, Faults
@@ -115,7 +124,7 @@ class ServerFaults:
         self._wrap(middleware, "client_address", "address")
         self._wrap(request_body, "parse", "body")
         self._wrap(endpoints, "completion_logprobs", "scores")
-        self._wrap(endpoints, "chat_logprobs", "scores")
+        self._wrap(chat_endpoint, "chat_logprobs", "scores")
         self._wrap(responses, "dump_json", "written")
         self._wrap(responses, "_write_chunks", "chunk")
         self._wrap(RequestHandler, "_wait_for_disconnect", "listen")

@@ -74,9 +74,10 @@ async def start_chat(
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)
+        prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
+        parser = partial(service.answers.parser, tools, prompt_end)
         handler = await service.submit(request, prefix, params, [ids], priority=body.priority, start=start)
-    prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
-    return RunningChat(handler, tools, partial(service.answers.parser, tools, prompt_end))
+    return RunningChat(handler, tools, parser)  # what fails from here on would leave the handler open
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def drafted(proposer: Any, case: KindCase, text: tuple[int, ...], least: float) 
     if not (case.kind and case.suffix):
         (draft,) = proposer.propose([request])
         return draft
-    (found,) = proposer.tree.propose([DraftRequest(0, tokens, 3)])
+    (found,) = proposer.suffixes.propose([DraftRequest(0, tokens, 3)])
     alone = found is not None and len(text) == 1  # decided from the text so far
     (draft,) = proposer.propose([replace(request, most=0 if alone else 5)])
     (both,) = combined(Eager(), [0], [5], [draft], [found])
