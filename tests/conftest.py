@@ -64,6 +64,19 @@ def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def threads_stay() -> Iterator[None]:
+    """The tests behind have as many threads of torch as those before: more than there are cores take their
+    time, and change the last bits of sums."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None and before is not None:
+        left = torch.get_num_threads()
+        torch.set_num_threads(before)
+        assert left == before, f"a test left torch with {left} threads"
+
+
+@pytest.fixture(autouse=True, scope="module")
 def imported_stays() -> None:
     """What the files before have loaded is not scanned for garbage again: half a second of every scan."""
     gc.collect()

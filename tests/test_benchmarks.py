@@ -230,6 +230,7 @@ def test_a_peer_without_an_environment_has_no_version(tmp_path, monkeypatch):
         environments.python("gptq-model")
 
 
+@pytest.mark.slow
 def test_a_runner_that_dies_is_an_error_with_its_last_words(tmp_path):
     with pytest.raises(launch.RunnerError, match="attar: "):
         launch.launch("attar", job.Job(model=str(tmp_path), tokens="none", out="o", method="rtn"))

@@ -220,6 +220,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_a_pass_needs_the_memory_of_one_tensor(make):
     tensors = {f"t{i}": torch.full((2_000_000,), 1.0) for i in range(24)}  # 8 MB each, 192 MB together
     folder = make(tensors=tensors)

@@ -40,6 +40,7 @@ def logits(checkpoint):
     return tiny_models.logits(model, tiny_models.tokens(model))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scheme", "targets"),
     [

@@ -54,6 +54,7 @@ def test_rows_begin_with_their_prompts_and_follow_the_teacher(tmp_path):
     assert torch.equal(tiny_models.logits(model, rows)[:, 2:-1].argmax(-1), rows[:, 3:])
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_teachers_distribution(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "ROWS", 1000)
     model = tiny_models.build("llama3")
@@ -159,6 +160,7 @@ def test_the_report_counts_the_common_vocabulary_and_no_padding():
     assert got["by_rows"]["4"] == pytest.approx(wanted["by_rows"]["4"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
     """The same student, rows and steps; only what is learned differs."""
     learned = {}
@@ -172,6 +174,7 @@ def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
     assert learned["lk"] > 1.2 * learned["plain"] and learned["tv"] > 1.2 * learned["plain"], learned
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     settings = distill_settings(**{**SMALL, "steps": 20, "width": 32})
     whole = distill(teacher, tmp_path / "a/out", settings)

@@ -22,6 +22,7 @@ def name(request):
     return request.param
 
 
+@pytest.mark.few(4)
 def test_seeds_are_accepted_and_what_is_made_of_them_is_refused_by_name(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     module = importlib.import_module(f"tests.fuzz.targets.{name}")

@@ -118,6 +118,9 @@ def test_scales_against_an_exhaustive_search(kind, weights):
 def test_neither_threads_nor_neighbours_change_a_row(kind, rows, monkeypatch):
     weight = torch.randn(rows, 768, generator=torch.Generator().manual_seed(3))
     results = []
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda count: None
+    )  # what it finds below it would set again
     for threads in (1, 2, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         results.append(plain_search(kind, weight))

@@ -171,6 +171,7 @@ def test_products_of_codes_bit_by_bit(kind, tokens, zeros, bits, team):
         assert torch.equal(one.product(team, bits), one.expected())
 
 
+@pytest.mark.few(48)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])

@@ -126,6 +126,7 @@ def test_zero_points_that_no_code_has():
     assert pack_codes(codes, scales, zeros, kind="int8", pays=always).form == "dense"
 
 
+@pytest.mark.few(48)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)

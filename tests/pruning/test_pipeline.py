@@ -107,6 +107,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CUTS)
 def test_a_cut_model_is_quantized_and_exported_as_any_other_width(tmp_path, method):
     built = tiny_models.build("llama3", **{**WIDE, "num_hidden_layers": 2})

@@ -44,6 +44,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("method", "criterion", "ratio", "sizes"), CUTS)
 def test_every_structure_is_really_smaller(tmp_path, method, criterion, ratio, sizes):
     folder = save("llama3", tmp_path)

@@ -216,6 +216,7 @@ def test_config_is_what_the_format_says(saved, tmp_path):
     QuantizationConfig.model_validate(config)
 
 
+@pytest.mark.slow
 def test_gptq_beats_rtn_on_every_layer_of_the_embedded_model(tmp_path):
     settings = quantize_settings(method="gptq", group_size=128, samples=16, sequence_length=256)
     rows = quantize("attar:tiny", tmp_path / "out", settings).card.details["layers"]

@@ -322,6 +322,7 @@ def test_a_rotation_says_that_it_loses_zeros(tmp_path):
     assert sum("zeros of this pruned model are lost" in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     settings = settings_for(bits=4.5, method="gptq", **SMALL)

@@ -39,6 +39,7 @@ def test_transformers_computes_what_attar_computes(name, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(result)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "W8A8_STATIC", "FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16"])
 def test_other_number_types(name, dtype, tmp_path):
@@ -84,6 +85,7 @@ def test_static_scales_are_stored_and_used(tmp_path):
     assert not torch.equal(logits(load_model(result.path)), before)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama3", "phi3", "gemma2", "gemma3"])
 def test_rounded_kv_caches_are_those_of_transformers(kv_cache, family, tmp_path):

@@ -145,6 +145,7 @@ def test_killed_and_run_again_nothing_is_asked_twice(tmp_path, prompts):
     assert out.read_bytes() == plain.read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_what_is_on_its_way(tmp_path, prompts):
     out = tmp_path / "data.jsonl"
     with ChatServer(lambda *_: "slow", slow=0.5) as server:
@@ -304,6 +305,7 @@ def test_dry_run_asks_nothing_and_writes_nothing(tmp_path, prompts, capsys, monk
 SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("400", "500", "429:0", "half")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["401", "echo", *SLOW])
 def test_the_key_is_nowhere(tmp_path, prompts, what):
     """The server echoes the Authorization header in the bodies of its errors, and in an answer."""

@@ -190,7 +190,7 @@ def save(folder, family, tokenizer, **changes):
     return folder
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", ["auto", "uld"])
 def test_a_student_comes_closer_to_a_teacher_with_another_tokenizer(tmp_path, alignment):
     theirs = other_tokenizers.sentencepiece()

@@ -132,6 +132,7 @@ class Killed(Exception):  # noqa: N818  (no error)
     """Stands for kill -9: what follows is what a new process does."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("died_in", ["reconstruct-linear", "reconstruct-block"])
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
     from attar.walks import sweep

@@ -57,6 +57,7 @@ def obs_by_hand(W, H, sparsity, order, damp=0.01, block=128):
     return W * stays
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_agrees_with_brute_force(amount, act_order):

@@ -117,6 +117,7 @@ def brute(x, v, bits):
     return best
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("kind", ["normal", "rows", "outliers"])
 def test_scales_are_nearly_those_of_brute_force(bits, kind):

@@ -92,6 +92,7 @@ def llama():
     return View("llama3")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", GRIDS)
 def test_beats_nearest_on_every_grid_and_its_codes_are_its_weight(llama, name):
     grid = GRIDS[name]

@@ -102,6 +102,7 @@ def tiny():
     return {name: (model.get_submodule(name).weight.detach(), seen[name].value()) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [exl2.PATTERNS[0], exl2.PATTERNS[6], exl2.PATTERNS[11]])
 def test_layers_of_the_embedded_model(pattern, tiny):
     for name, (weight, H) in tiny.items():
@@ -187,7 +188,7 @@ def test_percent_is_of_whole_groups_and_the_rest_is_the_last():
     assert exl2.BitPattern(((6, 50, 128), (5, 50, 128))).sections(96) == ((6, 96),)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2.75, 4.5])
 def test_the_average_is_as_asked(bits):
     """Twelve Linears of two shapes; those that lose more get more."""

@@ -62,6 +62,7 @@ def assert_same_function(model, changed, tolerance=1e-4):
     assert (got - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["smoothquant", "awq"])
 @pytest.mark.parametrize(
     "family",

@@ -89,6 +89,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_large_bodies_delay_no_other_request(server, attack):
     build, code = ATTACKS[attack]

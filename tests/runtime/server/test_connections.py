@@ -81,6 +81,7 @@ def test_what_is_not_complete_in_time_is_closed(sent):
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sent", "options"),
     [
@@ -96,6 +97,7 @@ def test_a_trickle_does_not_keep_it_open(sent, options):
         assert trickle(client) < 3
 
 
+@pytest.mark.slow
 def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
     with running(header_s=0.2, idle_s=1) as (url, backend, _):
         with connections(url, 1, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as (client,):
@@ -152,6 +154,7 @@ class Loud(FakeBackend):
         yield Event(id, 0, "", (), (), "stop", usage=Usage(1, 40, 0, 0.0, 0.0, 0.0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_given_up(stream):
     asked = httpx.Request("POST", "http://localhost", json=body([SLOW], stream=stream)).read()

@@ -87,6 +87,7 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("shape", "build"), CASES)
 def test_ordinary_messages_have_the_tokens_that_they_ever_had(shape, build):
     tokenizer, words = make(shape, build)

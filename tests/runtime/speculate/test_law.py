@@ -121,6 +121,7 @@ def keeps_the_law(way: str, name: str, count: int) -> bool:
     return fits(actual, law(name))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_the_engine_have_the_target_s_law(way: str) -> None:
     assert keeps_the_law(way, "warped", FEW)
@@ -147,6 +148,7 @@ def flattened(draft: Draft) -> Draft:
     return Draft.chain(draft.tokens, [np.sqrt(q) / np.sqrt(q).sum() for q in draft.q])  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", slow_but([likeliest, flattened], likeliest))
 def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     llm = drafting("draft")
@@ -164,6 +166,7 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     assert not fits(texts(llm, WARPED, count), law("warped"))
 
 
+@pytest.mark.slow
 def test_a_verifier_without_a_residual_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "block", wrong.no_residual)
     assert not fits(texts(drafting("draft"), WARPED, FEW), law("warped"))

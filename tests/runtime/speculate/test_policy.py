@@ -82,6 +82,7 @@ class World:
         return max(sum(a**i for i in range(k + 1)) * plain / time for k, time in enumerate(times))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize(("slope", "step"), [(0.02, 0.05), (0.1, 0.0), (0.1, 0.2), (0.3, 0.05), (0.8, 0.5)])
 def test_within_five_percent_of_the_best_fixed_length(a, slope, step):

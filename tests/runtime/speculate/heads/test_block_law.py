@@ -90,6 +90,7 @@ def law_of(proposer, p, judge, length, least, monkeypatch):
     return law, lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", [block, walk])
 @pytest.mark.parametrize("markov", ["plain", "rnn"])
 def test_drawn_chains_that_end_by_confidence_have_the_targets_law(markov, judge, monkeypatch):

@@ -97,6 +97,7 @@ def speculator_of(name: str, family: str, runner: Any) -> tuple[Speculator, Read
     return speculator, anew
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "setup"), mostly_slow([(name, setup) for name in EVERY for setup in SETUPS], FAST)
 )
