@@ -1,4 +1,7 @@
-"""Cases of a parametrized test: some run always, the others with the slow tests."""
+"""Cases of a parametrized test: some, by their names, run always, the others with the slow tests.
+
+Where any few of them do, spread evenly: ``@pytest.mark.few(n)`` (conftest.py).
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RemoteBackend:
         self._client.cancel(id)
 
     def stats(self) -> Stats:
-        """The target's load when it was last told; requests that are on their way wait."""
+        """The target's load as last reported; requests that are on their way wait."""
         client, load = self._client, self._client.load
         samples = [*self._samples(), *replica_samples(self._coordinator.replicas)]
         if load is None:

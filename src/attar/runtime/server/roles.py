@@ -2,6 +2,10 @@
 
 None          an engine; with ``draft_endpoint`` its drafts come from services
 draft         drafts for others over gRPC; HTTP has its health and metrics
+target        an engine for coordinators over gRPC, and an ordinary server over HTTP
+coordinator   the API of a target and its draft services; it has a tokenizer and no weights
+
+An encoder is served for its embeddings or scores.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class Drafters:
 
 @dataclass(frozen=True, config=_STRICT)
 class DraftVerdict:
-    """Of a request's draft so many tokens were verified and accepted in a pass."""
+    """How many drafted tokens of a request a pass verified, and how many it accepted."""
 
     request: Count
     drafted: Count

@@ -14,7 +14,7 @@ bound. One answer is waited for once: where it does not come in time, passes are
 
     ahead       = K + tokens that are committed in the meantime       K tokens of a draft, by the cost model
 
-so K grows with the measured turnaround: a drafter that is far away is told to guess farther.
+so K grows with the measured turnaround: a drafter that is far away drafts further ahead.
 
 Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency.py``).
 """
@@ -73,7 +73,7 @@ class Drafter(Protocol):
         ...
 
     def judged(self, drafted: int, accepted: int) -> None:
-        """Of its drafts so many tokens were verified and accepted in a pass."""
+        """Count the drafted tokens that a pass verified and accepted."""
         ...
 
 
@@ -91,7 +91,7 @@ class OfferedSequence:
 
     Attributes:
         request: its number in messages.
-        length: tokens that the drafter was told.
+        length: tokens that were sent to the drafter.
         planned: whether the pass that runs began at ``length``.
         opened: tokens that it was opened with.
         unanswered: when the first commit was sent that no offer answers yet; None: there is none.
@@ -211,7 +211,7 @@ class OfferProposer:
         assert len({*open_requests}) == 1, f"sequences, requests and offers are {open_requests}"
 
     def _follow(self, request: DraftRequest) -> None:
-        """Open a sequence that no ready drafter serves; tell a drafter the tokens it was not told."""
+        """Open a sequence that no ready drafter serves; send a drafter the tokens that it lacks."""
         one = self._sequences.get(request.sequence)
         if one is not None and not one.drafter.ready:
             self._close(request.sequence)
