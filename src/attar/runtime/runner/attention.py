@@ -5,8 +5,8 @@ config names. This one writes keys and values to the pool and attends, span by s
 
     out = softmax(scaling q k^T, soft-capped, masked) v          over the cache entries that a token may see
 
-Sinks (gpt-oss) are one learned score for each head, in the softmax's sum and without a value. Where values have
-fewer numbers than keys (MLA), they are stored with zeros behind them.
+Sinks (gpt-oss) are one learned score for each head, in the softmax's sum and without a value. Where values
+have fewer numbers than keys (MLA), they are stored with zeros behind them.
 
 A step runs as one row (1, T), so that a token's attention does not depend on the rest of the batch.
 
