@@ -12,9 +12,9 @@ from attar.errors import DataError, OutputError, RecipeError
 from attar.measure.run_folder import StageRecord
 from attar.measure.sweep import pareto_front
 from attar.recipe import step_task
-from attar.recipe.variants import run_on_cluster
 from attar.recipe.status import read_status
 from attar.recipe.sweep import run_sweep, split_values, variants_of
+from attar.recipe.variants import run_on_cluster
 from tests.recipe import recipe_fakes
 from tests.recipe.conftest import TEXT, calls_of
 

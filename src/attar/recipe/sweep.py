@@ -25,8 +25,8 @@ from attar.errors import CheckpointError, OutputError, RecipeError
 from attar.progress import SILENT, Progress
 from attar.recipe.run import Tools
 from attar.recipe.runfolder import locked
-from attar.recipe.variants import RunVariant, VariantResult, run_variants
 from attar.recipe.schema import load_recipe
+from attar.recipe.variants import RunVariant, VariantResult, run_variants
 
 if TYPE_CHECKING:
     from attar.measure.sweep import SweepRecord
