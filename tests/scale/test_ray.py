@@ -80,8 +80,8 @@ def run(tasks, folder):
         journal.close()
 
 
-def call(name, function, *needs, **arguments):
-    return ClusterTask(name, f"scale_functions:{function}", arguments, needs)
+def call(task, function, *needs, **arguments):
+    return ClusterTask(task, f"scale_functions:{function}", arguments, needs)
 
 
 def attempts(folder):
@@ -172,13 +172,8 @@ def test_a_recipe_on_ray_gives_the_bytes_of_one_process(cluster, alone):
     done = attar("run", "recipe.yaml", "-o", "on-ray", "--on", "auto", cwd=alone)
     assert done.returncode == 0, done.stderr
     same_bytes(alone / "run", alone / "on-ray")
-    kl = [
-        [
-            stage["measurements"].get("kl_mean")
-            for stage in json.loads((alone / run / "run.json").read_text())["stages"]
-        ]
-        for run in ("run", "on-ray")
-    ]
+    records = [json.loads((alone / run / "run.json").read_text())["stages"] for run in ("run", "on-ray")]
+    kl = [[stage["measurements"].get("kl_mean") for stage in stages] for stages in records]
     assert kl[0] == pytest.approx(kl[1], abs=1e-6)
 
 
