@@ -31,7 +31,7 @@ from attar.checkpoint.output import StageOutput, command_line, finished, produce
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.merging.config.documents import Document, read_configs
+from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.conflicts import ConflictRecorder
 from attar.merging.mixture.build import PreparedMixture, write_mixture
@@ -116,7 +116,7 @@ class _MergeRun:
             out, "merge", self.settings, VERSION, models, text=text, needed=needed, force=force, key=key
         )
 
-    def merge_earlier(self, document: Document, output: StageOutput) -> None:
+    def merge_earlier(self, document: MergeDocument, output: StageOutput) -> None:
         """Merge a document that later ones use into a checkpoint in the work folder."""
         assert document.name is not None, "only the last document may have no name"
         folder = output.work / "models" / document.name

@@ -11,11 +11,11 @@ from attar.merging.mixture.config import MixtureConfig, is_mixture, parse_mixtur
 from attar.merging.settings import INLINE, yaml_text
 from attar.yaml import Located, parse_documents
 
-Document = MergeConfig | MixtureConfig
+MergeDocument = MergeConfig | MixtureConfig
 """A merge, or a mixture of experts made of dense models."""
 
 
-def read_configs(config: str, name: str = INLINE) -> tuple[tuple[Document, ...], str]:
+def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeDocument, ...], str]:
     """The documents of the setting ``config``, and their text.
 
     Args:
@@ -30,7 +30,7 @@ def read_configs(config: str, name: str = INLINE) -> tuple[tuple[Document, ...],
     return parse_configs(text, where), text
 
 
-def parse_configs(text: str, name: str = "merge.yml") -> tuple[Document, ...]:
+def parse_configs(text: str, name: str = "merge.yml") -> tuple[MergeDocument, ...]:
     """The documents of a YAML text: each after those whose results it uses, the one without a name last.
 
     Raises:
@@ -42,16 +42,16 @@ def parse_configs(text: str, name: str = "merge.yml") -> tuple[Document, ...]:
     return sorted_by_use([_parse(document) for document in documents])
 
 
-def parse_located(located: Located) -> tuple[Document, ...]:
+def parse_located(located: Located) -> tuple[MergeDocument, ...]:
     """The one document that is part of another file, such as a recipe."""
     return (_parse(located),)
 
 
-def _parse(located: Located) -> Document:
+def _parse(located: Located) -> MergeDocument:
     return parse_mixture(located) if is_mixture(located) else parse_document(located)
 
 
-def sorted_by_use(configs: Sequence[Document]) -> tuple[Document, ...]:
+def sorted_by_use(configs: Sequence[MergeDocument]) -> tuple[MergeDocument, ...]:
     """Documents sorted so that each comes after those whose results it uses; otherwise the order stays. The
     document without a name, which is the final result, comes last.
 
@@ -60,7 +60,7 @@ def sorted_by_use(configs: Sequence[Document]) -> tuple[Document, ...]:
     """
     named = _by_name(configs)
     rest = sorted(configs, key=lambda config: config.name is None)
-    done: list[Document] = []
+    done: list[MergeDocument] = []
     while rest:
         waiting = {config.name for config in rest}
         ready = [config for config in rest if not any(used.model in waiting for used in config.models())]
@@ -72,9 +72,9 @@ def sorted_by_use(configs: Sequence[Document]) -> tuple[Document, ...]:
     return tuple(done)
 
 
-def _by_name(configs: Sequence[Document]) -> dict[str | None, Document]:
+def _by_name(configs: Sequence[MergeDocument]) -> dict[str | None, MergeDocument]:
     """Documents by name; at most one has none."""
-    named: dict[str | None, Document] = {}
+    named: dict[str | None, MergeDocument] = {}
     for config in configs:
         if config.name in named:
             what = "without a name" if config.name is None else f"named {config.name!r}"
@@ -86,7 +86,7 @@ def _by_name(configs: Sequence[Document]) -> dict[str | None, Document]:
     return named
 
 
-def _circle(rest: Sequence[Document], named: Mapping[str | None, Document]) -> str:
+def _circle(rest: Sequence[MergeDocument], named: Mapping[str | None, MergeDocument]) -> str:
     """Names along a circle; each document of ``rest`` uses another of them."""
     waiting = {config.name for config in rest}
     path: list[str] = []

@@ -173,7 +173,7 @@ def write_mixture(
     steps = [
         WriteStep(
             [spec],
-            partial(_made, tensor, rows, dtype, settings.seed),
+            partial(_output_tensor, tensor, rows, dtype, settings.seed),
             math.prod(tensor.shape) * 4,
         )
         for spec, tensor in zip(prepared.specs(), prepared.tensors, strict=True)
@@ -190,7 +190,7 @@ def write_mixture(
     output.details |= {**prepared.to_dict(), "notes": notes}
 
 
-def _made(tensor: MixtureTensor, rows: Tensor, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def _output_tensor(tensor: MixtureTensor, rows: Tensor, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
     """One tensor by its name, in the type that is written."""
     if tensor.rows is not None:
         layer, first, last = tensor.rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import bytes_text
-from attar.merging.config.documents import Document, read_configs
+from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import MergeConfig
 from attar.merging.mixture.build import PreparedMixture, prepare_mixture
 from attar.merging.mixture.config import MixtureConfig
@@ -66,7 +66,7 @@ def prepare(document: MergeConfig, parents: ParentModels, settings: MergeSetting
 
 
 def prepare_any(
-    document: Document, parents: ParentModels, settings: MergeSettings
+    document: MergeDocument, parents: ParentModels, settings: MergeSettings
 ) -> PreparedMerge | PreparedMixture:
     """Plan a document of either kind; raises as :func:`prepare`."""
     if isinstance(document, MixtureConfig):
