@@ -96,8 +96,8 @@ class AnswerForm:
         splitter = None
         forced = use is not None and use.forced
         if self.calls.channels:
-            calls = self.calls.parser({} if use is None else dict(use.parameters))
-            return AnswerParser(None, calls, None if use is None or use.parallel else 1)
+            channels = self.calls.parser({} if use is None else dict(use.parameters))
+            return AnswerParser(None, channels, None if use is None or use.parallel else 1)
         if self.tags is not None and not forced:  # a grammar leaves no room for reasoning
             splitter = ReasoningSplitter(self.tags, prompt_end.rstrip().endswith(self.tags[0]))
         calls = None if use is None else self.calls.parser(dict(use.parameters))
