@@ -121,7 +121,7 @@ class RayWorkers:
 
 
 class RayActors:
-    """``count`` actors, each with a task at a time; one that dies is replaced. Raises as :class:`RayWorkers`."""
+    """``count`` actors, each with one task; one that dies is replaced. Raises as :class:`RayWorkers`."""
 
     def __init__(self, on: str, asked: Resources, count: int) -> None:
         self._ray = connect(on)

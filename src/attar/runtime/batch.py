@@ -1,7 +1,7 @@
 """``attar generate --out FILE``: many prompts on several workers, each with a model loaded once.
 
 OUT.jsonl           a line for each prompt, in their order: the completion, or an error
-OUT.jsonl.journal   every completion under its hash, in the order of arrival; stays, so that none is made twice
+OUT.jsonl.journal   every completion under its hash, in the order of arrival; stays, so none is made twice
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def generate_to_file(
     Equal prompts are drawn anew only where the settings have no seed.
 
     Raises:
-        AttarError: the model cannot be opened, or the file cannot be written; the journal keeps what was done.
+        AttarError: the model cannot be opened, or the file cannot be written; the journal stays.
     """
     if batch < 1:
         raise SettingsError("batch_rows", batch, "1 or more")
