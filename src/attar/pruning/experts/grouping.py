@@ -70,7 +70,7 @@ def average_linkage(distances: Tensor, keep: int) -> list[tuple[int, ...]]:
     Args:
         distances: (E, E), symmetric.
     """
-    clusters = [(number,) for number in range(len(distances))]
+    clusters: list[tuple[int, ...]] = [(number,) for number in range(len(distances))]
     while len(clusters) > keep:
         pairs = [
             (float(distances[list(one)][:, list(other)].mean()), i, j)
