@@ -13,7 +13,13 @@ from attar.cli.main import VERBS
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
-from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import (
+    EmbeddingSettings,
+    LoraSettings,
+    ModelsSettings,
+    ServerSettings,
+    TemplateSettings,
+)
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
@@ -45,6 +51,7 @@ def page() -> str:
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
     parts.append(_section("serve: several models", ModelsSettings))
+    parts.append(_section("serve: LoRA adapters", LoraSettings))
     parts.append(_section("serve: conversations and answers", TemplateSettings))
     parts.append(_section("serve: connections", ConnectionSettings))
     parts.append(_section("serve: embeddings", EmbeddingSettings))

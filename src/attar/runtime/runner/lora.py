@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,13 @@ class LoraAdapter:
     Attributes:
         updates: by the path of the module.
         digest: of its files' content.
+        whole: tensors that it stores whole. peft stores those of a head that it changes as they were.
     """
 
     name: str
     updates: Mapping[str, LoraUpdate]
     digest: str
+    whole: Mapping[str, TensorInfo] = field(default_factory=dict)
 
 
 def read_lora(folder: Path) -> LoraAdapter:
@@ -76,16 +78,12 @@ def read_lora(folder: Path) -> LoraAdapter:
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ModelError: it is not LoRA, or holds what cannot be added while a model runs (DoRA, whole tensors of
-            ``modules_to_save``, embeddings); names it.
+        ModelError: it is not LoRA, or holds what cannot be added while a model runs (DoRA, embeddings); names
+            it.
         NumericsError: a factor is not finite.
     """
     config = read_adapter_config(folder)
     tensors = read_tensors(folder)
-    if tensors.replacements:
-        raise _unsupported(
-            folder, f"whole tensors (modules_to_save), such as {next(iter(tensors.replacements))!r}"
-        )
     if config.get("use_dora"):
         raise _unsupported(folder, "DoRA's magnitudes (use_dora)")
     updates = {}
@@ -97,11 +95,11 @@ def read_lora(folder: Path) -> LoraAdapter:
     if not updates:
         raise ModelError(f"{folder}: the adapter changes nothing")
     content = b"".join(hashlib.sha256((folder / name).read_bytes()).digest() for name in (CONFIG, WEIGHTS))
-    return LoraAdapter(folder.name, updates, hashlib.sha256(content).hexdigest())
+    return LoraAdapter(folder.name, updates, hashlib.sha256(content).hexdigest(), tensors.replacements)
 
 
-def _unsupported(folder: Path, what: str) -> ModelError:
-    message = f"{folder}: the adapter has {what}, which cannot be added while the model runs"
+def _unsupported(where: str | Path, what: str) -> ModelError:
+    message = f"{where}: the adapter has {what}, which cannot be added while the model runs"
     return ModelError(message, hint="serve the merged model: attar merge, with MODEL+ADAPTER")
 
 
@@ -151,12 +149,15 @@ class LoraRows:
             key: of spans with this adapter; new.
 
         Raises:
-            ModelError: it does not fit the model; names the module.
+            ModelError: it does not fit the model, or changes whole tensors (``modules_to_save``); names them.
         """
         assert key and key not in self.adapters, f"{key!r} is a new key"
         modules = dict(self._model.named_modules())
         for path, update in adapter.updates.items():
             _check_module(adapter, path, modules.get(path), update)
+        for name, info in adapter.whole.items():
+            if not _is_equal(self._model, name, info):
+                raise _unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         self.adapters[key] = adapter
         for path, update in adapter.updates.items():
             self._updates.setdefault(path, {})[key] = update.to(self._model.device)
@@ -231,6 +232,14 @@ def _check_module(adapter: LoraAdapter, path: str, module: Any, update: LoraUpda
     if shapes != (inputs, outputs, outputs):
         message = f"the adapter {adapter.name} has {shapes[0]} inputs and {shapes[1]} outputs for {path!r}"
         raise ModelError(f"{message}, which has {inputs} and {outputs}")
+
+
+def _is_equal(model: Any, name: str, info: TensorInfo) -> bool:
+    """Whether a parameter of the model has the same numbers as an adapter's tensor."""
+    path, _, leaf = name.rpartition(".")
+    module = dict(model.named_modules()).get(path)
+    own = getattr(module, leaf, None)
+    return isinstance(own, Tensor) and torch.equal(own.detach().cpu(), read_tensor(info).to(own.dtype))
 
 
 def _shape(module: Any) -> tuple[int, int]:
