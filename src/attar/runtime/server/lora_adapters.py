@@ -30,10 +30,10 @@ from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.backend import EngineBackend, Stats
+from attar.runtime.server.body_model import StrictModel
 from attar.runtime.server.embeddings.embedders import EngineEmbedder
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.middleware import LOGGER
-from attar.runtime.server.protocol import StrictModel
 from attar.runtime.server.service import Service, run_in_daemon_thread
 from attar.runtime.server.settings import LoraSettings
 
