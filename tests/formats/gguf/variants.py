@@ -39,7 +39,7 @@ FAMILIES = {
         {**GQA, **FOUR, "shared_expert_intermediate_size": 48},
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**WIDE, **FOUR, "norm_topk_prob": True}),
-    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**GQA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**MHA, "num_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
