@@ -4,14 +4,17 @@
         [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
         [--sparsity 2:4 50%]
 
-Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B; llama.cpp's are of Q4_0, Q8_0 and BF16,
+Models are of random weights: Llamas S of 88 M parameters and M of 1.1 B; mixtures of experts 1B-A0.3B (16
+layers of 1024, 8 of 32 experts of 640 neurons: 1.1 B parameters, 0.3 B of them active) and 7B-A1B (the
+shape of OLMoE-1B-7B: 16 layers of 2048, 8 of 64 experts of 1024). llama.cpp's are of Q4_0, Q8_0 and BF16,
 transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
 round in reverse; a ratio is the median over rounds of ours over the peer's in the same round.
 
     decode 1, 8    tokens/s in all, one token a step for 1 or 8 sequences, from position 128 on
     decode 4k      the same for one sequence from position 4000 on (llama.cpp and ours)
     prompt 512     tokens/s
-    GB/s           bytes of packed weights, and of keys and values, times steps a second
+    GB/s           bytes of packed weights, and of keys and values, times steps a second; of a mixture the
+                   active experts, and for one sequence only
     --sparsity     the same model with two of each four weights zero (2:4), or half of them anywhere (50%),
                    head and embedding dense: tokens/s over those of the dense model, the goal at batch 1
     memory         GB/s of reading 256 MB in huge pages by the same threads, four streams each, measured
@@ -142,7 +145,8 @@ def measure(
                     times = seen[name, task]
                     times.tokens.append(tokens)
                     times.memory.append(memory)
-                    if isinstance(runner := runners[name], Attar):
+                    known = "num_experts" not in SHAPES[shape] or TASKS[task][0] == 1
+                    if isinstance(runner := runners[name], Attar) and known:
                         times.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
     return seen
 
@@ -181,9 +185,9 @@ def bandwidth(pool: ThreadPool, buffer: Tensor) -> float:
 def report(label: str, task: str, seen: dict[str, Timed]) -> None:
     """A line."""
     ours = seen["attar"]
-    rate, memory = statistics.median(ours.rate), statistics.median(ours.memory)
     line = f"{label} {task:<10} {statistics.median(ours.tokens):8.1f} tokens/s"
-    if task.startswith("decode"):
+    if task.startswith("decode") and ours.rate:
+        rate, memory = statistics.median(ours.rate), statistics.median(ours.memory)
         part = statistics.median(a / b for a, b in zip(ours.rate, ours.memory, strict=True))
         line += f"  {rate:5.1f} of {memory:5.1f} GB/s ({part:4.0%})"
     for name, peer in seen.items():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from peers import environments
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig, StaticCache
 
 from attar.kernels.decode import LayerWeights
 from attar.kernels.memory import Arena
@@ -47,6 +47,26 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 5632,
         "vocab_size": 32000,
     },
+    "1B-A0.3B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 640,
+        "vocab_size": 32000,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+    },
+    "7B-A1B": {  # OLMoE-1B-7B
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 1024,
+        "vocab_size": 50304,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
 }
 
 
@@ -61,12 +81,13 @@ class Runner(Protocol):
 
 
 def llama_config(shape: str) -> Any:
-    """Of a shape."""
-    return LlamaConfig(**SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=False)
+    """Of a shape: a Llama, or with experts an OLMoE."""
+    kind = OlmoeConfig if "num_experts" in SHAPES[shape] else LlamaConfig
+    return kind(**SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=False)
 
 
 class Attar:
-    """The compiled runner, one call a step; ``nbytes`` of weights."""
+    """The compiled runner, one call a step; ``nbytes`` of weights that a step of one token reads."""
 
     def __init__(self, runner: Compiled, nbytes: int = 0) -> None:
         self.runner, self.nbytes = runner, nbytes
@@ -105,25 +126,28 @@ def random_runner(
     layers = [_copied(weights.layers[0], arena) for _ in range(config.num_hidden_layers - 1)]
     weights = replace(weights, layers=(weights.layers[0], *layers))
     settings: dict[str, Any] = {"kv_dtype": kv_dtype, "threads": threads, "bits": bits}
-    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.nbytes)
+    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.read_bytes)
 
 
 def _copied(layer: LayerWeights, arena: Arena) -> LayerWeights:
     """A layer with the same weights in memory of its own."""
-    packed = {name: getattr(layer, name) for name in PRODUCTS}
-    return replace(
-        layer,
-        **{
-            name: replace(one, data=arena.allocate(one.nbytes).copy_(one.data))
-            for name, one in packed.items()
-        },
-    )
+
+    def copied(one: Any) -> Any:
+        if isinstance(one, tuple):
+            return tuple(map(copied, one))
+        return one and replace(one, data=arena.allocate(one.nbytes).copy_(one.data))
+
+    mixture = layer.mixture
+    if mixture is not None:
+        experts = {name: copied(getattr(mixture, name)) for name in ("gate_up", "down")}
+        mixture = replace(mixture, **experts, router=mixture.router.clone())
+    return replace(layer, mixture=mixture, **{name: copied(getattr(layer, name)) for name in PRODUCTS})
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of a Llama."""
+    """Of a model."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -158,7 +182,7 @@ class Transformers:
 
     def __init__(self, config: Any) -> None:
         torch.set_default_dtype(torch.bfloat16)
-        self._model: Any = LlamaForCausalLM(config).eval()
+        self._model: Any = AutoModelForCausalLM.from_config(config).eval()
         torch.set_default_dtype(torch.float32)
 
     @torch.inference_mode()

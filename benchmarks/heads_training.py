@@ -3,7 +3,8 @@
 Time is the process's own on all its cores, by their number: whatever else the machine does, each drafter has
 the same. Seconds of a step are measured on the first steps of a training that is then thrown away; the run
 has as many steps as fit into the minutes, so that its learning rate ends where it should. A killed run goes
-on. The target runs in each step: no states are kept, which would be another share of the time for each kind.
+on. The target runs in each step unless ``--state-cache`` says otherwise: kept states would be another share
+of the time for each kind.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +106,17 @@ def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSetti
     common |= RATES.get(name, {}) | {key: value for key, value in given.items() if value}
     if name == DRAFT_MODEL:
         return distill_settings(for_drafting=True, keep_layers=args.draft_layers, **common)
-    wanted = {"drafts": args.drafts, "state_cache": "0"}
+    wanted = {"drafts": args.drafts, "state_cache": args.state_cache, **chosen_options(name, args)}
     return distill_settings(head=name, **common, **wanted)
+
+
+def chosen_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the command line that a kind of head has and that were given."""
+    given = {"draft_vocabulary": args.draft_vocabulary, "anchors": args.anchors}
+    known = {field.name for field in fields(HEAD_SETTINGS[name])} if name in HEAD_SETTINGS else set()
+    if name == "eagle":  # it has its model's own output matrix
+        known.discard("draft_vocabulary")
+    return {option: value for option, value in given.items() if value and option in known}
 
 
 def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -113,6 +124,8 @@ def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, An
     it is not there yet."""
     wanted = [name, minutes, args.steps, args.batch_size, args.length, args.samples, args.drafts, args.seed]
     wanted += [args.threads, args.learning_rate, args.optimizer]
+    further = [chosen_options(name, args), args.state_cache]
+    wanted += further if further != [{}, "0"] else []
     key = identity("heads-benchmark", 1, {"wanted": wanted, "data": args.data}, [args.teacher])
     folder = args.work / f"{name.replace(' ', '-')}-{key[:12]}"
     file = folder.with_suffix(".json")

@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 
 from attar.cli.main import VERBS
+from attar.cluster.settings import ClusterSettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
-from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
@@ -22,7 +23,14 @@ from attar.runtime.speculate.settings import ProfileSettings
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"
 BASES = {"required": "one", "optional": "may be", "unused": "", "member": "one more model"}
-WITHOUT_SETTINGS = {"run": "run and demo", "inspect": "inspect", "plan-kv": "plan-kv", "report": "report"}
+WITHOUT_SETTINGS = {
+    "run": "run and demo",
+    "sweep": "sweep",
+    "status": "status",
+    "inspect": "inspect",
+    "plan-kv": "plan-kv",
+    "report": "report",
+}
 COMMON = ("help", "json", "quiet", "debug")  # options of every verb
 START, END = "<!-- methods -->\n", "<!-- end -->"
 
@@ -44,11 +52,13 @@ def page() -> str:
     parts.append(_section("bench", BenchSettings))
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
+    parts.append(_section("serve: several models", ModelsSettings))
     parts.append(_section("serve: conversations and answers", TemplateSettings))
     parts.append(_section("serve: connections", ConnectionSettings))
     parts.append(_section("serve: embeddings", EmbeddingSettings))
     parts.append(_section("serve: services", ServiceSettings))
     parts.append(_section("generate, chat, bench and serve: the engine", EngineSettings))
+    parts.append(_section("run, demo and sweep: where tasks run", ClusterSettings))
     parts.extend(_options(verb) for verb in WITHOUT_SETTINGS)
     return "\n".join(parts)
 

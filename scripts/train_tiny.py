@@ -4,6 +4,9 @@
     python scripts/train_tiny.py WORK --family qwen2 --out DIR
                                                  a smaller model of another family, attar:tiny's tokenizer,
                                                  for the benchmarks
+    python scripts/train_tiny.py WORK --family qwen3_moe
+                                                 attar:tiny-moe, a mixture of experts that starts from
+                                                 attar:tiny's weights, into attar's cache folder
 
 Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows
 of 2,048, which is the model's context. The card tells what came out.
@@ -27,13 +30,17 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from attar.checkpoint.card import Card, versions
-from attar.checkpoint.hashing import sha256_file
+from attar.checkpoint.hashing import cache_folder, sha256_file
 from attar.data import python_text
 from attar.data.packing import pack
 from attar.progress import Terminal
+from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory, train
 
@@ -68,6 +75,10 @@ WIDE = replace(
     seed=SEED + 1,
 )
 SIBLING = replace(LONG, steps=1500, evaluate_every=500)
+MIXTURE = replace(LONG, steps=400, learning_rate=2e-3, evaluate_every=200)
+WIDE_MIXTURE = replace(WIDE, steps=40, evaluate_every=40)
+UPCYCLED = (0, 2, 5, 7)  # attar:tiny's layers that the mixture starts from
+BALANCE = 0.01  # of the load-balancing loss: Switch Transformers' (arXiv 2101.03961, section 2.2)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -138,16 +149,82 @@ def build_sibling() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+def build_mixture(embedded: Path) -> Qwen3MoeForCausalLM:
+    """A Qwen3-MoE of 7.6 M parameters, 2.9 M of them active: 4 layers, width 256, 8 query heads on 4 KV
+    heads, 8 experts of width 256, two for each token. All widths are multiples of llama.cpp's blocks."""
+    torch.manual_seed(SEED)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        moe_intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    model = Qwen3MoeForCausalLM(config)
+    upcycle(model, LlamaForCausalLM.from_pretrained(embedded, dtype=torch.float32))
+    return model
+
+
+@torch.no_grad()
+def upcycle(model: Qwen3MoeForCausalLM, dense: LlamaForCausalLM) -> None:
+    """Start from a dense model (Komatsuzaki et al. 2022, arXiv 2212.05055): embedding, norms and attention
+    are its own, each expert is a random third of a layer's neurons, their outputs times 3; random routers."""
+    model.model.embed_tokens.load_state_dict(dense.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(dense.model.norm.state_dict())
+    generator = torch.Generator().manual_seed(SEED)
+    for layer, index in zip(model.model.layers, UPCYCLED, strict=True):
+        source = dense.model.layers[index]
+        layer.self_attn.load_state_dict(source.self_attn.state_dict(), strict=False)  # no norms of q and k
+        layer.input_layernorm.load_state_dict(source.input_layernorm.state_dict())
+        layer.post_attention_layernorm.load_state_dict(source.post_attention_layernorm.state_dict())
+        nn.init.normal_(layer.mlp.gate.weight, std=model.config.initializer_range, generator=generator)
+        neurons, width = source.mlp.up_proj.out_features, model.config.moe_intermediate_size
+        for expert in range(model.config.num_experts):
+            rows = torch.randperm(neurons, generator=generator)[:width]
+            gate, up = source.mlp.gate_proj.weight[rows], source.mlp.up_proj.weight[rows]
+            layer.mlp.experts.gate_up_proj[expert] = torch.cat([gate, up])
+            layer.mlp.experts.down_proj[expert] = source.mlp.down_proj.weight[:, rows] * (neurons / width)
+
+
 def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Next-token cross-entropy in nats, mean over tokens."""
-    logits = model(input_ids=tokens).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return _cross_entropy(model(input_ids=tokens).logits, tokens)
+
+
+def balanced_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """``loss``, and :data:`BALANCE` times each layer's load-balancing loss, mean over layers."""
+    output = model(input_ids=tokens, output_router_logits=True)
+    experts, active = model.config.num_experts, model.config.num_experts_per_tok
+    layers = [load_balancing_loss_func((logits,), experts, active) for logits in output.router_logits]
+    return _cross_entropy(output.logits, tokens) + BALANCE * torch.stack(layers).mean()
+
+
+def _cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def phase(
-    model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: TrainSettings,
+    work: Path,
+    what: str,
+    objective: Loss = loss,
 ) -> TrainHistory:
-    """One phase of training, with its held-out loss on rows of the same length."""
+    """One phase of training, with its held-out cross-entropy on rows of the same length."""
     length = settings.sequence_length
     rows = pack(tokenizer, "python-stdlib", "train", length=length, rows=None, seed=settings.seed).rows
     kept = pack(tokenizer, "python-stdlib", "evaluation", length=length, rows=None, seed=0).rows
@@ -160,7 +237,9 @@ def phase(
                 evaluation
             )
 
-    return train(model, loss, rows, settings, work=work, held_out=held_out, progress=Terminal(), what=what)
+    return train(
+        model, objective, rows, settings, work=work, held_out=held_out, progress=Terminal(), what=what
+    )
 
 
 def main() -> None:
@@ -168,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     embedded = Path(__file__).parents[1] / "src/attar/embedded/tiny"
-    parser.add_argument("--family", choices=("llama", "qwen2"), default="llama")
+    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3_moe"), default="llama")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -181,6 +260,19 @@ def main() -> None:
         sibling.to(torch.bfloat16).save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
         return
+    if args.family == "qwen3_moe":
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded)
+        out = args.out or cache_folder() / "tiny-moe"
+        mixture = build_mixture(embedded)
+        phases = []
+        for settings, what in ((MIXTURE, "long"), (WIDE_MIXTURE, "wide")):
+            work = args.work / f"mixture-{what}"
+            phases.append((settings, phase(mixture, tokenizer, settings, work, what, balanced_loss)))
+        save(mixture, tokenizer, out)
+        write_card(
+            out, "attar:tiny-moe", phases, "--family qwen3_moe", f"load-balancing loss times {BALANCE}"
+        )
+        return
     args.out = args.out or embedded
     if (args.work / "tokenizer/tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.work / "tokenizer")
@@ -190,20 +282,26 @@ def main() -> None:
     model = build_model()
     first = phase(model, tokenizer, LONG, args.work / "long", "rows of 512")
     second = phase(model, tokenizer, WIDE, args.work / "wide", "rows of 2,048")
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)
-    write_card(args.out, first, second)
+    save(model, tokenizer, args.out)
+    write_card(args.out, "attar:tiny", [(LONG, first), (WIDE, second)], "", NOTES)
 
 
-def write_card(folder: Path, first: TrainHistory, second: TrainHistory) -> None:
+def save(model: nn.Module, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Weights in bf16, config and tokenizer."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def write_card(
+    folder: Path, name: str, phases: list[tuple[TrainSettings, TrainHistory]], options: str, notes: str
+) -> None:
     """The card: script, data rule, seed, settings, tokens seen, held-out losses."""
-    held_out = {"rows_of_512": _held_out(first), "rows_of_2048": _held_out(second)}
-    loss_512, loss_2048 = (rows[-1]["held_out"] for rows in held_out.values())
+    loss_512, loss_2048 = (_held_out(history)[-1]["held_out"] for _, history in phases)
     Card(
-        name="attar:tiny",
+        name=name,
         stage="original",
-        settings={"rows_of_512": asdict(LONG), "rows_of_2048": asdict(WIDE)},
+        settings={f"rows_of_{settings.sequence_length}": asdict(settings) for settings, _ in phases},
         seed=SEED,
         versions=versions(),
         files={
@@ -213,14 +311,14 @@ def write_card(folder: Path, first: TrainHistory, second: TrainHistory) -> None:
             "held_out_loss_512": loss_512,
             "held_out_loss_2048": loss_2048,
             "held_out_perplexity_2048": math.exp(loss_2048),
-            "tokens_seen": first.tokens + second.tokens,
+            "tokens_seen": sum(history.tokens for _, history in phases),
         },
         details={
             "data": "python-stdlib: files whose path's SHA-256 (first 32 bits) modulo 100 is below 90",
-            "notes": NOTES,
+            "notes": notes,
         },
         licence={"ids": ["apache-2.0"]},
-        command="python scripts/train_tiny.py WORK",
+        command=f"python scripts/train_tiny.py WORK {options}".rstrip(),
     ).write(folder)
 
 

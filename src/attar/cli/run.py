@@ -6,7 +6,17 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from attar.cli.command import Answer, argument, build_command, flag, many_option, text_option
+from attar.cli.command import (
+    Answer,
+    argument,
+    build_command,
+    flag,
+    many_option,
+    read_settings,
+    settings_options,
+    text_option,
+)
+from attar.cluster.settings import ClusterSettings
 from attar.progress import Progress
 
 
@@ -61,6 +71,7 @@ def _parameters(folder: str) -> list[inspect.Parameter]:
         many_option("changes", "--set", help=setting, metavar="KEY=VALUE"),
         flag("fresh", "--fresh", help="remove what an earlier run made in the folder, and start over"),
         flag("dry_run", "--dry-run", help="show the plan with about what it takes, and stop"),
+        *settings_options(ClusterSettings),
     ]
 
 
@@ -72,9 +83,15 @@ def _run(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
     out = Path(values["out"]) if values["out"] else default_folder(path)
     if values["dry_run"]:
         return _plan(recipe, out, values["fresh"])
-    from attar.recipe.run import run_recipe
+    cluster = read_settings(ClusterSettings, "run", values)
+    if cluster.on or cluster.jobs > 1:
+        from attar.recipe.variants import run_on_cluster
 
-    result = run_recipe(recipe, out, fresh=values["fresh"], progress=progress)
+        result = run_on_cluster(recipe, out, cluster, fresh=values["fresh"], progress=progress)
+    else:
+        from attar.recipe.run import run_recipe
+
+        result = run_recipe(recipe, out, fresh=values["fresh"], progress=progress)
 
     def show() -> None:
         from attar.measure.table import print_table

@@ -7,7 +7,7 @@ from typing import Any
 
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
-from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
@@ -19,6 +19,7 @@ def build_serve(verb: str) -> Any:
     parameters = [
         argument("model", MODEL_HELP),
         *settings_options(ServerSettings),
+        *settings_options(ModelsSettings),
         *settings_options(TemplateSettings),
         *settings_options(ServiceSettings),
         *settings_options(ConnectionSettings),
@@ -35,10 +36,10 @@ def build_serve(verb: str) -> Any:
         services = read_settings(ServiceSettings, verb, values)
         transport = read_settings(ConnectionSettings, verb, values)
         embeddings = read_settings(EmbeddingSettings, verb, values)
+        models = read_settings(ModelsSettings, verb, values)
         options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
-        serve(
-            values["model"], settings, answers, services, transport, embeddings, show=_print_line, **options
-        )
+        parts = (settings, answers, services, transport, embeddings, models)
+        serve(values["model"], *parts, show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."

@@ -1,7 +1,8 @@
 """A step of a Llama-shaped model in one call: the weights and the KV cache's pool of blocks.
 
 A layer is  x += post(out(attention(norm(x)))),  x += post(down(act(gate(norm(x))) up(norm(x))))  with
-RMS norms, grouped-query attention and rotary positions; the norms `post` are Gemma's, absent elsewhere.
+RMS norms, grouped-query attention and rotary positions; the norms `post` are Gemma's, absent elsewhere. In
+place of the MLP a layer may have a mixture of experts (experts.py).
 csrc/decode/step.h computes it. Configs and tensor names belong to runner/compiled.py.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import structures
+from attar.kernels.experts import Mixtures, MixtureWeights, check_mixture, mixture_struct
 from attar.kernels.memory import huge_pages
 from attar.kernels.packed import PackedWeight
 from attar.kernels.product import default_threads
@@ -30,29 +32,47 @@ KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}  # of the KV cach
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,); Gemma's + 1 is included.
+    """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,), over all heads together with
+    ``wide_norms``; Gemma's + 1 is included.
 
     Attributes:
         qkv: rows of queries, keys and values, head by head.
         out: attention's output projection.
-        gate_up: rows of the gate, then those of up.
-        down: the MLP's output projection.
+        gate_up: rows of the gate, then those of up; None with a mixture.
+        down: the MLP's output projection; None with a mixture.
+        mixture: of experts, instead of the MLP.
         rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
         window: keys that a token sees, its own included; 0: all.
+        sinks: float32 (heads,), a score of each head that has no value (gpt-oss).
     """
 
     before_attention: Tensor
     before_mlp: Tensor
     qkv: PackedWeight
     out: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    gate_up: PackedWeight | None = None
+    down: PackedWeight | None = None
+    mixture: MixtureWeights | None = None
     rotary: Tensor | None = None
     window: int = 0
     after_attention: Tensor | None = None
     after_mlp: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def products(self) -> list[PackedWeight]:
+        """Its packed weights, those of experts included."""
+        own = [getattr(self, name) for name in structures.PRODUCTS]
+        return [*filter(None, own), *(self.mixture.products if self.mixture else ())]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of packed weights that a step of one token reads."""
+        own = (self.qkv, self.out, self.gate_up, self.down)
+        experts = self.mixture.read_bytes if self.mixture else 0
+        return sum(packed.nbytes for packed in own if packed is not None) + experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +92,7 @@ class ModelWeights:
         embedding_scale: multiplies the embedding's rows.
         activation: of the gate, a key of ACTIVATIONS.
         mask: float32 (hidden,), what a token of id -1 begins as; None: there are none.
+        wide_norms: queries and keys are normed over all heads together (OLMoE).
     """
 
     embedding: Tensor
@@ -88,6 +109,7 @@ class ModelWeights:
     embedding_scale: float = 1.0
     activation: str = "silu"
     mask: Tensor | None = None
+    wide_norms: bool = False
 
     @property
     def hidden(self) -> int:
@@ -100,11 +122,6 @@ class ModelWeights:
         return self.head.rows
 
     @property
-    def intermediate(self) -> int:
-        """Width of the MLP."""
-        return self.layers[0].down.columns
-
-    @property
     def rotary(self) -> int:
         """Dimensions of a head that are rotated; 0: none."""
         table = self.layers[0].rotary
@@ -112,9 +129,14 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights, all of which a step reads."""
-        products = [getattr(layer, name) for layer in self.layers for name in structures.PRODUCTS]
+        """Bytes of packed weights."""
+        products = [packed for layer in self.layers for packed in layer.products]
         return sum(packed.nbytes for packed in (*products, self.head))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of packed weights that a step of one token reads: of experts those that are active."""
+        return sum(layer.read_bytes for layer in self.layers) + self.head.nbytes
 
 
 class Program:
@@ -149,7 +171,9 @@ class Program:
         self.threads: int = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
         self.pool = huge_pages(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
-        self._layers = (structures.LayerStruct * len(weights.layers))(*map(_layer, weights.layers))
+        self._mixtures = [mixture_struct(layer.mixture) for layer in weights.layers]
+        layers = map(_layer, weights.layers, self._mixtures)
+        self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
         self._model = self._structure(bits, kv_dtype)
         self._handle: int | None = None
         self._library = structures.library()
@@ -214,6 +238,7 @@ class Program:
             block_size=self.block_size,
             blocks=self.blocks,
             activation=ACTIVATIONS[w.activation],
+            wide_norms=w.wide_norms,
             bits=bits,
             pool_kind=KINDS[kv_dtype],
             embedding_kind=KINDS[str(w.embedding.dtype).removeprefix("torch.")],
@@ -236,12 +261,15 @@ def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype:
     return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * per_token
 
 
-def _layer(weights: LayerWeights) -> structures.LayerStruct:
+def _layer(weights: LayerWeights, mixture: Mixtures) -> structures.LayerStruct:
     layer = structures.LayerStruct(window=weights.window)
     for name in (*structures.NORMS, "rotary"):
         setattr(layer, name, structures.address(getattr(weights, name)))
     for name in structures.PRODUCTS:
-        setattr(layer, name, structures.linear_struct(getattr(weights, name)))
+        if getattr(weights, name) is not None:
+            setattr(layer, name, structures.linear_struct(getattr(weights, name)))
+    if mixture is not None:
+        layer.mixture = ctypes.addressof(mixture[0])
     return layer
 
 
@@ -263,14 +291,21 @@ def _check(weights: ModelWeights, block_size: int) -> None:
 
 def _check_shapes(weights: ModelWeights, layer: LayerWeights) -> None:
     """Rows and columns of a layer's products."""
-    hidden, wide, heads = weights.hidden, weights.intermediate, weights.heads * weights.head_dim
+    hidden, heads = weights.hidden, weights.heads * weights.head_dim
     expected = {
         "qkv": (heads + 2 * weights.kv_heads * weights.head_dim, hidden),
         "out": (hidden, heads),
-        "gate_up": (2 * wide, hidden),
-        "down": (hidden, wide),
     }
-    for name in structures.PRODUCTS:
+    if layer.mixture is None:
+        assert layer.gate_up is not None and layer.down is not None, "a layer without an MLP"
+        wide = layer.down.columns
+        expected |= {"gate_up": (2 * wide, hidden), "down": (hidden, wide)}
+    else:
+        assert layer.gate_up is None and layer.down is None, "an MLP beside a mixture"
+        if layer.after_mlp is not None:
+            raise ModelError("a norm after a mixture of experts")
+        check_mixture(layer.mixture, hidden)
+    for name, shape in expected.items():
         packed = getattr(layer, name)
-        if (packed.rows, packed.columns) != expected[name]:
-            raise ModelError(f"a layer's {name} is {packed.rows} x {packed.columns}, not {expected[name]}")
+        if (packed.rows, packed.columns) != shape:
+            raise ModelError(f"a layer's {name} is {packed.rows} x {packed.columns}, not {shape}")

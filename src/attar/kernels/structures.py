@@ -36,8 +36,21 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query_norm", "key_norm")
+NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query_norm", "key_norm", "sinks")
 PRODUCTS = ("qkv", "out", "gate_up", "down")
+SCORINGS = {"softmax": 0, "sigmoid": 1}
+
+
+class MixtureStruct(ctypes.Structure):
+    """csrc/decode/model.h."""
+
+    _fields_ = [
+        *((name, LONG) for name in ("experts", "active", "groups", "active_groups", "group_scores")),
+        *((name, INT) for name in ("scoring", "normalized")),
+        ("scaling", FLOAT),
+        *((name, POINTER) for name in ("router", "bias", "correction", "shared_gate", "gate_up", "down")),
+        *((name, LinearStruct) for name in ("shared_gate_up", "shared_down")),
+    ]
 
 
 class LayerStruct(ctypes.Structure):
@@ -47,10 +60,11 @@ class LayerStruct(ctypes.Structure):
         *((name, POINTER) for name in (*NORMS, "rotary")),
         ("window", LONG),
         *((name, LinearStruct) for name in PRODUCTS),
+        ("mixture", POINTER),
     ]
 
 
-SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary", "intermediate", "vocabulary")
+SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary", "vocabulary")
 FLOATS = ("eps", "scale", "soft_cap", "final_soft_cap", "embedding_scale")
 
 
@@ -60,7 +74,7 @@ class ModelStruct(ctypes.Structure):
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
         *((name, FLOAT) for name in FLOATS),
-        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
+        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind", "wide_norms")),
         *((name, POINTER) for name in ("embedding", "mask", "norm")),
         ("head", LinearStruct),
         *((name, POINTER) for name in ("layer", "pool", "hidden_layer", "hidden_pool")),

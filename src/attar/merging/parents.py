@@ -19,8 +19,8 @@ from attar.errors import AttarError
 from attar.formats.readers import Decoded, quant_method
 from attar.merging.adapters.apply import AdaptedCheckpoint
 from attar.merging.adapters.files import CONFIG, WEIGHTS
-from attar.merging.config.documents import read_configs
-from attar.merging.config.schema import MergeConfig, ModelReference
+from attar.merging.config.documents import MergeDocument, read_configs
+from attar.merging.config.schema import ModelReference
 from attar.merging.planning.model import ModelView
 
 
@@ -84,7 +84,7 @@ class ParentModels:
         return self._checkpoints[model]
 
 
-def open_parents(documents: Sequence[MergeConfig], models: Mapping[str, str | Path]) -> ParentModels:
+def open_parents(documents: Sequence[MergeDocument], models: Mapping[str, str | Path]) -> ParentModels:
     """Open every model that is not the result of one of the documents."""
     parents = ParentModels(dict(models))
     results = [document.name for document in documents]

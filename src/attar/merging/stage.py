@@ -1,4 +1,5 @@
-"""The verb ``merge``: one model out of several, by mergekit's YAML.
+"""The verb ``merge``: one model out of several, by mergekit's YAML; or a mixture of experts, by
+mergekit-moe's (mixture/).
 
     read       the documents, each after those whose results it uses           (config/documents.py)
     open       every model by its headers, adapters added                      (parents.py)
@@ -30,11 +31,12 @@ from attar.checkpoint.output import StageOutput, command_line, finished, produce
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.merging.config.documents import read_configs
+from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.conflicts import ConflictRecorder
+from attar.merging.mixture.build import PreparedMixture, write_mixture
 from attar.merging.parents import ParentModels, open_parents
-from attar.merging.planning.prepare import PreparedMerge, prepare
+from attar.merging.planning.prepare import PreparedMerge, prepare_any
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
 from attar.options import flatten
@@ -44,6 +46,9 @@ FILE = "merge.yml"
 """The configuration, next to the merged weights."""
 
 PICTURE = "conflicts.svg"
+
+Prepared = PreparedMerge | PreparedMixture
+"""A document that is ready to be run."""
 
 DrawConflicts = Callable[[list[dict[str, Any]], list[str]], str]
 """Draws the rows of :func:`attar.merging.conflicts.summary` with the models' names as SVG."""
@@ -80,15 +85,16 @@ def merge(
     lineage = [as_parent(checkpoint, "weights") for checkpoint in parents.checkpoints()]
     check_licences(lineage, settings.licence, progress)
     reads_text = settings.search > 0 or settings.tokens > 0
-    reads_text |= any(d.method in SEARCHED or d.tokenizer is not None for d in documents)
+    merges = [document for document in documents if isinstance(document, MergeConfig)]
+    reads_text |= any(d.method in SEARCHED or d.tokenizer is not None for d in merges)
     settings = fit(settings, parents.checkpoints()[0], progress if reads_text else SILENT)
     run = _MergeRun(parents, replace(settings, config=text), progress, draw)
     *earlier, last = documents
-    prepared = None if earlier else prepare(last, parents, settings)
+    prepared = None if earlier else prepare_any(last, parents, settings)
     with run.produce(out, force, key, prepared) as output:
         for document in earlier:
             run.merge_earlier(document, output)
-        run.write(prepared or prepare(last, parents, settings), output)
+        run.write(prepared or prepare_any(last, parents, settings), output)
         output.command = run.command(Path(out))
     return open_checkpoint(out)
 
@@ -102,7 +108,7 @@ class _MergeRun:
     progress: Progress
     draw: DrawConflicts | None
 
-    def produce(self, out: Path, force: bool, key: str | None, prepared: PreparedMerge | None) -> Any:
+    def produce(self, out: Path, force: bool, key: str | None, prepared: Prepared | None) -> Any:
         """The stage's frame around one document."""
         text, models = fingerprint(self.settings.data), self.parents.checkpoints()
         needed = prepared.nbytes() if prepared else None
@@ -110,21 +116,25 @@ class _MergeRun:
             out, "merge", self.settings, VERSION, models, text=text, needed=needed, force=force, key=key
         )
 
-    def merge_earlier(self, document: MergeConfig, output: StageOutput) -> None:
+    def merge_earlier(self, document: MergeDocument, output: StageOutput) -> None:
         """Merge a document that later ones use into a checkpoint in the work folder."""
         assert document.name is not None, "only the last document may have no name"
         folder = output.work / "models" / document.name
         key = sha256_text(f"{output.key}\n{document.name}")
         if not finished(folder, key):
             with self.produce(folder, True, key, None) as inner:
-                self.write(prepare(document, self.parents, self.settings), inner)
+                self.write(prepare_any(document, self.parents, self.settings), inner)
         self.parents.results[document.name] = folder
 
-    def write(self, prepared: PreparedMerge, output: StageOutput) -> None:
+    def write(self, prepared: Prepared, output: StageOutput) -> None:
         """Write one document's model into its folder."""
         notes = [*self.parents.notes, *prepared.notes]
         for note in notes:
             self.progress.log(note)
+        (output.folder / FILE).write_text(self.settings.config, encoding="utf-8")
+        if isinstance(prepared, PreparedMixture):
+            write_mixture(prepared, output, self.settings, self.progress)
+            return
         if self.settings.search or prepared.document.method in SEARCHED:
             from attar.merging.search.choose import choose
 
@@ -138,7 +148,6 @@ class _MergeRun:
         merge = replace(prepared.merge.scanned(self.progress), observe=conflicts.record)
         atomic.write_json(output.folder / "config.json", merge.plan.config)
         _write_companions(prepared, output.folder)
-        (output.folder / FILE).write_text(self.settings.config, encoding="utf-8")
         merge.write(
             output.folder,
             work=output.work / "shards",

@@ -87,7 +87,11 @@ class RecipePlan:
         """The folder of a stage's checkpoint, or of the original."""
         if name == ORIGINAL:
             return self.original.path
-        return next(step.folder for step in self.steps if step.entry.name == name)
+        return self.step(name).folder
+
+    def step(self, name: str) -> RecipeStep:
+        """The step of a stage's name."""
+        return next(step for step in self.steps if step.entry.name == name)
 
 
 def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> RecipePlan:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attar.checkpoint.atomic import write_bytes, write_json
+from attar.checkpoint.atomic import write_bytes
 from attar.checkpoint.card import Card, versions
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
@@ -29,13 +29,13 @@ from attar.checkpoint.readme import with_new_readme
 from attar.checkpoint.units import seconds_text
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.recipe.machine import PACKAGES, machine
+from attar.recipe.machine import PACKAGES
 from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, error_factor, fitted, make_plan
+from attar.recipe.run_json import entries, write_run
 from attar.recipe.runfolder import (
     ORIGINAL_RECEIPT,
     RECIPE,
     REPORT,
-    RUN,
     SIGNAL,
     Receipt,
     check_folder,
@@ -49,7 +49,6 @@ from attar.recipe.runfolder import (
     write_receipt,
 )
 from attar.recipe.schema import ORIGINAL, Recipe
-from attar.recipe.settings import plain, title
 from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
 
@@ -131,15 +130,15 @@ def run_recipe(
             remove_own(out)
         try:
             plan = make_plan(fitted(recipe, original, progress), out, original)
-            _check_foreign(plan)
+            check_foreign(plan)
             progress.log(plan_text(plan))
-            return _RecipeRun(plan, progress, tools or Tools()).run()
+            return RecipeRun(plan, progress, tools or Tools()).run()
         except AttarError:
             undo(out, created)
             raise
 
 
-def _check_foreign(plan: RecipePlan) -> None:
+def check_foreign(plan: RecipePlan) -> None:
     """Refuse to replace a folder that is not of this run."""
     own = own_folders(plan.out)
     for step in plan.steps:
@@ -149,27 +148,48 @@ def _check_foreign(plan: RecipePlan) -> None:
 
 
 @dataclass
-class _RecipeRun:
-    """One call of :func:`run_recipe`."""
+class RecipeRun:
+    """One call of :func:`run_recipe`, or a part of it on a worker.
+
+    Args:
+        signal: folder of teachers' stored predictions, in the run's.
+    """
 
     plan: RecipePlan
     progress: Progress
     tools: Tools
     reference: Any = None
+    signal: str = SIGNAL
 
     def run(self) -> RunResult:
-        plan, on = self.plan, versions(PACKAGES)
-        write_run(plan, on, [original_entry(plan)], finished=False)  # lists the folders as the run's own
-        write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
-        self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)
-        entries = [original_entry(plan)]
-        for step in plan.steps:
-            self.make(step)
-            self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
-            entries.append(stage_entry(plan, step))
-            write_run(plan, on, entries, finished=False)
+        self.begin()
+        self.make_and_measure(ORIGINAL)
+        for count, step in enumerate(self.plan.steps, 1):
+            self.make_and_measure(step.entry.name)
+            write_run(self.plan, versions(PACKAGES), entries(self.plan, count), finished=False)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Write the recipe, and list the folders as the run's own."""
+        write_run(self.plan, versions(PACKAGES), entries(self.plan, 0), finished=False)
+        write_bytes(self.plan.out / RECIPE, self.plan.recipe.to_yaml().encode())
+
+    def make_and_measure(self, name: str) -> None:
+        """Make and measure the checkpoint of a stage, whose inputs are there; measure the original."""
+        plan = self.plan
+        if name == ORIGINAL:
+            evaluation_key = plan.original_evaluation_key
+            self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, evaluation_key)
+            return
+        step = plan.step(name)
+        self.make(step)
+        self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
+
+    def finish(self) -> RunResult:
+        """Write ``run.json`` and the report of a run whose stages are all done."""
+        plan = self.plan
         shutil.rmtree(plan.out / SIGNAL, ignore_errors=True)
-        content = write_run(plan, on, entries, finished=True)
+        content = write_run(plan, versions(PACKAGES), entries(plan, len(plan.steps)), finished=True)
         load(self.tools.report)(plan.out)
         return RunResult(plan.out, content)
 
@@ -214,7 +234,7 @@ class _RecipeRun:
         entry = step.entry
         common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}
         if getattr(entry.settings, "keeps_predictions", False):
-            common["signal"] = self.plan.out / SIGNAL
+            common["signal"] = self.plan.out / self.signal
         if STAGES[entry.stage].merges:
             models = {name: self.model(name) for name in entry.merged}
             function(step.folder, entry.settings, models=models, **common)
@@ -256,75 +276,3 @@ class _RecipeRun:
         if self.reference is not None and not self.reference.kept:
             self.reference = None
         gc.collect()
-
-
-def write_run(
-    plan: RecipePlan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
-) -> dict[str, Any]:
-    """Write ``run.json`` and return its content; ``folders`` are those that the run may replace or remove.
-
-    Args:
-        versions: of Python and packages.
-        entries: the stages so far, the original first.
-        finished: whether these are all.
-    """
-    announced = [step.folder.name for step in plan.steps]
-    content = {
-        "attar": versions["attar"],
-        "recipe": plan.recipe.to_dict(),
-        "machine": machine(),
-        "versions": versions,
-        "stages": entries,
-        "finished": finished,
-        "folders": list(dict.fromkeys([*own_folders(plan.out), *announced])),
-    }
-    written = jsonable(content)
-    assert isinstance(written, dict)
-    write_json(plan.out / RUN, written)
-    return written
-
-
-def original_entry(plan: RecipePlan) -> dict[str, Any]:
-    """The entry of the recipe's model in ``run.json``."""
-    receipt = read_receipt(plan.out, ORIGINAL_RECEIPT)
-    return _entry(
-        ORIGINAL, ORIGINAL, plan.recipe.model, plan.original.path, receipt, plan.original_evaluation_key
-    ) | {
-        "key": plan.original_key,
-        "bytes": plan.original.nbytes,
-    }
-
-
-def stage_entry(plan: RecipePlan, step: RecipeStep) -> dict[str, Any]:
-    """The entry of a finished stage."""
-    entry = step.entry
-    receipt = read_receipt(plan.out, entry.folder)
-    checkpoint = open_checkpoint(step.folder)
-    text = title(entry.settings)
-    return _entry(entry.name, entry.stage, text, Path(entry.folder), receipt, step.evaluation_key) | {
-        "settings": plain(entry.settings),
-        "parents": list(entry.parents),
-        "key": step.key,
-        "bytes": checkpoint.nbytes,
-        "details": checkpoint.card.details if checkpoint.card else {},
-    }
-
-
-def _entry(
-    name: str, stage: str, title: str, path: Path, receipt: Receipt | None, evaluation_key: str
-) -> dict[str, Any]:
-    measured = receipt is not None and evaluation_key != "" and receipt.measurements_key == evaluation_key
-    return {
-        "name": name,
-        "stage": stage,
-        "title": title,
-        "settings": {},
-        "parents": [],
-        "path": str(path),
-        "key": "",
-        "bytes": 0,
-        "seconds": receipt.seconds if receipt and receipt.finished else None,
-        "peak_rss_bytes": receipt.peak_rss_bytes if receipt else None,
-        "measurements": receipt.measurements if receipt and measured else {},
-        "details": {},
-    }

@@ -10,7 +10,8 @@ learning rate serves both. Momentum whose singular values are brought near 1:
     B = m B + (1 - m) g ;  O = NS(m B + (1 - m) g) ;  W = (1 - lr d) W - 0.2 lr sqrt(max(N, K)) O
     NS, five times from X / |X|:   A = X X^T ;  X = a X + (b A + c A A) X
 
-Letters: W (N, K) a matrix, g its gradient, B the momentum buffer, m momentum, d weight decay.
+Letters: W (N, K) a matrix, g its gradient, B the momentum buffer, m momentum, d weight decay. The experts of
+a mixture, which transformers stacks as (E, N, K), are E matrices.
 
 The numbers are those of ``torch.optim.Muon``, which multiplies in bfloat16 on every machine: where bfloat16
 is emulated, that costs more than the rest of a step. Here the type is an argument.
@@ -66,19 +67,22 @@ def _groups(
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters as (hidden matrices, embedding and head matrices, everything else)."""
+    """Trainable parameters as (hidden matrices and stacks of them; embeddings, heads and convolutions;
+    everything else)."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         outer.add(id(head.weight))
     outer |= {id(weight) for weight in getattr(model, "output_weights", tuple)()}
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    outer |= {id(module.weight) for module in model.modules() if isinstance(module, convolutions)}
     hidden, matrices, rest = [], [], []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if parameter.ndim < 2:
             rest.append(parameter)
-        elif id(parameter) in outer or parameter.ndim > 2:
+        elif id(parameter) in outer or parameter.ndim > 3:
             matrices.append(parameter)
         else:
             hidden.append(parameter)
@@ -105,7 +109,7 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
     """Muon over matrices, in place.
 
     Args:
-        parameters: of two dimensions each.
+        parameters: matrices, or stacks of them (E, N, K).
         weight_decay: d.
         momentum: m.
         products: type in which NS multiplies: bfloat16 or float32.
@@ -140,11 +144,14 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
         # of a divided matrix each process makes the whole update, and keeps its part
         O = like(W, orthogonal(gathered(W.grad.lerp(buffer, m)), self.products))  # noqa: E741
         W.mul_(1 - lr * group["weight_decay"])
-        W.add_(O, alpha=-lr * (0.2 * math.sqrt(max(W.shape))))
+        W.add_(O, alpha=-lr * (0.2 * math.sqrt(max(W.shape[-2:]))))
 
 
 def orthogonal(matrix: Tensor, products: torch.dtype = torch.bfloat16) -> Tensor:
-    """NS of a matrix (N, K), in ``products``: U S V^T becomes about U V^T. Does not modify it."""
+    """NS of a matrix (N, K), or of each of (E, N, K), in ``products``: U S V^T becomes about U V^T. Does not
+    modify it."""
+    if matrix.ndim == 3:
+        return torch.stack([orthogonal(one, products) for one in matrix])
     a, b, c = COEFFICIENTS
     X = matrix.to(products, copy=True)
     X = X.T if matrix.shape[0] > matrix.shape[1] else X

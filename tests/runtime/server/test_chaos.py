@@ -236,7 +236,7 @@ def held(sent: list[Sent], url: str, server: Any, faults: ServerFaults, want: li
     loop = server.servers[0].get_loop()
     http = {"Authorization": "Bearer key-of-the-rich"}
     until(lambda: not parts.admission.active and not parts.admission.arriving, 20)
-    assert not parts.admission._completions and not parts.admission._active
+    assert not parts.admission._completions and not parts.admission._requests.completions
     until(lambda: faults.engine.engine.idle and not faults.engine.engine._requests, 20)
     assert not parts.backend._streams._readers and parts.backend.failure is None
     until(lambda: len(asyncio.all_tasks(loop)) <= 3, 20)  # serve, lifespan, main

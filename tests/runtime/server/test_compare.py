@@ -16,9 +16,10 @@ import torch
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.scoring import prompt_logits
-from attar.runtime.server.app import ServedModel, create_app
+from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.compare import compare_logits
+from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
@@ -45,7 +46,7 @@ def serving_two(folders, **settings):
     words = [ServerTokenizer(llm.tokenizer) for llm in llms]
     settings = ServerSettings(port=0, **settings)
     second = ServedModel("two", backends[1], words[1])
-    app = create_app(backends[0], settings, tokenizer=words[0], model="one", second=second)
+    app = create_app(backends[0], settings, tokenizer=words[0], model="one", compare=second)
     with running_app(app, settings) as (url, _):
         yield url, llms
     for llm in llms:

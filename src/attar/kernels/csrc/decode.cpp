@@ -2,6 +2,7 @@
 
 #include "decode/draft_block.h"
 #include "decode/matmul.h"
+#include "decode/mixture.h"
 #include "decode/step.h"
 #include "decode/thread_pool.h"
 

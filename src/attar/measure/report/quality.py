@@ -6,6 +6,7 @@ arithmetic) has a line of its own below. Without KL, y is the perplexity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from attar.measure.report.svg import (
     left_axis,
     line,
     picture,
+    polyline,
     style,
     text,
     verb_class,
@@ -52,8 +54,12 @@ class Frame:
         return self.x((stage.number("bytes") or 0.0) / 1e6), row
 
 
-def quality_picture(run: RunRecord, width: float, height: float) -> Markup | None:
-    """The picture as an ``svg`` element; None for fewer than two measured stages."""
+def quality_picture(run: RunRecord, width: float, height: float, front: Sequence[str] = ()) -> Markup | None:
+    """The picture as an ``svg`` element; None for fewer than two measured stages.
+
+    Args:
+        front: names of the stages on the Pareto front, which a line joins.
+    """
     key = "kl_mean" if any(stage.number("kl_mean") for stage in run.stages) else "perplexity"
     shown = [stage for stage in run.stages if stage.number("bytes") and stage.number(key) is not None]
     if len(shown) < 2:
@@ -65,32 +71,36 @@ def quality_picture(run: RunRecord, width: float, height: float) -> Markup | Non
         parent = run.parent(stage)
         if parent is not None and parent.name in points:
             arrows.append(arrow(points[parent.name], points[stage.name], RADIUS))
+    joined = [points[name] for name in front if name in points]
     return picture(
         width,
         height,
         "size against quality of every stage",
         _axes(run, frame, key, height),
         [drawn for drawn, _ in arrows],
-        [_mark(run, stage, points[stage.name]) for stage in shown],
+        el("g", polyline(joined, "series"), class_="s1") if len(joined) > 1 else None,
+        [_mark(run, stage, points[stage.name], front) for stage in shown],
         _labels(
             run,
             shown,
             points,
             frame,
-            [path for _, path in arrows if path] + _zero_line(frame),
+            [path for _, path in arrows if path] + _zero_line(frame) + ([joined] if joined else []),
             narrow=width < 600,
         ),
         class_="picture quality",
     )
 
 
-def write_quality_svg(run: RunRecord, path: str | Path, width: float = 880, height: float = 460) -> Path:
+def write_quality_svg(
+    run: RunRecord, path: str | Path, width: float = 880, height: float = 460, front: Sequence[str] = ()
+) -> Path:
     """Write the picture as an SVG file with its style sheet.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    drawn = quality_picture(run, width, height) or picture(
+    drawn = quality_picture(run, width, height, front) or picture(
         width, 60, "nothing to show", text(16, 34, "fewer than two stages were measured")
     )
     card = el("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="card")
@@ -152,9 +162,10 @@ def _smaller(run: RunRecord, frame: Frame) -> Markup:
     return join(parts)
 
 
-def _mark(run: RunRecord, stage: StageRecord, point: PixelPoint) -> Markup:
+def _mark(run: RunRecord, stage: StageRecord, point: PixelPoint, front: Sequence[str]) -> Markup:
     x, y = point
-    ring = el("circle", cx=x, cy=y, r=RADIUS + 4.5, class_="ring") if stage is run.last else None
+    ringed = stage.name in front if front else stage is run.last
+    ring = el("circle", cx=x, cy=y, r=RADIUS + 4.5, class_="ring") if ringed else None
     return el(
         "g",
         el("title", f"{stage.name}: {_note(run, stage)}"),

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from attar.errors import RecipeError
 from attar.merging.config.parse import parse_document
 from attar.merging.config.schema import MergeConfig
+from attar.merging.mixture.config import MixtureConfig, is_mixture, parse_mixture
 from attar.merging.settings import INLINE, yaml_text
 from attar.yaml import Located, parse_documents
 
+MergeDocument = MergeConfig | MixtureConfig
+"""A merge, or a mixture of experts made of dense models."""
 
-def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeConfig, ...], str]:
+
+def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeDocument, ...], str]:
     """The documents of the setting ``config``, and their text.
 
     Args:
@@ -26,7 +30,7 @@ def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeConfig, ..
     return parse_configs(text, where), text
 
 
-def parse_configs(text: str, name: str = "merge.yml") -> tuple[MergeConfig, ...]:
+def parse_configs(text: str, name: str = "merge.yml") -> tuple[MergeDocument, ...]:
     """The documents of a YAML text: each after those whose results it uses, the one without a name last.
 
     Raises:
@@ -35,15 +39,19 @@ def parse_configs(text: str, name: str = "merge.yml") -> tuple[MergeConfig, ...]
     documents = parse_documents(text, name)
     if not documents:
         raise RecipeError(f"{name}: is empty; a merge needs at least merge_method and models")
-    return sorted_by_use([parse_document(document) for document in documents])
+    return sorted_by_use([_parse(document) for document in documents])
 
 
-def parse_located(located: Located) -> tuple[MergeConfig, ...]:
+def parse_located(located: Located) -> tuple[MergeDocument, ...]:
     """The one document that is part of another file, such as a recipe."""
-    return (parse_document(located),)
+    return (_parse(located),)
 
 
-def sorted_by_use(configs: Sequence[MergeConfig]) -> tuple[MergeConfig, ...]:
+def _parse(located: Located) -> MergeDocument:
+    return parse_mixture(located) if is_mixture(located) else parse_document(located)
+
+
+def sorted_by_use(configs: Sequence[MergeDocument]) -> tuple[MergeDocument, ...]:
     """Documents sorted so that each comes after those whose results it uses; otherwise the order stays. The
     document without a name, which is the final result, comes last.
 
@@ -52,7 +60,7 @@ def sorted_by_use(configs: Sequence[MergeConfig]) -> tuple[MergeConfig, ...]:
     """
     named = _by_name(configs)
     rest = sorted(configs, key=lambda config: config.name is None)
-    done: list[MergeConfig] = []
+    done: list[MergeDocument] = []
     while rest:
         waiting = {config.name for config in rest}
         ready = [config for config in rest if not any(used.model in waiting for used in config.models())]
@@ -64,9 +72,9 @@ def sorted_by_use(configs: Sequence[MergeConfig]) -> tuple[MergeConfig, ...]:
     return tuple(done)
 
 
-def _by_name(configs: Sequence[MergeConfig]) -> dict[str | None, MergeConfig]:
+def _by_name(configs: Sequence[MergeDocument]) -> dict[str | None, MergeDocument]:
     """Documents by name; at most one has none."""
-    named: dict[str | None, MergeConfig] = {}
+    named: dict[str | None, MergeDocument] = {}
     for config in configs:
         if config.name in named:
             what = "without a name" if config.name is None else f"named {config.name!r}"
@@ -78,7 +86,7 @@ def _by_name(configs: Sequence[MergeConfig]) -> dict[str | None, MergeConfig]:
     return named
 
 
-def _circle(rest: Sequence[MergeConfig], named: Mapping[str | None, MergeConfig]) -> str:
+def _circle(rest: Sequence[MergeDocument], named: Mapping[str | None, MergeDocument]) -> str:
     """Names along a circle; each document of ``rest`` uses another of them."""
     waiting = {config.name for config in rest}
     path: list[str] = []

@@ -36,8 +36,7 @@ _KEYS = (
 _DOCUMENT_HINTS = {
     "random_seed": "the seed is a setting of the command: --seed",
     "out_path": "give the document a name; later documents use it in place of a model",
-    "experts": "attar does not build mixtures of experts",
-    "gate_mode": "attar does not build mixtures of experts",
+    **dict.fromkeys(("experts", "gate_mode"), "a mixture of experts has no merge_method: leave it out"),
 }
 _MODEL_HINTS = {
     "layer_range": "models are merged whole; for some of their layers write 'slices' with 'sources'",

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import bytes_text
-from attar.merging.config.documents import read_configs
+from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import MergeConfig
+from attar.merging.mixture.build import PreparedMixture, prepare_mixture
+from attar.merging.mixture.config import MixtureConfig
 from attar.merging.parents import ParentModels, open_parents
 from attar.merging.planning.plan import make_plan
 from attar.merging.settings import MergeSettings
@@ -63,6 +65,15 @@ def prepare(document: MergeConfig, parents: ParentModels, settings: MergeSetting
     return PreparedMerge(document, merge, (*notes, *plan.notes))
 
 
+def prepare_any(
+    document: MergeDocument, parents: ParentModels, settings: MergeSettings
+) -> PreparedMerge | PreparedMixture:
+    """Plan a document of either kind; raises as :func:`prepare`."""
+    if isinstance(document, MixtureConfig):
+        return prepare_mixture(document, parents, settings)
+    return prepare(document, parents, settings)
+
+
 def _vocabulary(document: MergeConfig, parents: ParentModels) -> MergedVocabulary | None:
     """The merged vocabulary; None where the configuration leaves the tokenizer unchanged."""
     if document.tokenizer is None:
@@ -84,7 +95,7 @@ class MergePreview:
         later: names of those that need their results.
     """
 
-    prepared: tuple[PreparedMerge, ...]
+    prepared: tuple[PreparedMerge | PreparedMixture, ...]
     later: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,10 +117,12 @@ def preview(settings: MergeSettings, models: Mapping[str, str | Path] | None = N
     names = [document.name for document in documents]
     first = [d for d in documents if not any(reference.model in names for reference in d.models())]
     later = [d.name or "the last document" for d in documents if d not in first]
-    return MergePreview(tuple(prepare(document, parents, settings) for document in first), tuple(later))
+    return MergePreview(tuple(prepare_any(document, parents, settings) for document in first), tuple(later))
 
 
-def _content(prepared: PreparedMerge) -> dict[str, Any]:
+def _content(prepared: PreparedMerge | PreparedMixture) -> dict[str, Any]:
+    if isinstance(prepared, PreparedMixture):
+        return prepared.to_dict()
     plan, vocabulary = prepared.merge.plan, prepared.merge.vocabulary
     return {
         "name": prepared.document.name,
@@ -125,7 +138,9 @@ def _content(prepared: PreparedMerge) -> dict[str, Any]:
     }
 
 
-def _text(prepared: PreparedMerge) -> str:
+def _text(prepared: PreparedMerge | PreparedMixture) -> str:
+    if isinstance(prepared, PreparedMixture):
+        return prepared.text()
     content = _content(prepared)
     base = f", base {content['base']}" if content["base"] else ""
     lines = [

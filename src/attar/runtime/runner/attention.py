@@ -5,6 +5,9 @@ config names. This one writes keys and values to the pool and attends, span by s
 
     out = softmax(scaling q k^T, soft-capped, masked) v          over the cache entries that a token may see
 
+Sinks (gpt-oss) are one learned score for each head, in the softmax's sum and without a value. Where values
+have fewer numbers than keys (MLA), they are stored with zeros behind them.
+
 A step runs as one row (1, T), so that a token's attention does not depend on the rest of the batch.
 
 A token sees the entries before its span, its ancestors inside the span (a chain: every earlier token) and
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from attar.errors import ModelError
@@ -47,6 +50,7 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; query (1, h, T, d), key and value (1, kv_heads, T, d). Returns
@@ -54,6 +58,7 @@ def paged_attention(
 
     Args:
         paged: passed through the model's forward: an :class:`AttentionPass`, or the probe of ``probe.py``.
+        s_aux: sinks (h,).
 
     Raises:
         ModelError: the model does not pass ``paged`` through, or needs attention that is not supported.
@@ -65,9 +70,8 @@ def paged_attention(
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{kind} is not causal attention; the runtime runs causal models only")
-    for name in ("s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise ModelError(f"{kind} passes {name!r} to its attention, which the runtime does not do")
+    if others.get("position_bias") is not None:
+        raise ModelError(f"{kind} passes 'position_bias' to its attention, which the runtime does not do")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     out = paged.attend(
@@ -78,6 +82,7 @@ def paged_attention(
         scaling=scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     return out[None], None
 
@@ -89,6 +94,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None
     window: int | None
     causal: bool
+    sinks: Tensor | None = None
 
 
 class SpanView:
@@ -186,15 +192,18 @@ class AttentionPass:
         scaling: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q (T, h, d), k and v (T, kv_heads, d) of the step's tokens; returns (T, h, d)."""
+        """q (T, h, d), k (T, kv_heads, d) and v (T, kv_heads, e) of the step's tokens, e at most d, and sinks
+        (h,); returns (T, h, e)."""
         self.layers.append(layer)
-        self.pool.write(layer, self.slots, k, v)
+        width = v.shape[-1]
+        self.pool.write(layer, self.slots, k, pad(v, (0, k.shape[-1] - width)))
         out = torch.empty_like(q)
         for view in self.views:
-            options = AttentionOptions(scaling, softcap, window, view.fresh)
+            options = AttentionOptions(scaling, softcap, window, view.fresh, sinks)
             out[view.rows] = self.attend_span(layer, view, q[view.rows], options)
-        return out
+        return out[..., :width]
 
     def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one span; q and the result (t, h, d)."""
@@ -211,6 +220,7 @@ class AttentionPass:
             scaling=options.scaling,
             softcap=options.softcap,
             causal=options.causal,
+            sinks=options.sinks,
         )
 
 
@@ -223,6 +233,7 @@ def attention(
     scaling: float,
     softcap: float | None = None,
     causal: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention of one sequence. Returns (t, h, d) of q's dtype.
 
@@ -230,12 +241,11 @@ def attention(
         q: (t, h, d).
         k, v: (n, kv_heads, d); h is a multiple of kv_heads.
         mask: bool (t, n), True where seen; None: everything, or with ``causal`` the lower triangle (t = n).
+        sinks: (h,).
     """
-    if softcap is not None:
-        p = weights(
-            q.transpose(0, 1), k.transpose(0, 1), mask, scaling=scaling, softcap=softcap, causal=causal
-        )
-        return weighted_sum(p, v)
+    if softcap is not None or sinks is not None:
+        options = AttentionOptions(scaling, softcap, None, causal, sinks)
+        return weighted_sum(weights(q.transpose(0, 1), k.transpose(0, 1), mask, options), v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
@@ -244,16 +254,22 @@ def attention(
     return out[0].transpose(0, 1)
 
 
-def weights(
-    q: Tensor, k: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None, causal: bool
-) -> Tensor:
+def weights(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """Softmax weights float32 (h, t, n) of q (h, t, d) and k (kv_heads, n, d)."""
-    s = scores(q, k, scaling=scaling, softcap=softcap)
-    if causal and mask is None:
+    s = scores(q, k, scaling=options.scaling, softcap=options.softcap)
+    if options.causal and mask is None:
         mask = torch.ones(s.shape[1:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf)
-    return s.softmax(dim=-1, dtype=torch.float32)
+    return softmax(s, options.sinks)
+
+
+def softmax(s: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights float32 of scores (h, t, n), with the score of a sink (h,) in every sum."""
+    if sinks is None:
+        return s.softmax(dim=-1, dtype=torch.float32)
+    column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:2], 1)
+    return torch.cat([s, column], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def scores(q: Tensor, k: Tensor, *, scaling: float, softcap: float | None) -> Tensor:

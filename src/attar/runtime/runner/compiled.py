@@ -17,7 +17,7 @@ from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.draft_block import DrafterWeights, DraftProgram
 from attar.kernels.packed import Kind
 from attar.kernels.product import default_threads
-from attar.kernels.structures import PRODUCTS, StepTokens
+from attar.kernels.structures import StepTokens
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.sparse_choice import sparse_pays
@@ -85,7 +85,7 @@ class Compiled:
     def facts(self) -> dict[str, Any]:
         """For ``describe.py``."""
         program, layers = self._program, self.weights.layers
-        kinds = {getattr(layer, name).label: None for layer in layers for name in PRODUCTS}
+        kinds = {packed.label: None for layer in layers for packed in layer.products}
         return {
             "weights": " and ".join(kinds),
             "activations": self.activations,
@@ -157,7 +157,7 @@ class Compiled:
 
 def _activations(weights: ModelWeights, bits: int) -> str:
     """What the products of these weights round their inputs to; see :class:`Compiled`."""
-    parts = [part for layer in weights.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    parts = [part for layer in weights.layers for part in layer.products]
     dense = {8: "bfloat16", 16: "float32"}[bits]
     kinds = {dense if part.kind == "bf16" else f"int{bits}" for part in (*parts, weights.head)}
     return " and ".join(sorted(kinds, reverse=True))

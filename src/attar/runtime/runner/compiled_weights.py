@@ -4,8 +4,10 @@ The codes of a quantized checkpoint are kept (codes.py). Where the parts of a fu
 no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is kept in bfloat16. So are
 embeddings, unless the model is float32.
 
+Mixtures of experts are read by expert_weights.py.
+
 Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
-(sinks, experts, another norm) is refused by the name of the unused tensor, and runs through ``modules.py``.
+(sinks, another norm) is refused by the name of the unused tensor, and runs through ``modules.py``.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, PackedWeight, Pays, pack
+from attar.runtime.runner import expert_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+FAMILIES = (*DENSE, *expert_weights.FAMILIES)
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -127,6 +131,7 @@ def model_weights(
         final_soft_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
         embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else 1.0,
         activation=ACTIVATIONS[_activation(config)],
+        wide_norms=config.model_type in expert_weights.WIDE_NORMS,
     )
     if source.unused():
         raise ModelError(f"the compiled runner has no place for {', '.join(source.unused()[:3])}")
@@ -147,6 +152,11 @@ class _LayerTensors:
 
     def layer(self, rotary: Tensor, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
+        mixture = expert_weights.mixture_weights(self.config, self)
+        mlp = {}
+        if mixture is None:
+            mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
+            mlp["down"] = self.product("mlp.", ("down_proj",))
         return LayerWeights(
             before_attention=self._norm("input_layernorm"),
             before_mlp=self._norm("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
@@ -154,13 +164,25 @@ class _LayerTensors:
             after_mlp=self._norm("post_feedforward_layernorm") if gemma else None,
             query_norm=self._maybe_norm("self_attn.q_norm"),
             key_norm=self._maybe_norm("self_attn.k_norm"),
-            qkv=self._product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-            out=self._product("self_attn.", ("o_proj",)),
-            gate_up=self._product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj"),
-            down=self._product("mlp.", ("down_proj",)),
+            qkv=self.product("self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            out=self.product("self_attn.", ("o_proj",)),
+            **mlp,
+            mixture=mixture,
             rotary=rotary,
             window=window,
         )
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this layer."""
+        return f"{self.prefix}{name}" in self.source.names
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of this layer, dense."""
+        return self.source.required(f"{self.prefix}{name}")
+
+    def packed(self, weight: Tensor) -> PackedWeight:
+        """A dense matrix in the kind that was asked for."""
+        return pack(weight, self.kind, group=self.group, arena=self.arena)
 
     def _optional(self, name: str) -> Tensor | None:
         return self.source.optional(f"{self.prefix}{name}.weight")
@@ -172,8 +194,11 @@ class _LayerTensors:
         weight = self._optional(name)
         return None if weight is None else _norm(self.config, weight)
 
-    def _product(self, module: str, names: tuple[str, ...], fused_name: str = "") -> PackedWeight:
-        """Several Linears with the same inputs as one."""
+    def product(
+        self, module: str, names: tuple[str, ...], fused_name: str = "", *, sparse: bool = True
+    ) -> PackedWeight:
+        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
+        pays = self.pays if sparse else None
         if fused_name and f"{self.prefix}{module}{fused_name}.weight" in self.source.names:
             names = (fused_name,)
         paths = [f"{self.prefix}{module}{name}" for name in names]
@@ -182,12 +207,11 @@ class _LayerTensors:
         joined = fused(parts) if parts else None
         if parts and joined is not None:
             bias = _joined(biases, [len(part.codes) for part in parts])
-            return joined.pack(bias, self.arena, self.pays)
+            return joined.pack(bias, self.arena, pays)
         weights = [self.source.required(f"{path}.weight") for path in paths]
         bias = _joined(biases, [len(weight) for weight in weights])
-        return pack(
-            torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena, pays=self.pays
-        )
+        kind, size, arena = self.kind, self.group, self.arena
+        return pack(torch.cat(weights), kind, group=size, bias=bias, arena=arena, pays=pays)
 
 
 def _head(
@@ -216,6 +240,8 @@ def check_config(config: Any) -> None:
         raise ModelError(f"the compiled runner does not run {config.model_type}", hint=f"it runs {FAMILIES}")
     if _activation(config) not in ACTIVATIONS:
         raise ModelError(f"the compiled runner has no activation {_activation(config)!r}")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise ModelError("the compiled runner does not clip queries, keys and values (clip_qkv)")
     if config.hidden_size % 16:
         raise ModelError(f"hidden_size is {config.hidden_size}, the compiled runner takes multiples of 16")
     for kind, parameters in rope(config).items():

@@ -35,6 +35,7 @@ from attar.runtime.runner.attention import (
     SpanView,
     attention,
     scores,
+    softmax,
     weighted_sum,
 )
 from attar.runtime.runner.probe import Rotary
@@ -70,7 +71,7 @@ class StreamingPass(AttentionPass):
         ]
         columns = torch.cat([torch.arange(*ends, device=q.device) for ends in (of_sinks, of_window)])
         hidden = ~visible(view, columns, self.streaming)
-        p = torch.cat(parts, dim=-1).masked_fill(hidden, -math.inf).softmax(dim=-1, dtype=torch.float32)
+        p = softmax(torch.cat(parts, dim=-1).masked_fill(hidden, -math.inf), options.sinks)
         return weighted_sum(p, torch.cat([vs, vw]))
 
 
@@ -152,6 +153,7 @@ class SharedPass(AttentionPass):
         kv_heads = keys.shape[1]
         mask = view.mask(None)
         out = torch.empty_like(q).unflatten(1, (kv_heads, -1))
+        sinks = None if options.sinks is None else options.sinks.unflatten(0, (kv_heads, -1))
         by_head = zip(q.unflatten(1, (kv_heads, -1)).unbind(1), keys.unbind(1), values.unbind(1), strict=True)
         for head, (queries, k, v) in enumerate(by_head):
             keys_kept, values_kept = self._kept(shares, layer * kv_heads + head, view)
@@ -163,6 +165,7 @@ class SharedPass(AttentionPass):
                 head_mask,
                 scaling=options.scaling,
                 softcap=options.softcap,
+                sinks=None if sinks is None else sinks[head],
             )
         return out.flatten(1, 2)
 

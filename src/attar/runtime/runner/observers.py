@@ -187,4 +187,4 @@ def column_largest(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     q, k = q.transpose(0, 1), k.transpose(0, 1)
-    return weights(q, k, mask, scaling=options.scaling, softcap=options.softcap, causal=False)
+    return weights(q, k, mask, options._replace(causal=False))

@@ -97,7 +97,7 @@ def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> Non
             else f"{name}: {len(seen)} layers attend, but its config names {layers}"
         )
     for layer, (kv_heads, of_key, of_value) in sorted(seen.items()):
-        if of_key != of_value:
+        if of_key < of_value:
             raise ModelError(f"{name}: layer {layer} has keys of {of_key} numbers and values of {of_value}")
         if (kv_heads, of_key, of_value) != seen[0]:
             raise ModelError(
@@ -108,8 +108,10 @@ def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> Non
 
 def _context(config: Any) -> int | None:
     """Positions the model was trained for; those of its first training where longer contexts change the
-    angles."""
+    angles, and those of a chunk where layers attend inside chunks (Llama 4)."""
     most = getattr(config, "max_position_embeddings", None)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        most = min(filter(None, (most, config.attention_chunk_size)))
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ROPES_OF_LENGTH:

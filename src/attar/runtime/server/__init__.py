@@ -16,7 +16,7 @@ from typing import Any
 
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 
@@ -30,6 +30,7 @@ def serve(
     services: ServiceSettings | None = None,
     transport: ConnectionSettings | None = None,
     embeddings: EmbeddingSettings | None = None,
+    models: ModelsSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -44,6 +45,7 @@ def serve(
         services: which other processes take part, and the role of this one.
         transport: a unix socket, TLS, web pages of other origins.
         embeddings: how texts become embeddings.
+        models: further models, by name.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -65,7 +67,8 @@ def serve(
     from attar.checkpoint import open_checkpoint
     from attar.runtime.server.chat_template import read_template
     from attar.runtime.server.generation_config import sampling_defaults
-    from attar.runtime.server.roles import SERVERS, ServeCommand
+    from attar.runtime.server.roles import SERVERS
+    from attar.runtime.server.serve_command import ServeCommand
 
     answers, transport = answers or TemplateSettings(), transport or ConnectionSettings()
     template = read_template(answers.chat_template) if answers.chat_template else ""
@@ -80,6 +83,7 @@ def serve(
         services=services,
         transport=transport,
         embeddings=embeddings or EmbeddingSettings(),
+        models=models or ModelsSettings(),
         template=template,
         defaults=defaults,
         options=options,

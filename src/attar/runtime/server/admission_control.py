@@ -1,7 +1,8 @@
 """Admission control: a bounded queue, a share for each caller, and no new requests while the server drains.
 
 Completions (prompts * ``n``) are counted from a request's admission to its last byte; to these come those
-that wait in the engine, preempted ones included.
+that wait in the engine, preempted ones included. Each model has a queue and shares of its own; the limits of
+a key, draining and shutting down are the server's.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from attar.runtime.server.api_keys import ApiKey
-from attar.runtime.server.backend import Backend
+from attar.runtime.server.backend import Stats
 from attar.runtime.server.errors import ApiError
 
 MAX_RETRY_S = 60
@@ -21,36 +24,76 @@ _WEIGHT = 0.1  # of the newest request in the mean duration
 ANONYMOUS = ApiKey(name="anyone")
 
 
+class EngineLoad(Protocol):
+    """What is asked of an engine; see :class:`attar.runtime.server.backend.Backend`."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def stats(self) -> Stats:
+        """How many completions run and wait."""
+        ...
+
+
+@dataclass
+class OpenRequests:
+    """The requests of all models of a server.
+
+    Attributes:
+        active: what ends a request early, by its number.
+        completions: of each caller, from admission to the last byte.
+        budgets: of each caller: tokens over budget, and when that was.
+    """
+
+    draining: bool = False
+    active: dict[int, Callable[[], None]] = field(default_factory=dict)
+    completions: Counter[str] = field(default_factory=Counter)
+    budgets: dict[str, tuple[float, float]] = field(default_factory=dict)
+    last: int = 0
+
+
 class AdmissionControl:
-    """Admits requests, and counts those that are running.
+    """Admits requests to a model, and counts those that are running.
 
     Args:
         backend: reports how many completions run and wait.
         max_queue: completions that may wait.
         share: of the whole capacity, for one caller.
         clock: seconds.
+        requests: of all models; None: there is no other model.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineLoad,
         max_queue: int,
         share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        requests: OpenRequests | None = None,
     ) -> None:
         self._backend, self._max_queue, self._share, self._clock = backend, max_queue, share, clock
-        self.draining = False
+        self._requests = requests or OpenRequests()
         self.arriving = 0
         self._mean_s = 1.0
-        self._active: dict[int, Callable[[], None]] = {}
-        self._next = 0
-        self._completions: Counter[str] = Counter()  # by caller, from admission to the last byte
-        self._budgets: dict[str, tuple[float, float]] = {}  # by caller: tokens over budget, and when
+        self._completions: Counter[str] = Counter()  # of this model, by caller
+
+    def of(self, backend: EngineLoad) -> AdmissionControl:
+        """The same of another model of the server."""
+        return AdmissionControl(backend, self._max_queue, self._share, self._clock, self._requests)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server takes no new requests."""
+        return self._requests.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._requests.draining = draining
 
     @property
     def active(self) -> int:
-        """Requests from admission to their last byte."""
-        return len(self._active)
+        """Requests of all models, from admission to their last byte."""
+        return len(self._requests.active)
 
     def admit(self, count: int = 1, caller: ApiKey = ANONYMOUS) -> None:
         """Raise ApiError where ``count`` more completions are refused: 503, 429, or 400 if they never fit."""
@@ -90,24 +133,25 @@ class AdmissionControl:
         Args:
             shut_down: ends the request early.
         """
-        number, self._next = self._next, self._next + 1
-        self._active[number] = shut_down
+        self._requests.last += 1
+        number = self._requests.last
+        self._requests.active[number] = shut_down
         try:
             with self._counted(count, caller):
                 yield
         finally:
-            del self._active[number]
+            del self._requests.active[number]
 
     def shut_down(self) -> None:
-        """End all active requests."""
-        for shut_down in list(self._active.values()):
+        """End all active requests, of all models."""
+        for shut_down in list(self._requests.active.values()):
             shut_down()
 
     def served(self, seconds: float, tokens: int = 0, caller: ApiKey = ANONYMOUS) -> None:
         """Record a request's duration, and charge its tokens to the caller."""
         self._mean_s += _WEIGHT * (seconds - self._mean_s)
         if caller.tokens_per_minute:
-            self._budgets[caller.name] = (self._over_budget(caller) + tokens, self._clock())
+            self._requests.budgets[caller.name] = (self._over_budget(caller) + tokens, self._clock())
 
     def retry_s(self) -> int:
         """Estimated seconds until a request can be admitted: the time to serve the requests that wait now."""
@@ -121,8 +165,8 @@ class AdmissionControl:
         if count > limit:
             message = f"{count:,} completions in one request; {caller.name} may have {limit:,}"
             raise ApiError(400, message, param="n", code="too_many_texts")
-        if self._completions[caller.name] + count > limit:
-            running = self._completions[caller.name]
+        running = (self._requests.completions if caller.max_texts else self._completions)[caller.name]
+        if running + count > limit:
             message = f"{caller.name} has {running:,} completions open, the limit is {limit:,}"
             raise ApiError(429, message, code="too_many_requests", retry_s=self.retry_s())
         if (tokens := self._over_budget(caller)) >= caller.tokens_per_minute > 0:
@@ -132,15 +176,18 @@ class AdmissionControl:
 
     @contextmanager
     def _counted(self, count: int, caller: ApiKey) -> Iterator[None]:
-        self._completions[caller.name] += count
+        counters = (self._completions, self._requests.completions)
+        for counter in counters:
+            counter[caller.name] += count
         try:
             yield
         finally:
-            self._completions[caller.name] -= count
-            if not self._completions[caller.name]:
-                del self._completions[caller.name]
+            for counter in counters:
+                counter[caller.name] -= count
+                if not counter[caller.name]:
+                    del counter[caller.name]
 
     def _over_budget(self, caller: ApiKey) -> float:
         """Tokens used less those that the time since has paid for."""
-        tokens, then = self._budgets.get(caller.name, (0.0, 0.0))
+        tokens, then = self._requests.budgets.get(caller.name, (0.0, 0.0))
         return max(0.0, tokens - (self._clock() - then) * caller.tokens_per_minute / 60)

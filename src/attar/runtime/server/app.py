@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -32,14 +32,21 @@ from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
-from attar.runtime.server.metrics import CONTENT_TYPE, Metrics
+from attar.runtime.server.metrics import CONTENT_TYPE, Metrics, metrics_text
 from attar.runtime.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
+    LeaseMiddleware,
     UnexpectedErrorMiddleware,
     allowed_hosts,
     error_response,
+)
+from attar.runtime.server.model_table import (
+    MemoryBudget,
+    ModelTable,
+    NamedModel,
+    ServedModel,
 )
 from attar.runtime.server.page import add_page
 from attar.runtime.server.request_body import BodyRoute
@@ -63,16 +70,6 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """A model, its name for clients, and a description of its engine."""
-
-    name: str
-    backend: Backend
-    tokenizer: ServerTokenizer
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
 def create_app(
     backend: Backend,
     settings: ServerSettings | None = None,
@@ -84,7 +81,9 @@ def create_app(
     defaults: Mapping[str, Any] | None = None,
     transport: ConnectionSettings | None = None,
     embedder: Embedder | None = None,
-    second: ServedModel | None = None,
+    compare: ServedModel | None = None,
+    named: Sequence[NamedModel] = (),
+    budget: MemoryBudget | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -96,7 +95,9 @@ def create_app(
         defaults: of sampling parameters that a request does not have.
         embedder: makes embeddings; None: the server makes none.
         transport: origins of web pages that may call the server.
-        second: a model to compare with, which answers by its own name too.
+        compare: a model to compare with, which answers by its own name too.
+        named: models that are loaded when a request names them.
+        budget: bytes of all models.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -109,35 +110,41 @@ def create_app(
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
     service.embedder = embedder
     service.defaults = dict(defaults or {})
-    service.answers = AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
-    if second is not None:
-        service.second = replace(
+    service.answers = _answers(tokenizer, answers)
+
+    def serve(model: ServedModel) -> Service:
+        return replace(
             service,
-            backend=second.backend,
-            tokenizer=second.tokenizer,
-            embedder=None,
-            model=second.name,
-            metrics=Metrics(second.backend, second.name, second.facts),
-            facts=dict(second.facts),
-            answers=AnswerForm.of(second.tokenizer.template, answers.tool_parser, answers.reasoning_parser),
+            backend=model.backend,
+            tokenizer=model.tokenizer,
+            embedder=model.embedder,
+            model=model.name,
+            admission=admission.of(model.backend),
+            metrics=Metrics(model.backend, model.name, model.facts),
+            facts=dict(model.facts),
+            answers=_answers(model.tokenizer, answers),
+            defaults=service.defaults if model.defaults is None else dict(model.defaults),
         )
+
+    second = serve(compare) if compare is not None else None
+    kept = [second] if second is not None else []
+    models = ModelTable(service, kept, named, serve=serve, budget=budget)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.openapi()  # built now, not while streams wait
         yield
         admission.draining = True
-        await backend.close()
-        if second is not None:
-            await second.backend.close()
+        await models.close()
         service.threads.close()
 
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = service
-    app.include_router(make_routes(service))
+    app.state.service, app.state.models = service, models
+    app.include_router(make_routes(models, second))
     if settings.page:
         add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
+    app.add_middleware(LeaseMiddleware)  # type: ignore[arg-type]
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
     origins = transport.cors_origin if transport is not None else ()
@@ -146,6 +153,10 @@ def create_app(
     add_cors(app, origins)
     app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
+
+
+def _answers(tokenizer: ServerTokenizer, answers: TemplateSettings) -> AnswerForm:
+    return AnswerForm.of(tokenizer.template, answers.tool_parser, answers.reasoning_parser)
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:
@@ -165,64 +176,68 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
     app.add_exception_handler(HTTPException, http_error)
 
 
-def make_routes(service: Service) -> APIRouter:
-    """All paths of the API."""
+def make_routes(models: ModelTable, second: Service | None = None) -> APIRouter:
+    """All paths of the API.
+
+    Args:
+        second: the model to compare the first one with.
+    """
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
-    _add_completions(router, service)
-    _add_responses(router, service)
-    _add_embeddings(router, service)
-    _add_models(router, service)
-    _add_tokenizer(router, service)
-    _add_state(router, service)
-    add_state(router, service)
-    if service.second is not None:
-        add_compare(router, service, service.second)
+    _add_completions(router, models)
+    _add_responses(router, models)
+    _add_embeddings(router, models)
+    _add_models(router, models)
+    _add_tokenizer(router, models)
+    _add_state(router, models)
+    add_state(router, models.first, second.model if second is not None else None)
+    if second is not None:
+        add_compare(router, models.first, second)
     return router
 
 
-def _add_completions(router: APIRouter, service: Service) -> None:
+def _add_completions(router: APIRouter, models: ModelTable) -> None:
     @router.post("/v1/completions", response_model=bodies.CompletionBody, responses=_STREAM)
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        return await complete(service.of_model(body.model), body, request)
+        return await complete(await models.use(body.model, request), body, request)
 
     @router.post("/v1/chat/completions", response_model=bodies.ChatBody, responses=_STREAM)
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
-        return await chat(service.of_model(body.model), body, request)
+        return await chat(await models.use(body.model, request), body, request)
 
 
-def _add_responses(router: APIRouter, service: Service) -> None:
+def _add_responses(router: APIRouter, models: ModelTable) -> None:
     store = ResponseStore()
 
     @router.post("/v1/responses", response_model=ResponseBody, responses=_STREAM)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await respond_to(service.of_model(body.model), store, body, request)
+        return await respond_to(await models.use(body.model, request), store, body, request)
 
     @router.get("/v1/responses/{id}", response_model=ResponseBody)
     async def retrieve_response(id: str, request: Request) -> Response:
-        return retrieve(service, store, id, request)
+        return retrieve(models.first, store, id, request)
 
     @router.delete("/v1/responses/{id}", response_model=DeletedBody)
     async def delete_response(id: str, request: Request) -> Response:
-        return delete(service, store, id, request)
+        return delete(models.first, store, id, request)
 
 
-def _add_embeddings(router: APIRouter, service: Service) -> None:
+def _add_embeddings(router: APIRouter, models: ModelTable) -> None:
     @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
     async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
-        return await embeddings(service.of_model(body.model), body, request)
+        return await embeddings(await models.use(body.model, request), body, request)
 
     @router.post("/score", include_in_schema=False)
     @router.post("/v1/score", response_model=of_texts.ScoreBody)
     async def score_pairs(body: of_texts.ScoreRequest, request: Request) -> Response:
-        return await score(service.of_model(body.model), body, request)
+        return await score(await models.use(body.model, request), body, request)
 
     @router.post("/rerank", include_in_schema=False)
     @router.post("/v1/rerank", response_model=of_texts.RerankBody)
     async def rerank_documents(body: of_texts.RerankRequest, request: Request) -> Response:
-        return await rerank(service.of_model(body.model), body, request)
+        return await rerank(await models.use(body.model, request), body, request)
 
 
-def _add_models(router: APIRouter, service: Service) -> None:
+def _add_models(router: APIRouter, models: ModelTable) -> None:
     def card(service: Service) -> bodies.ModelCard:
         return bodies.ModelCard(
             id=service.model,
@@ -231,22 +246,25 @@ def _add_models(router: APIRouter, service: Service) -> None:
             runtime=service.facts,
         )
 
+    def unloaded(name: str) -> bodies.ModelCard:
+        return bodies.ModelCard(id=name, created=models.first.created, loaded=False)
+
     @router.get("/v1/models")
     async def list_models() -> bodies.ModelList:
-        others = [service.second] if service.second is not None else []
-        return bodies.ModelList(data=[card(one) for one in (service, *others)])
+        names = models.waiting_to_load
+        return bodies.ModelList(data=[*map(card, models.loaded), *map(unloaded, names)])
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> bodies.ModelCard:
-        named = service.of_model(model)
-        named.check_model(model)
-        return card(named)
+        models.check_name(model)
+        named = [service for service in models.loaded if service.model == model]
+        return card(named[0]) if named else unloaded(model)
 
 
-def _add_tokenizer(router: APIRouter, service: Service) -> None:
+def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:
     @router.post("/tokenize", response_model=bodies.TokenizeBody)
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
-        service.check_model(body.model)
+        service = await models.use(body.model, request)
         with service.admission.preparing(1, service.caller(request)):
             if body.messages is not None:
                 tools = tool_use(body.tools, None, None)
@@ -260,7 +278,7 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
 
     @router.post("/detokenize", response_model=bodies.DetokenizeBody)
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
-        service.check_model(body.model)
+        service = await models.use(body.model, request)
         if any(token >= service.backend.vocabulary for token in body.tokens):
             message = f"a token is outside the vocabulary of {service.backend.vocabulary:,}"
             raise ApiError(400, message, param="tokens", code="invalid_value")
@@ -270,13 +288,13 @@ def _add_tokenizer(router: APIRouter, service: Service) -> None:
         return JSONResponse({"prompt": text})
 
 
-def _add_state(router: APIRouter, service: Service) -> None:
+def _add_state(router: APIRouter, models: ModelTable) -> None:
     @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
-        """Whether the process should live: 503 once the engine has stopped."""
-        if service.alive:
+        """Whether the process should live: 503 once an engine has stopped."""
+        if models.alive:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "stopped", "reason": service.failure_reason()}, status_code=503)
+        return JSONResponse({"status": "stopped", "reason": models.failure_reason()}, status_code=503)
 
     @router.get("/version")
     async def version() -> bodies.VersionBody:
@@ -286,11 +304,12 @@ def _add_state(router: APIRouter, service: Service) -> None:
     @router.get("/ready", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def ready() -> JSONResponse:
         """Whether the server takes new requests: 503 while it drains, or cannot reach its target."""
-        draining = service.admission.draining or not service.alive
-        accepting = not draining and service.backend.stats().ready
+        draining = models.first.admission.draining or not models.alive
+        accepting = not draining and all(service.backend.stats().ready for service in models.loaded)
         status = "ready" if accepting else "draining" if draining else "waiting"
         return JSONResponse({"status": status}, status_code=200 if accepting else 503)
 
     @router.get("/metrics", response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        text = metrics_text([service.metrics for service in models.loaded], models.samples())
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})

@@ -90,11 +90,12 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "attar"
     max_model_len: int | None = None
+    loaded: bool = True
     runtime: dict[str, Any] = {}
 
 
 class ModelList(BaseModel):
-    """The model of this server."""
+    """The models of this server."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -47,7 +47,6 @@ class RunningChat:
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     start = monotonic()
-    service.check_model(body.model)
     running = await start_chat(service, body, request, "chatcmpl", start)
     tools, shown = running.tools, body.include_reasoning is not False
     named = tools is not None and tools.named

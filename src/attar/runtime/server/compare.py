@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from threading import Lock
 from typing import Annotated, Any, Protocol
@@ -32,6 +32,7 @@ from attar.runtime.engine import PromptObserver
 from attar.runtime.results import Event
 from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.protocol import ChatMessage, StrictModel, TokenId
+from attar.runtime.server.request_handler import unless_disconnected
 from attar.runtime.server.service import Service
 
 LOGIT_BYTES = 256 << 20
@@ -198,29 +199,3 @@ async def _context(service: Service, body: CompareRequest) -> list[int]:
     if body.messages is not None:
         return await service.encode_chat(body.messages)
     return await service.encode(body.prompt or "")
-
-
-async def unless_disconnected(work: Awaitable[Any], request: Request) -> Any:
-    """The result of some work, which is cancelled when the client leaves.
-
-    Raises:
-        ApiError: 499, the client has disconnected.
-    """
-
-    async def wait() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(wait())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has disconnected")
-        try:
-            return task.result()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)

@@ -29,7 +29,6 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for a probability of 0: JSON has no infi
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Complete one or several prompts."""
     start = monotonic()
-    service.check_model(body.model)
     params = service.params(completion_params, body)
     prompts = body.prompts
     if len(prompts) > service.settings.max_prompts:

@@ -67,10 +67,13 @@ class StateReader:
 
     Args:
         clock: seconds.
+        compare: name of the model to compare with.
     """
 
-    def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
-        self._service, self._clock = service, clock
+    def __init__(
+        self, service: Service, clock: Callable[[], float] = time.monotonic, compare: str | None = None
+    ) -> None:
+        self._service, self._clock, self._compare = service, clock, compare
         self._read_at = float("-inf")
         self._state: EngineState | None = None
 
@@ -78,18 +81,18 @@ class StateReader:
         """The state, ``FRESH_S`` seconds old at most."""
         now = self._clock()
         if self._state is None or now - self._read_at >= FRESH_S:
-            self._state, self._read_at = engine_state(self._service), now
+            self._state, self._read_at = engine_state(self._service, self._compare), now
         return self._state
 
 
-def engine_state(service: Service) -> EngineState:
+def engine_state(service: Service, compare: str | None = None) -> EngineState:
     """The state now."""
     stats = service.backend.stats()
     return EngineState(
         model=service.model,
         context=service.backend.context,
         chat=service.tokenizer.has_chat_template,
-        compare=None if service.second is None else service.second.model,
+        compare=compare,
         running=stats.running,
         waiting=stats.waiting,
         preemptions=stats.preemptions,
@@ -101,9 +104,9 @@ def engine_state(service: Service) -> EngineState:
     )
 
 
-def add_state(router: APIRouter, service: Service) -> None:
+def add_state(router: APIRouter, service: Service, compare: str | None = None) -> None:
     """The path."""
-    reader = StateReader(service)
+    reader = StateReader(service, compare=compare)
 
     @router.get("/attar/state")
     async def state() -> EngineState:

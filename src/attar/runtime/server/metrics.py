@@ -1,20 +1,22 @@
 """Prometheus metrics, under vLLM's names with the prefix ``attar:``.
 
 Times are measured at the server, from a request's arrival; the engine's ``Stats`` are read at each scrape.
-Every app has a registry of its own.
+Every model has a registry of its own, and a scrape joins them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from attar.runtime.results import Event
-from attar.runtime.server.backend import Backend, Stats
+from attar.runtime.server.backend import Backend, MetricSample, Stats
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,7 +25,7 @@ _LONG = (*_SHORT, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one model of a server.
 
     Args:
         model: the label ``model_name``.
@@ -68,9 +70,9 @@ class Metrics:
     def refused(self, status: int) -> None:
         self._refused.labels(status=str(status), **self._labels).inc()
 
-    def text(self) -> bytes:
-        """The text of a scrape."""
-        return generate_latest(self._registry)
+    def collect(self) -> Iterator[Metric]:
+        """The families of a scrape."""
+        yield from self._registry.collect()
 
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(f"attar:{name}", help, ["model_name"], registry=self._registry)
@@ -79,6 +81,31 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"attar:{name}", help, ["model_name"], registry=self._registry, buckets=buckets)
         return histogram.labels(**self._labels)
+
+
+def metrics_text(models: Sequence[Metrics], samples: Sequence[MetricSample] = ()) -> bytes:
+    """The text of a scrape: each family once, with the values of all models.
+
+    Args:
+        samples: of the server.
+    """
+    families: dict[str, Metric] = {}
+    for family in (*chain.from_iterable(model.collect() for model in models), *sample_families(samples)):
+        if (known := families.setdefault(family.name, family)) is not family:
+            known.samples += family.samples
+    registry = CollectorRegistry()
+    registry.register(_Families(tuple(families.values())))
+    return generate_latest(registry)
+
+
+@dataclass(frozen=True, eq=False)
+class _Families:
+    """A collector of families that have been read."""
+
+    families: tuple[Metric, ...]
+
+    def collect(self) -> tuple[Metric, ...]:
+        return self.families
 
 
 class PromptMetrics:
@@ -141,19 +168,10 @@ class EngineCollector:
             yield counter
         if stats.speculation is not None:
             yield self._positions(stats.speculation)
-        yield from self._samples(stats)
-
-    def _samples(self, stats: Stats) -> Iterator[Metric]:
-        """Numbers of services, those of one name together."""
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for sample in stats.samples:
-            family = families.get(sample.name)
-            if family is None:
-                kind = CounterMetricFamily if sample.counts else GaugeMetricFamily
-                labels = ["model_name", *sample.labels]
-                family = families[sample.name] = kind(f"attar:{sample.name}", sample.help, labels=labels)
-            family.add_metric([self._model, *sample.labels.values()], sample.value)
-        yield from families.values()
+        own = {"model_name": self._model}
+        yield from sample_families(
+            [replace(sample, labels=own | dict(sample.labels)) for sample in stats.samples]
+        )
 
     def _blocks(self, stats: Stats) -> Metric:
         gauge = GaugeMetricFamily(
@@ -172,6 +190,20 @@ class EngineCollector:
         for position, count in enumerate(speculation.accepted_at):
             counter.add_metric([self._model, str(position)], count, created=self._created)
         return counter
+
+
+def sample_families(samples: Sequence[MetricSample]) -> Iterator[Metric]:
+    """Samples, those of one name together; the labels of a name are the same."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for sample in samples:
+        family = families.get(sample.name)
+        if family is None:
+            kind = CounterMetricFamily if sample.counts else GaugeMetricFamily
+            family = families[sample.name] = kind(
+                f"attar:{sample.name}", sample.help, labels=list(sample.labels)
+            )
+        family.add_metric(list(sample.labels.values()), sample.value)
+    yield from families.values()
 
 
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,6 +63,20 @@ class UnexpectedErrorMiddleware:
                 raise
             logging.getLogger(LOGGER).error("a request failed", exc_info=error)
             await error_response(self._error_for(error))(scope, receive, send)
+
+
+class LeaseMiddleware:
+    """Holds the models that a request uses until its response has been sent. Plain ASGI."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        with ExitStack() as leases:
+            scope.setdefault("state", {})["leases"] = leases
+            return await self._app(scope, receive, send)
 
 
 class HostMiddleware:

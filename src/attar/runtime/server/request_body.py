@@ -67,8 +67,7 @@ async def read_body(request: Request, model: type[BodyModel]) -> tuple[BodyModel
         raise ApiError(400, "the body is missing")
     if not _is_json(request.headers):
         raise ApiError(400, "the body is not a JSON object; send one with Content-Type: application/json")
-    service = request.app.state.service
-    max_ids = service.backend.context or MAX_IDS
+    service, max_ids = request.app.state.service, request.app.state.models.context or MAX_IDS
     if len(raw) <= SMALL:
         return parse(raw, model, max_ids)
     parsed: tuple[BodyModel, list[str]] = await service.threads.run_small(parse, raw, model, max_ids)

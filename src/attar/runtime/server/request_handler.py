@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack
 from typing import Any
+
+from starlette.requests import Request
 
 from attar.errors import DataError, UsageError
 from attar.runtime.results import Event
@@ -250,3 +252,29 @@ class RequestHandler:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._queue.fail(ClientDisconnectedError())
+
+
+async def unless_disconnected(work: Awaitable[Any], request: Request) -> Any:
+    """The result of some work, which is cancelled when the client leaves.
+
+    Raises:
+        ApiError: 499, the client has disconnected.
+    """
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(wait())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has disconnected")
+        try:
+            return task.result()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -12,53 +12,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
-from attar.errors import DataError, ModelError, SettingsError
-from attar.progress import Progress
-from attar.runtime.encoder import Encoder, is_encoder
+from attar.errors import DataError, ModelError
+from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.app import ServedModel, create_app
+from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
-from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
+from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread
+from attar.runtime.server.load_models import (
+    compared_model,
+    encoder_facts,
+    engine_embedder,
+    load_encoder,
+    named_models,
+)
+from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.run import run
-from attar.runtime.server.settings import EmbeddingSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.serve_command import ServeCommand
 from attar.runtime.server.tokenizer import ServerTokenizer
-from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
-from attar.runtime.speculate.settings import SpeculationSettings
-
-Show = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeCommand:
-    """What ``attar serve`` was told.
-
-    Attributes:
-        template: the chat template in place of the model's; empty: its own.
-        defaults: sampling parameters of requests without their own.
-        options: of the engine.
-        show: prints a line.
-    """
-
-    model: str
-    settings: ServerSettings
-    answers: TemplateSettings
-    services: ServiceSettings
-    transport: ConnectionSettings
-    embeddings: EmbeddingSettings
-    template: str
-    defaults: dict[str, Any]
-    options: dict[str, Any]
-    progress: Progress
-    show: Show
 
 
 def serve_ordinary(command: ServeCommand) -> None:
@@ -81,14 +59,12 @@ def serve_ordinary(command: ServeCommand) -> None:
 def serve_encoder(command: ServeCommand) -> None:
     """An encoder, which makes embeddings or scores and completes nothing."""
     with command.progress.task("load", total=1) as task:
-        device = command.options.get("device") or "cpu"
-        encoder = Encoder(command.model, pooling=command.embeddings.pooling, device=device)
+        encoder = load_encoder(command, command.model)
         task.advance()
     kind = "scores pairs" if encoder.scores else f"embeds by {encoder.pooling}"
     command.show(f"{encoder.name} is an encoder, and {kind}: {encoder.context:,} tokens a text")
     thread = EncoderThread(encoder)
-    facts = {"model": encoder.name, "runner": "encoder", "pooling": encoder.pooling}
-    _run(command, thread, encoder.tokenizer, facts, embedder=thread)
+    _run(command, thread, encoder.tokenizer, encoder_facts(encoder), embedder=thread)
 
 
 def serve_draft(command: ServeCommand) -> None:
@@ -285,34 +261,9 @@ def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
     if command.defaults:
         values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
         command.show(f"{'sampling':<12}{values}, where a request has none")
-    second = _second_model(command) if command.settings.compare else None
-    pooling, pooler = command.embeddings.of_causal, llm.engine.pooler
-    embedder = EngineEmbedder(backend, pooling, pooler.dimensions) if pooling and pooler else None
+    second = compared_model(command) if command.settings.compare else None
+    embedder = engine_embedder(llm, backend, command.embeddings)
     _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder)
-
-
-def _second_model(command: ServeCommand) -> ServedModel:
-    """The model of ``--compare``, with the first one's options, without speculation.
-
-    Raises:
-        SettingsError: it is the first one.
-        AttarError: as :class:`attar.runtime.llm.LLM`.
-    """
-    name, settings = command.settings.compare, command.settings
-    if name in (command.model, settings.name):
-        raise SettingsError("compare", name, "another model than the first")
-    speculation = {field.name for field in fields(SpeculationSettings)}
-    options = {key: value for key, value in command.options.items() if key not in speculation}
-    with command.progress.task("load", total=1) as task:
-        llm = LLM(name, **options)
-        task.advance()
-    if llm.tokenizer is None:
-        raise ModelError(f"{name} has no tokenizer, so it cannot be served")
-    command.show(f"compare     {name}")
-    if command.template:
-        llm.tokenizer.chat_template = command.template
-    words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
-    return ServedModel(name, EngineBackend(llm.streams()), words, llm.describe().to_dict())
 
 
 def _run(
@@ -324,6 +275,7 @@ def _run(
     embedder: Embedder | None = None,
 ) -> None:
     settings = command.settings
+    named, budget = named_models(command)
     if command.template:
         tokenizer.chat_template = command.template
     words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
@@ -337,7 +289,9 @@ def _run(
         defaults=command.defaults,
         transport=command.transport,
         embedder=embedder,
-        second=second,
+        compare=second,
+        named=named,
+        budget=budget,
     )
     run(app, settings, command.show, command.transport)
 

@@ -34,7 +34,7 @@ from attar.runtime.server.connection import (
     raise_file_limit,
 )
 from attar.runtime.server.middleware import LOGGER
-from attar.runtime.server.service import Service
+from attar.runtime.server.model_table import ModelTable
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.transport import BACKLOG, ConnectionSettings, listen_on_unix
 
@@ -69,8 +69,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.connections = connections
-        self._service: Service = app.state.service
-        self._admission: AdmissionControl = self._service.admission
+        self._models: ModelTable = app.state.models
+        self._admission: AdmissionControl = self._models.first.admission
         self._drain_s, self._drain_end = settings.drain_s, 0.0
         self._stopped_since: float | None = None
 
@@ -85,8 +85,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns whether to exit."""
-        if self._service.failure is not None and not self._admission.draining:
-            self._service.failure_reason()  # logs it
+        if self._models.failure is not None and not self._admission.draining:
+            self._models.failure_reason()  # logs it
             self._stopped_since = self._stopped_since or time.monotonic()
             self.should_exit = self.should_exit or time.monotonic() - self._stopped_since > _STOPPED_S
         if self._admission.draining and (not self._admission.active or time.monotonic() >= self._drain_end):
@@ -139,8 +139,8 @@ def run(
         listening.close()
         if transport.unix_socket:
             Path(transport.unix_socket).unlink(missing_ok=True)
-    if app.state.service.failure is not None:
-        reason = app.state.service.failure_reason()
+    if app.state.models.failure is not None:
+        reason = app.state.models.failure_reason()
         raise AttarError(f"the engine has stopped: {reason}", hint="the log has the reason; start it again")
 
 

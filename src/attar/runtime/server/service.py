@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -24,7 +25,6 @@ from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.metrics import Metrics
-from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.protocol import ChatMessage
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
@@ -78,13 +78,34 @@ async def run_in_thread(
     return await asyncio.get_running_loop().run_in_executor(pool, partial(function, *arguments))
 
 
+async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:
+    """The result of a call in a thread of its own, which does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def finish(value: T | None, error: Exception | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def work() -> None:
+        try:
+            outcome: tuple[T | None, Exception | None] = (function(), None)
+        except Exception as error:
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    Thread(target=work, name=name, daemon=True).start()
+    return await result
+
+
 @dataclass
 class Service:
-    """One model of a server.
-
-    Args:
-        second: the service of ``--compare``'s model, with the same admission.
-    """
+    """One model of a server."""
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -98,28 +119,6 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     embedder: Embedder | None = None
     threads: ThreadPools = field(default_factory=ThreadPools)
-    second: Service | None = None
-    _failure_logged: bool = field(default=False, init=False)
-
-    def of_model(self, name: str | None) -> Service:
-        """The service of a model's name; this one for an unknown name, which it refuses."""
-        return self.second if self.second is not None and name == self.second.model else self
-
-    @property
-    def alive(self) -> bool:
-        """Whether all engines run."""
-        return self.backend.alive and (self.second is None or self.second.alive)
-
-    @property
-    def failure(self) -> Exception | None:
-        """What stopped an engine; None while all run."""
-        return self.backend.failure or (self.second.failure if self.second is not None else None)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) for another model's name."""
-        if name is not None and name != self.model:
-            message = f"The model {name[:200]!r} does not exist; this server has {self.model!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
 
     def caller(self, request: Request) -> ApiKey:
         """The caller of a request, set by ApiKeyMiddleware."""
@@ -320,16 +319,3 @@ class Service:
         with log_errors("the metrics"):
             self.metrics.refused(answer.status)
         return answer
-
-    def failure_reason(self) -> str | None:
-        """What stopped the engine, for clients; the log gets the traceback, once.
-
-        Only the engine's own checks are quoted: messages of other errors may hold private data.
-        """
-        failure = self.failure
-        if failure is None:
-            return None
-        if not self._failure_logged:
-            self._failure_logged = True
-            logging.getLogger(LOGGER).critical("the engine has stopped", exc_info=failure)
-        return str(failure) if isinstance(failure, AssertionError) else type(failure).__name__

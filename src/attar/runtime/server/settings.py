@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 
+from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 
 VERSION = 1
@@ -102,6 +103,43 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsSettings:
+    """Further models, by the names that requests give."""
+
+    named_model: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "NAME=PATH: a further model, loaded when a request names it"},
+    )
+    model_memory: str = field(
+        default="",
+        metadata={
+            "help": "memory of all models, such as 6GB: those used least recently make room; empty: no limit"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        byte_count("model_memory", self.model_memory)
+        if len(self.paths) < len(self.named_model):
+            raise SettingsError("named_model", " ".join(self.named_model), "each name once")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Models by name.
+
+        Raises:
+            SettingsError: what is not NAME=PATH.
+        """
+        return dict(map(_named_path, self.named_model))
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path or not name.isprintable():
+        raise SettingsError("named_model", text, "NAME=PATH")
+    return name, path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ def _kept(target: Loaded, layers: int, share: float) -> tuple[int, ...]:
 
 def _packed(runner: Compiled) -> bool:
     """Whether the linear layers have less than 8 bits a weight."""
-    products = [layer.down for layer in runner.weights.layers]
+    products = [packed for layer in runner.weights.layers for packed in layer.products]
     return sum(module.nbytes for module in products) < sum(
         module.rows * module.columns for module in products
     )

@@ -35,6 +35,14 @@ struct Activations {
     std::int64_t step() const { return planes * plane(); }
     const std::int8_t* at(std::int64_t g, std::int64_t token) const { return codes + g * step() + token * group; }
 
+    // The same from a token on.
+    Activations from(std::int64_t token) const {
+        Activations rest = *this;
+        rest.fp32 += token * columns, rest.bf16 += token * columns, rest.codes += token * group;
+        rest.scales += token, rest.sums += token, rest.offsets += token;
+        return rest;
+    }
+
     // Inputs [first, last) of a token; `first` a multiple of the group, and of 16.
     void set(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
         if (group && planes == 2) return quantize<2>(token, first, last, from);

@@ -21,6 +21,7 @@ namespace attar {
 
 // Rows of codes (tokens times planes) from which tiles are faster than the loops.
 constexpr int MIN_ROWS = 16;
+constexpr std::int64_t TILE_ROWS = 16;  // tokens of a block, at most
 constexpr std::int64_t TOKEN_BLOCK = 64;  // tokens per unpacking of codes: their sums stay in the first cache
 
 #if defined(ATTAR_AMX)

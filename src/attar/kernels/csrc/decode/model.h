@@ -8,12 +8,31 @@
 
 namespace attar {
 
+enum Scoring : std::int32_t { SOFTMAX = 0, SIGMOID = 1 };
+
+// A mixture of experts; routing.h has the formulas. All experts are of one shape and kind.
+struct Mixture {
+    std::int64_t experts, active;  // active: of a token
+    std::int64_t groups, active_groups, group_scores;  // groups of neighbours; 1: no groups
+    std::int32_t scoring, normalized;
+    float scaling;
+    const float* router;               // (experts, hidden)
+    const float *bias, *correction;    // (experts,) of logits, and of the choice alone; or null
+    const float* shared_gate;          // (hidden,) or null
+    const Linear *gate_up, *down;      // (experts,)
+    Linear shared_gate_up, shared_down;  // of no rows: there is no shared expert
+
+    bool has_shared() const { return shared_down.rows > 0; }
+};
+
 struct Layer {
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // weights of norms; after_*: or null
-    const float *query_norm, *key_norm;                                        // (head_dim,) or null
+    const float *query_norm, *key_norm;  // (head_dim,), or of all heads (wide_norms), or null
+    const float* sinks;                  // (heads,) scores that no value has, or null
     const float* rotary;  // (context, rotary): cosines of half a head, then sines
     std::int64_t window;  // keys that a token sees, its own included; 0: all
-    Linear qkv, out, gate_up, down;
+    Linear qkv, out, gate_up, down;  // gate_up and down of no rows where there is a mixture
+    const Mixture* mixture;          // or null
 };
 
 // Number format of the KV cache, and of the embedding.
@@ -21,11 +40,12 @@ enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3,
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
 
 struct Model {
-    std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, intermediate, vocabulary;
+    std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
     std::int64_t block_size, blocks;
     float eps, scale, soft_cap, final_soft_cap, embedding_scale;
     std::int32_t activation, bits;  // bits of activations, 8 or 16
     std::int32_t pool_kind, embedding_kind;  // of enum Storage
+    std::int32_t wide_norms;                 // queries and keys are normed over all heads together
     const void* embedding;                   // (vocabulary, hidden)
     const float* mask;                       // (hidden,) what a token of id -1 begins as, or null
     const float* norm;

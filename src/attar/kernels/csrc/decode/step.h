@@ -1,91 +1,27 @@
 // One step of a model: a forward pass over the tokens of several sequences.
 //
 // Phases of a layer: norm, q k v, rope and KV store, attention, merge of KV splits, out, norm, gate and up,
-// activation, down. The input of a product is prepared once (quantized, where weights are): the workers divide
-// the tokens, or with few tokens the columns.
+// activation, down; mixtures of experts are in mixture.h. The input of a product is prepared once (quantized, where
+// weights are): the workers divide the tokens, or with few tokens the columns.
 
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
-#include "attention.h"
 #include "elementwise.h"
 #include "kv_store.h"
 #include "matmul.h"
-#include "model.h"
-#include "thread_pool.h"
+#include "runner.h"
 
 namespace attar {
 
 constexpr std::int64_t GRAIN = 128;  // columns are divided at multiples of it, as it is of every group size
 
-struct DrafterWeights;
-struct ContextRows;
-struct DraftRound;
-
-// A model with its threads and buffers. Runners that share threads run one at a time.
-class Runner {
-public:
-    Runner(const Model& model, std::shared_ptr<ThreadPool> pool) : model_(model), pool_(std::move(pool)) {}
-
-    const std::shared_ptr<ThreadPool>& threads() const { return pool_; }
-    void run(const Batch& batch);
-    void write_context(const DrafterWeights& drafter, const ContextRows& rows);     // draft_block.h
-    void draft(const DrafterWeights& drafter, const Batch& batch, const DraftRound& round);  // the same
-
-private:
-    friend class StepWorker;
-    friend class DraftWorker;
-
-    void reserve() {
-        const Model& m = model_;
-        const std::int64_t tokens = batch_->tokens;
-        splits_ = splits();
-        grow(x_, tokens * m.hidden);
-        grow(normed_, tokens * m.hidden);
-        grow(qkv_, tokens * (m.heads + 2 * m.kv_heads) * m.head_dim);
-        grow(gate_up_, tokens * 2 * m.intermediate);
-        grow(acc_, tokens * m.heads * splits_ * m.padded());
-        if (std::int64_t(states_.size()) < tokens * m.heads * splits_) states_.resize(tokens * m.heads * splits_);
-        for (std::int64_t i = 0; i < m.layers; i++) {
-            const Layer& layer = m.layer[i];
-            qkv_input_.reserve(layer.qkv, tokens, m.bits);
-            out_input_.reserve(layer.out, tokens, m.bits);
-            gate_up_input_.reserve(layer.gate_up, tokens, m.bits);
-            down_input_.reserve(layer.down, tokens, m.bits);
-        }
-        head_input_.reserve(m.head, batch_->logit_rows, m.bits);
-    }
-
-    // KV splits of every token: those of the longest sequence, or one where there are tasks enough.
-    std::int64_t splits() const {
-        if (pool_->size() == 1 || batch_->tokens * model_.kv_heads >= 8 * pool_->size()) return 1;
-        std::int64_t longest = 1;
-        for (std::int64_t s = 0; s < batch_->spans; s++)
-            longest = std::max(longest, batch_->past[s] + batch_->count[s]);
-        return (longest + SPLIT - 1) / SPLIT;
-    }
-
-    static void grow(std::vector<float>& buffer, std::int64_t size) {
-        if (std::int64_t(buffer.size()) < size) buffer.resize(size);
-    }
-
-    const Model& model_;
-    const std::shared_ptr<ThreadPool> pool_;
-    const Batch* batch_ = nullptr;
-    std::int64_t splits_ = 1;
-    std::vector<float> x_, normed_, qkv_, gate_up_, acc_;  // acc_: attention's, of each token, head and split
-    std::vector<SoftmaxState> states_;                     // of the same rows
-    ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
-    ActivationBuffer context_input_, markov_input_;  // of draft_block.h
-};
-
 // What one worker does in a step.
 class StepWorker {
 public:
-    static constexpr std::int64_t LAYER_PHASES = 13, MORE_PHASES = 6;  // at most
+    static constexpr std::int64_t LAYER_PHASES = 20, MORE_PHASES = 6;  // at most
 
     StepWorker(Runner& runner, ThreadPool::Worker& worker)
         : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker), codes(runner.model_.head_dim) {}
@@ -95,7 +31,10 @@ public:
         embed();
         for (layer_index = 0; layer_index < model.layers; layer_index++) {
             attention();
-            mlp();
+            if (layer().mixture)
+                mixture();
+            else
+                mlp();
             keep_hidden(layer_index, nullptr);
         }
         keep_hidden(model.layers, model.norm);
@@ -194,6 +133,7 @@ protected:
         const Activations in = r.qkv_input_.view(layer().qkv, model.bits);
         norm(layer().before_attention, batch.tokens, nullptr, in);
         multiply(layer().qkv, in, batch.tokens, r.qkv_.data(), qkv_width(), false);
+        if (model.wide_norms) norm_rows();
         rope();
         attend();
         const Activations out = r.out_input_.view(layer().out, model.bits);
@@ -202,7 +142,7 @@ protected:
     }
 
     void mlp() {
-        const std::int64_t width = model.intermediate;
+        const std::int64_t width = layer().down.columns;
         const Activations in = r.gate_up_input_.view(layer().gate_up, model.bits);
         const Activations inner = r.down_input_.view(layer().down, model.bits);
         norm(layer().before_mlp, batch.tokens, nullptr, in);
@@ -214,6 +154,28 @@ protected:
             inner.set(t, first, last, scratch.data());
         });
         multiply_add(layer().down, inner, layer().after_mlp);
+    }
+
+    // mixture.h
+    void mixture();
+    void route();
+    void multiply_experts(const Linear* linears, const Activations& in, bool one_row, float* to, const Linear& shared,
+                          const Activations& shared_in, float* shared_to);
+    void activate_rows(std::int64_t rows, std::int64_t width, const float* from, const Activations& to,
+                       std::int64_t shared_rows, std::int64_t shared_width, const float* shared_from,
+                       const Activations& shared_to);
+    void combine(const float* outputs, const float* shared);
+
+    // Norms of queries and of keys, over all heads together.
+    void norm_rows() {
+        const std::int64_t keys = model.kv_heads * model.head_dim;
+        worker.parallel_for(batch.tokens, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t t = first; t < last; t++) {
+                float *query = r.qkv_.data() + t * qkv_width(), *key = query + q_width();
+                scale_by(query, layer().query_norm, inverse_rms(query, q_width(), model.eps), q_width(), query);
+                scale_by(key, layer().key_norm, inverse_rms(key, keys, model.eps), keys, key);
+            }
+        });
     }
 
     // Norms of heads, rotary embedding and scale of queries and keys; keys and values to their slots.
@@ -231,10 +193,10 @@ protected:
         float* row = r.qkv_.data() + t * qkv_width();
         float *queries = row + head * group * dim, *key = row + q_width() + head * dim;
         for (std::int64_t q = 0; q < group; q++) {
-            rope_head(queries + q * dim, layer().query_norm, batch.positions[t]);
+            rope_head(queries + q * dim, model.wide_norms ? nullptr : layer().query_norm, batch.positions[t]);
             for (std::int64_t d = 0; d < dim; d++) queries[q * dim + d] *= model.scale;
         }
-        rope_head(key, layer().key_norm, batch.positions[t]);
+        rope_head(key, model.wide_norms ? nullptr : layer().key_norm, batch.positions[t]);
         store_kv(model, layer_index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data());
     }
 
@@ -287,7 +249,8 @@ protected:
                 float* to = scratch.data() + low - first;
                 const SoftmaxState state = merge_splits(r.states_.data() + row, r.acc_.data() + row * stride,
                                                         r.splits_, stride, low - begin, high - begin, to);
-                for (std::int64_t d = 0; d < high - low; d++) to[d] /= state.total;
+                const float sink = layer().sinks ? std::exp(layer().sinks[head] - state.peak) : 0.0f;
+                for (std::int64_t d = 0; d < high - low; d++) to[d] /= state.total + sink;
             }
             out.set(t, first, last, scratch.data());
         });

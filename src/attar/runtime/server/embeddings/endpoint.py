@@ -117,7 +117,6 @@ class TextWork:
 
 async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
     """Embed texts."""
-    service.check_model(body.model)
     texts = body.texts
     _check_count("input", len(texts))
     async with _working(service, body, request, len(texts)) as work:
@@ -136,7 +135,6 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
 
 async def score(service: Service, body: ScoreRequest, request: Request) -> Response:
     """Score pairs of texts."""
-    service.check_model(body.model)
     pairs = body.pairs()
     if not pairs:
         raise ApiError(400, "text_1 is one text, or as many as text_2", param="text_1", code="invalid_value")
@@ -150,7 +148,6 @@ async def score(service: Service, body: ScoreRequest, request: Request) -> Respo
 async def rerank(service: Service, body: RerankRequest, request: Request) -> Response:
     """Order documents by a query: by embeddings or a classifier of (query, document), or by log p of the
     query after the document, where the model is a causal one."""
-    service.check_model(body.model)
     texts = body.texts
     causal = service.embedder is None and not isinstance(service.backend, EncoderThread)
     pairs = [(text, body.query) if causal else (body.query, text) for text in texts]

@@ -25,7 +25,6 @@ async def respond_to(
 ) -> Response:
     """Answer a request, and keep the response unless ``store`` is false."""
     start = time.monotonic()
-    service.check_model(body.model)
     owner = owner_of(service, request)
     items = [item.model_dump(exclude_none=True) for item in input_items(body)]
     if body.previous_response_id is not None:

@@ -1,0 +1,119 @@
+"""Tasks on a Ray cluster: each asks for its processors, devices and memory, and Ray finds the machine.
+
+Retries are the driver's (``tasks.py``), so that its journal has them: Ray's own are off. The folder of a run
+must be one that all machines see, and attar is installed on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from attar.cluster.settings import Resources
+from attar.cluster.tasks import FAILED, LOST, ClusterTask, TaskOutcome
+from attar.errors import EndpointError, MissingExtraError
+
+AHEAD = 64
+"""Tasks that are submitted before the first has ended: Ray starts those that fit."""
+
+
+def connect(on: str) -> Any:
+    """The module ``ray``, connected: ``local`` starts it here, ``auto`` joins this machine's cluster.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        EndpointError: the cluster does not answer.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("ray", "cluster") from None
+    if ray.is_initialized():
+        return ray
+    local: dict[str, Any] = {"include_dashboard": False}
+    try:
+        ray.init(
+            **(local if on == "local" else {"address": on}),
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise EndpointError(
+            f"--on {on}: no Ray cluster answers: {reason}", hint="ray start --head"
+        ) from error
+    return ray
+
+
+def check_resources(ray: Any, asked: Resources) -> None:
+    """Refuse what no machine of the cluster has: Ray would wait for it without end. Raises EndpointError."""
+    wanted = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_bytes}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
+        has = "; ".join(", ".join(f"{name} {node.get(name, 0):g}" for name in wanted) for node in nodes)
+        needs = ", ".join(f"{name} {count:g}" for name, count in wanted.items() if count)
+        hint = "ask for less with --cpus, --gpus and --memory-gb"
+        raise EndpointError(f"no machine of the cluster has {needs} (they have {has})", hint=hint)
+
+
+def options_of(task: ClusterTask) -> dict[str, Any]:
+    """The options of Ray for the resources of a task."""
+    asked = task.resources
+    options: dict[str, Any] = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "max_retries": 0}
+    return options | ({"memory": asked.memory_bytes} if asked.memory_bytes else {})
+
+
+class RayWorkers:
+    """The workers of a cluster. Raises as :func:`connect` and :func:`check_resources`."""
+
+    def __init__(self, on: str, asked: Resources) -> None:
+        self._ray = connect(on)
+        check_resources(self._ray, asked)
+        self._remote = self._ray.remote(_perform)
+        self._tasks: dict[Any, str] = {}
+
+    def free(self) -> bool:
+        """Whether fewer than ``AHEAD`` tasks are submitted."""
+        return len(self._tasks) < AHEAD
+
+    def submit(self, task: ClusterTask) -> None:
+        """Hand a task to Ray."""
+        remote = self._remote.options(**options_of(task))
+        self._tasks[remote.remote(task.id, task.function, dict(task.arguments))] = task.id
+
+    def wait(self) -> TaskOutcome:
+        """Wait for one of them; a dead worker or node is a lost task."""
+        ended, _ = self._ray.wait(list(self._tasks), num_returns=1)
+        task = self._tasks.pop(ended[0])
+        try:
+            return TaskOutcome(**self._ray.get(ended[0]))
+        except self._ray.exceptions.OutOfMemoryError as error:
+            return TaskOutcome(task, FAILED, message=f"its machine ran out of memory: {_line(error)}")
+        except self._ray.exceptions.RayTaskError as error:  # such as an attar that is not installed there
+            return TaskOutcome(task, FAILED, message=_line(error.cause))
+        except self._ray.exceptions.RayError as error:
+            return TaskOutcome(task, LOST, message=f"its worker died ({type(error).__name__})")
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for reference in self._tasks:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.cancel(reference, force=True)
+        self._tasks.clear()
+
+
+def _perform(task: str, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs on a worker."""
+    from attar.cluster.workers import perform
+
+    return asdict(perform(task, function, arguments))
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

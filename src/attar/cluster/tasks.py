@@ -1,0 +1,143 @@
+"""Tasks with dependencies on workers: a task starts when what it needs is done and a worker is free.
+
+A task whose worker died is started again, up to ``ATTEMPTS`` times; one that raised an error is not. Tasks
+that need a failed one are skipped, all others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from attar.cluster.journal import TaskJournal
+from attar.cluster.settings import Resources
+from attar.progress import SILENT, Progress
+
+ATTEMPTS = 3
+DONE, FAILED, LOST, SKIPPED = "done", "failed", "lost", "skipped"
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """A call of a function.
+
+    Args:
+        id: unique among the tasks.
+        function: ``module:function``; called with ``arguments``, which are JSON, as is what it returns.
+        needs: the ids of the tasks that must be done before.
+    """
+
+    id: str
+    function: str
+    arguments: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+    resources: Resources = field(default_factory=Resources)
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """The end of a task: ``done`` with a result; ``failed`` with a message; ``lost`` with its worker."""
+
+    task: str
+    state: str
+    result: Any = None
+    message: str = ""
+    hint: str = ""
+    worker: str = ""
+
+
+class Workers(Protocol):
+    """Where tasks run."""
+
+    def free(self) -> bool:
+        """Whether another task may be submitted."""
+
+    def submit(self, task: ClusterTask) -> None:
+        """Start a task."""
+
+    def wait(self) -> TaskOutcome:
+        """Wait until one of the submitted tasks has ended."""
+
+    def close(self) -> None:
+        """Let go of the workers; tasks that still run are ended."""
+
+
+def run_tasks(
+    tasks: Iterable[ClusterTask],
+    workers: Workers,
+    journal: TaskJournal,
+    *,
+    before: Callable[[ClusterTask], None] = lambda task: None,
+    progress: Progress = SILENT,
+) -> dict[str, TaskOutcome]:
+    """Run tasks, in their order where several could start.
+
+    Args:
+        before: called by the driver before a task starts.
+
+    Returns:
+        the outcome of each task, by its id.
+
+    Raises:
+        ValueError: a task needs one that is not there, or that needs it in turn.
+        AttarError: of ``before``.
+    """
+    waiting = {task.id: task for task in tasks}
+    _check(waiting)
+    running: dict[str, ClusterTask] = {}
+    attempts: dict[str, int] = {}
+    outcomes: dict[str, TaskOutcome] = {}
+    with progress.task("tasks", total=len(waiting)) as shown:
+        while waiting or running:
+            _skip(waiting, outcomes, journal, shown)
+            ready = [task for task in waiting.values() if all(need in outcomes for need in task.needs)]
+            while ready and workers.free():
+                task = ready.pop(0)
+                before(task)
+                attempts[task.id] = attempts.get(task.id, 0) + 1
+                journal.event(task.id, "started", attempt=attempts[task.id])
+                progress.log(f"{task.id}: starts")
+                workers.submit(waiting.pop(task.id))
+                running[task.id] = task
+            if not running:
+                continue  # all that waited was skipped
+            outcome = workers.wait()
+            task = running.pop(outcome.task)
+            journal.event(task.id, outcome.state, message=outcome.message, worker=outcome.worker)
+            if outcome.state == LOST and attempts[task.id] < ATTEMPTS:
+                progress.log(f"{task.id}: {outcome.message}; starts again")
+                waiting = {task.id: task} | waiting
+                continue
+            if outcome.state != DONE:
+                progress.log(f"{task.id}: {outcome.message}")
+            outcomes[task.id] = outcome
+            shown.advance()
+    return outcomes
+
+
+def _check(tasks: Mapping[str, ClusterTask]) -> None:
+    """Refuse needs that cannot be met."""
+    met: set[str] = set()
+    while len(met) < len(tasks):
+        more = [task.id for task in tasks.values() if task.id not in met and set(task.needs) <= met]
+        if not more:
+            raise ValueError(f"tasks that can never start: {[name for name in tasks if name not in met]}")
+        met.update(more)
+
+
+def _skip(
+    waiting: dict[str, ClusterTask], outcomes: dict[str, TaskOutcome], journal: TaskJournal, shown: Any
+) -> None:
+    """Give up the tasks that need one without a result."""
+    missed = True
+    while missed:
+        missed = False
+        for task in list(waiting.values()):
+            reasons = [need for need in task.needs if need in outcomes and outcomes[need].state != DONE]
+            if reasons:
+                message = f"needs {reasons[0]}, which has no result"
+                outcomes[task.id] = TaskOutcome(waiting.pop(task.id).id, SKIPPED, message=message)
+                journal.event(task.id, SKIPPED, message=message)
+                shown.advance()
+                missed = True

@@ -1,0 +1,1 @@
+"""A mixture of experts made of dense models, by the YAML of ``mergekit-moe``."""

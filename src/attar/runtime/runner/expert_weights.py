@@ -1,0 +1,112 @@
+"""From a checkpoint's tensors to a layer's mixture of experts, as the compiled step reads it.
+
+Experts are stored one by one (``experts.3.up_proj``, Mixtral's ``experts.3.w3``) or, in a model that
+transformers made, stacked (``experts.gate_up_proj``). The router stays float32, whatever the experts are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.kernels.experts import MixtureWeights, Routing
+from attar.kernels.packed import PackedWeight
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
+MODULES = ("mlp.", "block_sparse_moe.")
+LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+SHARED = ("shared_expert.", "shared_experts.")
+
+
+class LayerTensors(Protocol):
+    """What a layer's tensors are read by (compiled_weights.py); names are without the layer's prefix."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, dense."""
+        ...
+
+    def product(self, module: str, names: tuple[str, ...], *, sparse: bool = True) -> PackedWeight:
+        """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
+        ...
+
+    def packed(self, weight: Tensor) -> PackedWeight:
+        """A dense matrix in the kind that was asked for."""
+        ...
+
+
+def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
+    """The mixture of a layer; None where its MLP is dense.
+
+    Raises:
+        ModelError: tensors are missing, or the routing is not one that the library has.
+    """
+    module = next((name for name in MODULES if layer.has(f"{name}gate.weight")), None)
+    if module is None:
+        return None
+    router = layer.tensor(f"{module}gate.weight").float().contiguous()
+    gate_up, down = _experts(layer, f"{module}experts.", len(router))
+    shared = next((name for name in SHARED if layer.has(f"{module}{name}down_proj.weight")), None)
+    gates = {
+        name: layer.tensor(f"{module}{stored}").float().reshape(-1).contiguous()
+        for name, stored in (
+            ("bias", "gate.bias"),
+            ("correction", "gate.e_score_correction_bias"),
+            ("shared_gate", "shared_expert_gate.weight"),
+        )
+        if layer.has(f"{module}{stored}")
+    }
+    of_shared = {}
+    if shared:
+        of_shared = {
+            "shared_gate_up": layer.product(f"{module}{shared}", ("gate_proj", "up_proj")),
+            "shared_down": layer.product(f"{module}{shared}", ("down_proj",)),
+        }
+    return MixtureWeights(
+        routing=routing(config), router=router, gate_up=gate_up, down=down, **gates, **of_shared
+    )
+
+
+def _experts(
+    layer: LayerTensors, module: str, count: int
+) -> tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]:
+    """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
+    if layer.has(f"{module}gate_up_proj"):
+        both = (layer.tensor(f"{module}{name}") for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (tuple(layer.packed(weight) for weight in stacked) for stacked in both)
+        return gate_up, down
+    leaves = next((names for names in LEAVES if layer.has(f"{module}0.{names[0]}.weight")), LEAVES[0])
+    return (
+        tuple(layer.product(f"{module}{e}.", leaves[:2], sparse=False) for e in range(count)),
+        tuple(layer.product(f"{module}{e}.", leaves[2:], sparse=False) for e in range(count)),
+    )
+
+
+def routing(config: Any) -> Routing:
+    """How a family chooses experts.
+
+    Raises:
+        ModelError: the family's routing is not known here.
+    """
+    kind, active = config.model_type, config.num_experts_per_tok
+    if kind == "mixtral":
+        return Routing(active=active)
+    if kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
+        return Routing(active=active, normalized=bool(config.norm_topk_prob))
+    if kind == "glm4_moe":
+        return Routing(
+            active=active,
+            scoring="sigmoid",
+            normalized=bool(config.norm_topk_prob),
+            scaling=config.routed_scaling_factor,
+            groups=config.n_group,
+            active_groups=config.topk_group,
+            group_scores=2,
+        )
+    raise ModelError(f"the compiled runner does not know how {kind} chooses experts")

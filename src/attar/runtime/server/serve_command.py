@@ -1,0 +1,39 @@
+"""What ``attar serve`` was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from attar.progress import Progress
+from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.transport import ConnectionSettings
+from attar.runtime.services.settings import ServiceSettings
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommand:
+    """What ``attar serve`` was told.
+
+    Attributes:
+        template: the chat template in place of the model's; empty: its own.
+        defaults: sampling parameters of requests without their own.
+        options: of the engine.
+        show: prints a line.
+    """
+
+    model: str
+    settings: ServerSettings
+    answers: TemplateSettings
+    services: ServiceSettings
+    transport: ConnectionSettings
+    embeddings: EmbeddingSettings
+    template: str
+    defaults: dict[str, Any]
+    options: dict[str, Any]
+    progress: Progress
+    show: Show
+    models: ModelsSettings = field(default_factory=ModelsSettings)
