@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attar.data.examples import Examples
-from attar.walks.ranks import passes_of, share
+from attar.walks.distributed import passes_of, share
 from tests.scale import training
 from tests.scale.processes import run_ranks
 

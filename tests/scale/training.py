@@ -13,8 +13,8 @@ from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.signals.online import OnlineTeacher
 from attar.models.head import head_of
+from attar.walks.distributed import blocks_of, shards
 from attar.walks.masks import Masks
-from attar.walks.ranks import blocks_of, shards
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 from tests import tiny_models

@@ -33,9 +33,9 @@ from attar.models.head import head_of
 from attar.models.load import load_tokenizer
 from attar.models.plain_config import end_tokens
 from attar.progress import Progress
+from attar.walks.distributed import shards
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
-from attar.walks.ranks import shards
 from attar.walks.train import BatchSource, TrainHistory, train
 
 if TYPE_CHECKING:

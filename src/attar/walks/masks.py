@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError
-from attar.walks.ranks import like, own_part
+from attar.walks.distributed import like, own_part
 
 MaskOf = Callable[[Tensor], Tensor | None]
 
@@ -58,7 +58,7 @@ class Masks:
 
     def pairs(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters with their pruned weights: bool, True where the weight stays zero; of a divided
-        parameter (ranks.py) both are what this process holds."""
+        parameter (distributed.py) both are what this process holds."""
         parameters = dict(model.named_parameters())
         return [
             (parameters[name], own_part(like(parameters[name], ~mask.to(parameters[name].device))))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.walks.ranks import gathered, like
+from attar.walks.distributed import gathered, like
 from attar.walks.settings import TrainSettings
 
 

@@ -7,8 +7,8 @@ predicted tokens however they are divided.
 
 Distillation, recovery and quantization-aware training bring a loss and trainable parameters, never another
 loop. A sparse model brings its masks (masks.py). Under ``--launch``, ``torchrun`` or ``accelerate launch``
-processes share the rows of each step, and with FSDP2 the model too (ranks.py); a step is the same however
-many they are.
+processes share the rows of each step, and with FSDP2 the model too (distributed.py); a step is the same
+however many they are.
 
 Every ``checkpoint_every`` steps the whole state (weights, optimizers, random number generators, curve) is
 written and renamed (states.py). A killed run resumes from the last state with the same batches and ends with
@@ -39,7 +39,7 @@ from attar.data.packing import Batches
 from attar.errors import NumericsError, SettingsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
-from attar.walks import optimizers, ranks, states
+from attar.walks import distributed, optimizers, states
 from attar.walks.masks import Masks, mask_gradients, mask_weights
 from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
@@ -113,8 +113,8 @@ def train(
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
     with ExitStack() as stack:
-        if ranks.shards() and ranks.blocks_of(model):
-            stack.enter_context(ranks.sharded(model))
+        if distributed.shards() and distributed.blocks_of(model):
+            stack.enter_context(distributed.sharded(model))
             prepared = model
         else:
             prepared = accelerator.prepare(model)
@@ -171,7 +171,7 @@ def _accelerator(model: nn.Module) -> Any:
     from accelerate import Accelerator
 
     device = next(model.parameters()).device
-    with _without(SHARD):  # ranks.py divides the model, on CPUs too
+    with _without(SHARD):  # distributed.py divides the model, on CPUs too
         return Accelerator(cpu=device.type == "cpu")
 
 
@@ -223,7 +223,7 @@ def _step(
     accelerator, first = run.accelerator, step * settings.accumulate
     device, count = accelerator.device, accelerator.num_processes
     batches = [source.batch(first + micro, run.inner) for micro in range(settings.accumulate)]
-    parts = ranks.share(batches, accelerator.process_index, count)
+    parts = distributed.share(batches, accelerator.process_index, count)
     run.model.train()
     n = _sum_over_ranks(accelerator, sum(n_i for _, n_i in parts))
     total = 0.0
@@ -242,7 +242,7 @@ def _step(
         raise _diverged(f"the loss became {total} at step {step + 1}", settings)
     mask_gradients(run.pruned)
     norm = accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
-    norm = float(ranks.gathered(norm))
+    norm = float(distributed.gathered(norm))
     if not math.isfinite(norm):
         raise _diverged(f"the gradient became {norm} at step {step + 1}", settings)
     for optimizer in run.optimizers:
@@ -284,7 +284,7 @@ def _measure(
     run.model.eval()
     with torch.no_grad(), _arithmetic(run, settings):
         value = held_out(run.inner)
-    ranks.reshard(run.inner)
+    distributed.reshard(run.inner)
     history.curve.append({"step": history.step, "held_out": value})
     if value < history.best:
         history.best, history.waited = value, 0

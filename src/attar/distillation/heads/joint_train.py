@@ -35,7 +35,7 @@ from attar.models.head import Head, head_of
 from attar.models.load import save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.progress import Progress
-from attar.walks.ranks import passes_of, shards
+from attar.walks.distributed import passes_of, shards
 from attar.walks.train import TrainHistory, train
 
 if TYPE_CHECKING:
