@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
-from attar.errors import DataError, ModelError
+from attar.checkpoint.geometry import geometry
+from attar.errors import DataError, ModelError, SettingsError
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
@@ -24,7 +26,7 @@ from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
-from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread
+from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.runtime.server.load_models import (
     compared_model,
     encoder_facts,
@@ -32,6 +34,7 @@ from attar.runtime.server.load_models import (
     load_encoder,
     named_models,
 )
+from attar.runtime.server.lora_adapters import LoadedAdapter, first_adapters, modules_options
 from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.run import run
 from attar.runtime.server.serve_command import ServeCommand
@@ -42,18 +45,22 @@ from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
 def serve_ordinary(command: ServeCommand) -> None:
     """An engine and its API in one process."""
     if is_encoder(open_checkpoint(command.model).config):
+        if command.lora:
+            raise SettingsError("lora", command.model, "adapters of a causal model")
         serve_encoder(command)
         return
+    first = replace(command, options=modules_options(command.lora, command.options))
     pooling = command.embeddings.of_causal
     with ExitStack() as stack:
         samples: Callable[[], Sequence[MetricSample]] = tuple
         with command.progress.task("load", total=1) as task:
             if command.services.draft_endpoint:
-                llm, samples = _with_drafters(command, stack)
+                llm, samples = _with_drafters(first, stack)
             else:
-                llm = LLM(command.model, embeddings=pooling is not None, **command.options)
+                llm = LLM(command.model, embeddings=pooling is not None, **first.options)
             task.advance()
-        _serve_engine(command, llm, EngineBackend(llm.streams(), samples))
+        adapters = first_adapters(command.lora, llm.engine.runner)
+        _serve_engine(command, llm, EngineBackend(llm.streams(), samples), adapters)
 
 
 def serve_encoder(command: ServeCommand) -> None:
@@ -108,10 +115,11 @@ def serve_target(command: ServeCommand) -> None:
         stack.callback(network.close)
         samples: Callable[[], Sequence[MetricSample]] = tuple
         with command.progress.task("load", total=1) as task:
+            embeds = command.embeddings.of_causal is not None
             if command.options.get("speculate") or command.options.get("draft"):
-                llm = LLM(command.model, **command.options)
+                llm = LLM(command.model, embeddings=embeds, **command.options)
             else:
-                llm, proposer = load_with_offers(command.model, service.pool, command.options)
+                llm, proposer = load_with_offers(command.model, service.pool, command.options, embeds)
                 samples = partial(offer_samples, proposer.counts)
             task.advance()
         runner, vocabulary = llm.engine.runner, llm.engine.vocabulary
@@ -137,7 +145,8 @@ def serve_coordinator(command: ServeCommand) -> None:
 
     services, security = command.services, security_of(command.services)
     check_files(security)
-    tokenizer = tokenizer_of(open_checkpoint(command.model))
+    checkpoint, pooling = open_checkpoint(command.model), command.embeddings.of_causal
+    tokenizer = tokenizer_of(checkpoint)
     if tokenizer is None:
         raise ModelError(f"{command.model} has no tokenizer, which a coordinator needs")
     network = Network()
@@ -149,7 +158,9 @@ def serve_coordinator(command: ServeCommand) -> None:
         coordinator = Coordinator(target, drafters, hello, network, security)
         command.show(f"joins {', '.join((target, *drafters))}")
         backend = RemoteBackend(coordinator, len(tokenizer))
-        _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"})
+        width = geometry(checkpoint.config, "").hidden or 0
+        embedder = EngineEmbedder(backend, pooling, width) if pooling else None
+        _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"}, embedder=embedder)
 
 
 SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {
@@ -248,11 +259,14 @@ def _with_drafters(
         replicas.append(Replicas(endpoints, hello, network, receive, security))
         return replicas[0]
 
-    llm, proposer = load_with_offers(command.model, pool, command.options)
+    embeds = command.embeddings.of_causal is not None
+    llm, proposer = load_with_offers(command.model, pool, command.options, embeds)
     return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 
-def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
+def _serve_engine(
+    command: ServeCommand, llm: LLM, backend: Backend, adapters: Sequence[LoadedAdapter] = ()
+) -> None:
     if llm.tokenizer is None:
         raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
     description = llm.describe()
@@ -261,9 +275,12 @@ def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
     if command.defaults:
         values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
         command.show(f"{'sampling':<12}{values}, where a request has none")
+    if command.lora:
+        names = ", ".join(adapter.name for adapter in adapters) or "none yet"
+        command.show(f"{'adapters':<12}{names}; the model runs through its modules, which add them")
     second = compared_model(command) if command.settings.compare else None
     embedder = engine_embedder(llm, backend, command.embeddings)
-    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder)
+    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder, adapters)
 
 
 def _run(
@@ -273,6 +290,7 @@ def _run(
     facts: dict[str, Any],
     second: ServedModel | None = None,
     embedder: Embedder | None = None,
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> None:
     settings = command.settings
     named, budget = named_models(command)
@@ -292,6 +310,8 @@ def _run(
         compare=second,
         named=named,
         budget=budget,
+        lora=command.lora,
+        adapters=adapters,
     )
     run(app, settings, command.show, command.transport)
 
