@@ -10,7 +10,7 @@ are in ``features/``. All are means over the predictions (features: over real to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,8 @@ class DistillationLoss:
         target = None if self.signal is None else self.signal.target(batch, insides)
         whole = getattr(target, "whole", False)
         routed = self.routers if torch.is_grad_enabled() else None  # held-out losses compare predictions
-        with routed.recording() if routed else nullcontext([]) as logits:
+        recording: AbstractContextManager[list[Tensor]] = routed.recording() if routed else nullcontext([])
+        with recording as logits:
             student = run_model(model, batch, insides, None if whole else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
