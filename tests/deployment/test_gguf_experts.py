@@ -14,10 +14,13 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.formats.coded import Coded
 from attar.formats.gguf import container, imatrix
 from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.tensor_map import architecture
+from attar.formats.layouts import encode
 from attar.formats.readers import Decoded, dequantize_state
+from attar.formats.rules import PACK, WeightRule
 from tests import tiny_models
 from tests.formats.gguf import variants
 from tests.formats.gguf.variants import build, said, stored
@@ -192,3 +195,45 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
     exported = export(folder, tmp_path / "m.gguf", settings(type="F32"))
     assert set(Decoded(exported).tensors) == set(state)
     assert any("further tokens" in line for line in exported.card.details["limits"])
+
+
+@pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
+def test_int4_codes_of_experts_are_carried_over(tmp_path, symmetric, kind):
+    """An int4 mixture in compressed-tensors keeps its codes; the gguf library decodes what its scales say."""
+    folder = saved("qwen3_moe", tmp_path, torch.float16)
+    state, generator = stored(build("qwen3_moe")), torch.Generator().manual_seed(5)
+    rule = WeightRule("int", 4, "group", 32, symmetric=symmetric)
+    wanted: dict[str, torch.Tensor] = {}
+    for name in [name for name in state if ".experts." in name]:
+        rows, columns = state.pop(name).shape
+        codes = torch.randint(-8, 8, (rows, columns), generator=generator).to(torch.int8)
+        scale = torch.randint(1, 64, (rows, columns // 32), generator=generator) / 1024
+        zero = None if symmetric else torch.randint(-8, 8, scale.shape, generator=generator).float()
+        tensors = encode(Coded(codes, scale.float(), zero), rule, PACK, torch.float16)
+        state |= {f"{name.removesuffix('weight')}{leaf}": tensor for leaf, tensor in tensors.items()}
+        offset = 0 if zero is None else zero.repeat_interleave(32, 1)
+        wanted[name] = (codes - offset) * scale.repeat_interleave(32, 1)
+    save_file(
+        {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": PACK,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": [r"re:.*experts\.\d+\..*"], "weights": rule.config()}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    exported = export(folder, tmp_path / "m.gguf", settings())
+    assert exported.card.details["carried"] == 9
+    actual = decoded(tmp_path / "m.gguf")
+    kinds = {key: info.kind for key, info in container.read_gguf(tmp_path / "m.gguf").tensors.items()}
+    for part in ("gate", "up", "down"):
+        tensor = actual[f"blk.2.ffn_{part}_exps.weight"]
+        assert kinds[f"blk.2.ffn_{part}_exps.weight"] == kind
+        for expert in range(4):
+            weight = wanted[f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"]
+            assert torch.equal(tensor[expert], weight)
