@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.engine import PromptObserver
@@ -12,6 +12,9 @@ from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
+
+if TYPE_CHECKING:
+    from attar.runtime.runner.lora import LoraAdapter, LoraRows
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,38 @@ class EngineBackend:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[Event]:
+        """As in the protocol; ``adapter`` is the key of a LoRA adapter."""
+        options: dict[str, Any] = {"salt": salt, "adapter": adapter}
         return self._streams.stream(
-            prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
+            prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options
         )
+
+    async def add_adapter(self, key: str, adapter: LoraAdapter) -> None:
+        """Make an adapter ready, between two steps.
+
+        Raises:
+            ModelError: it does not fit the model.
+        """
+        await self._streams.call(lambda: self._lora.add(key, adapter))
+
+    async def remove_adapter(self, key: str) -> bool:
+        """Forget an adapter; False while a request has it."""
+
+        def remove() -> bool:
+            if self._streams.engine.uses(key):
+                return False
+            self._lora.remove(key)
+            return True
+
+        return await self._streams.call(remove)
+
+    @property
+    def _lora(self) -> LoraRows:
+        runner: Any = self._streams.engine.runner
+        rows: LoraRows = runner.lora
+        return rows
 
     def score(
         self,

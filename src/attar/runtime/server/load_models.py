@@ -15,6 +15,7 @@ from attar.runtime.model_bytes import model_bytes
 from attar.runtime.server.backend import Backend, EngineBackend
 from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.runtime.server.generation_config import sampling_defaults
+from attar.runtime.server.lora_adapters import modules_options
 from attar.runtime.server.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.runtime.server.serve_command import ServeCommand
 from attar.runtime.server.settings import EmbeddingSettings
@@ -55,7 +56,9 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
         raise SettingsError("named_model", command.services.role, "a server without --role")
     if command.settings.compare:
         kept_names.append(command.settings.compare)
-    budget = MemoryBudget(total, sum(estimated_bytes(command, name) for name in kept_names))
+    first = replace(command, options=modules_options(command.lora, command.options))
+    sizes = [estimated_bytes(one, name) for one, name in zip((first, command), kept_names, strict=False)]
+    budget = MemoryBudget(total, sum(sizes))
     if budget.excess(0):
         raise SettingsError(
             "model_memory", command.models.model_memory, f"at least {bytes_text(budget.kept)}"
