@@ -152,7 +152,12 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
     sites = {}
     for one in placed:
         kind = kinds.of[one.gguf]
-        if one.stored in linears and one.part is None and kind not in FLOATS and one.gguf not in kinds.carried:
+        if (
+            one.stored in linears
+            and one.part is None
+            and kind not in FLOATS
+            and one.gguf not in kinds.carried
+        ):
             module = linears[one.stored]
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)
