@@ -103,12 +103,14 @@ def settled(*urls):
         assert scraped(url).get('kv_cache_blocks{state="used"}', 0) == 0
 
 
+@pytest.mark.timeout(900)
 def test_three_processes_answer_as_one(tmp_path):
     """Sixteen streams; then the draft service is stopped, killed and started again; then clients vanish."""
     want = list(wanted()) * 2
     with three(tmp_path) as (url, target, draft, (child, endpoint)):
         assert asyncio.run(together(url)) == want
-        assert scraped(url)[NEW] > 0
+        while not scraped(url)[NEW]:  # on a busy machine the first offers may all be late
+            assert asyncio.run(together(url)) == want
         settled(url, target, draft)
 
         os.kill(child.pid, signal.SIGSTOP)

@@ -11,8 +11,9 @@ from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.services.draft_service import DraftService
+from attar.runtime.services.drafter import DrafterPool
 from attar.runtime.services.messages import MOST_AHEAD, VERSION, Hello, Offer
-from attar.runtime.services.offer_proposer import DrafterPool, OfferPolicy, OfferProposer
+from attar.runtime.services.offer_proposer import OfferPolicy, OfferProposer
 from attar.runtime.services.offers import Outcome
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.draft_model import DraftModel
@@ -92,7 +93,7 @@ def offer_speculator(
     proposer = OfferProposer(policy, vocabulary_of(loaded), most=most)
     proposer.pool = pool(hello_of_model("target", loaded), proposer.offer)
     mode = cast(VerificationMode, verification or "coupled")
-    return Speculator(proposer, policy, most=most, verification=mode)
+    return Speculator(proposer, policy, most=most, verification=mode, prefilling=proposer.prefilling)
 
 
 def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftService, Loaded]:
