@@ -1,0 +1,80 @@
+"""Mixtures of experts through the engine: saved, loaded, and answered as transformers does."""
+
+import pytest
+import torch
+
+from attar.kernels.build import load as build
+from attar.runtime.admission import Limits
+from attar.runtime.llm import LLM
+from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.modules import Modules
+from attar.runtime.sampling.params import SamplingParams
+from tests import tiny_mixtures, tiny_models
+from tests.runtime.driving import greedy
+
+pytestmark = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
+
+COMPILED = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders by family, bfloat16, and what transformers answers to two prompts with a common start."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            model = tiny_mixtures.build(family).bfloat16().float()
+            folder = tiny_models.save(
+                model, tmp_path_factory.mktemp("mixtures") / family, dtype=torch.bfloat16
+            )
+            ids = tiny_models.tokens(model, batch=1, length=40)[0].tolist()
+            prompts = [ids, ids[:34] + ids[:3]]
+            made[family] = folder, prompts, [greedy(model.float(), prompt, 12) for prompt in prompts]
+        return made[family]
+
+    return get
+
+
+def answers(llm, prompts):
+    """Greedy tokens; the second prompt reads the first one's blocks."""
+    results = [llm.generate([prompt], PARAMS)[0] for prompt in prompts]
+    llm.engine.check()
+    return [list(result.token_ids) for result in results]
+
+
+def together(llm, prompts):
+    return [list(result.token_ids) for result in llm.generate(prompts, PARAMS)]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_saved_mixtures_run_compiled(saved, family):
+    """Alone and together, in chunks, with drafts and a shared prefix."""
+    folder, prompts, wanted = saved(family)
+    settings = {"kv_dtype": "float32", "activations": 16, "kv_tokens": 256}
+    llm = LLM(folder, **settings)
+    assert isinstance(llm.engine.runner, Compiled)
+    assert answers(llm, prompts) == wanted
+    drafting = LLM(folder, speculate="ngram", limits=Limits(step_tokens=16, sequences=4, chunk=8), **settings)
+    assert together(drafting, prompts) == wanted
+
+
+def test_drafts_batches_and_formats_change_no_token_of_rounded_experts(saved):
+    """Of integer products and rounded caches the numbers are the same alone and in company."""
+    folder, prompts, _ = saved("qwen3_moe")
+    for kv_dtype in ("int8", "bfloat16"):
+        settings = {"weights": "int4", "kv_dtype": kv_dtype, "kv_tokens": 256}
+        want = answers(LLM(folder, prefix_cache=False, **settings), prompts)
+        drafting = LLM(
+            folder, speculate="ngram", limits=Limits(step_tokens=16, sequences=4, chunk=8), **settings
+        )
+        assert together(drafting, prompts) == want == answers(drafting, prompts)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4"])
+def test_other_mixtures_run_through_modules(saved, family):
+    folder, prompts, wanted = saved(family)
+    llm = LLM(folder, kv_tokens=256, dtype="float32")
+    assert isinstance(llm.engine.runner, Modules)
+    assert answers(llm, prompts) == wanted
