@@ -1,7 +1,10 @@
 """Mixtures of experts through the engine: saved, loaded, and answered as transformers does."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from attar.kernels.build import load as build
 from attar.runtime.admission import Limits
@@ -42,6 +45,19 @@ def answers(llm, prompts):
     results = [llm.generate([prompt], PARAMS)[0] for prompt in prompts]
     llm.engine.check()
     return [list(result.token_ids) for result in results]
+
+
+def test_a_router_may_be_float32_and_experts_may_not(saved, tmp_path):
+    """The router is not rounded; experts would be."""
+    folder, prompts, wanted = saved("gpt_oss")
+    for ending, compiled in (("mlp.router.weight", True), ("mlp.experts.down_proj", False)):
+        tensors = load_file(folder / "model.safetensors")
+        changed = {k: v.float() if k.endswith(ending) else v for k, v in tensors.items()}
+        copied = shutil.copytree(folder, tmp_path / ending)
+        save_file(changed, copied / "model.safetensors", {"format": "pt"})
+        llm = LLM(copied, kv_dtype="float32", kv_tokens=256)
+        assert isinstance(llm.engine.runner, Compiled) == compiled
+        assert answers(llm, prompts[:1]) == wanted[:1]
 
 
 def together(llm, prompts):

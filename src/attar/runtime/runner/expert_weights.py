@@ -25,6 +25,11 @@ LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 SHARED = ("shared_expert.", "shared_experts.")
 
 
+def is_router(name: str) -> bool:
+    """Whether a tensor is a router's matrix, which stays float32."""
+    return name.endswith(tuple(f".{module}{gate}.weight" for module, gate in ROUTERS))
+
+
 class LayerTensors(Protocol):
     """What a layer's tensors are read by (compiled_weights.py); names are without the layer's prefix."""
 
