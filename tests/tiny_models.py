@@ -71,13 +71,122 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SHARED, "dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 128},
     ),
 }
+EXPERTS = 8
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+HYBRID = {**SHARED, **SIZE, "num_attention_heads": 4, "num_key_value_heads": 2}
+MOE = {**HYBRID, "num_experts_per_tok": 2}
+ROUTED = {**MOE, "n_routed_experts": EXPERTS, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+
+# families with experts, and with layers that are not attention: published configs, made 64 wide
+MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**MOE, "num_local_experts": EXPERTS}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**MOE, "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 64},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**MOE, "head_dim": 32, "num_experts": EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {**MOE, "num_key_value_heads": 4, "num_experts": EXPERTS, "intermediate_size": 32},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**ROUTED, **MLA, "num_key_value_heads": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1}
+        | {"topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**ROUTED, **MLA, "q_lora_rank": None, "num_key_value_heads": 4, "n_shared_experts": 2}
+        | {"topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**ROUTED, **MLA, "num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**ROUTED, "head_dim": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    ),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {**MOE, "num_local_experts": EXPERTS}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**MOE, "num_local_experts": EXPERTS, "head_dim": 16, "sliding_window": 8, "intermediate_size": 64},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {**MOE, "num_local_experts": EXPERTS, "intermediate_size": 32},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**MOE, **MAMBA, "num_local_experts": EXPERTS, "intermediate_size": 32, "mamba_expand": 2}
+        | {"shared_intermediate_size": 64, "layer_types": ["mamba", "attention", "mamba"]},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**MOE, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "intermediate_size": 32}
+        | {"intermediate_size_mlp": 96, "head_dim": 16, "interleave_moe_layer_step": 2}
+        | {"attention_chunk_size": 16},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**MOE, **DELTA, "head_dim": 32, "num_experts": EXPERTS, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "linear_value_head_dim": 16}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {**MOE, "layer_types": ["conv", "full_attention", "conv"], "num_experts": EXPERTS}
+        | {"moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
+}
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {**HYBRID, "layer_types": ["conv", "full_attention", "conv"]}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", HYBRID),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", {**HYBRID, "head_dim": 16}),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**SHARED, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2}
+        | {"state_size": 16, "n_groups": 1},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**HYBRID, **MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**HYBRID, "head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        | {"sliding_window": 8},
+    ),
+}
 ENCODERS = ("bert", "roberta", "distilbert")
 DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
 
 
 def config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
-    config_class, model_class, arguments = FAMILIES[family]
+    config_class, model_class, arguments = (FAMILIES | MIXTURES | HYBRIDS)[family]
     result = getattr(transformers, config_class)(**{**arguments, **changes})
     result.architectures = [model_class]
     return result

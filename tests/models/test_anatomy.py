@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
+from attar.models.parts import Attention, LatentAttention, OtherMixer
 from tests import tiny_models
 
 # blocks, embedding, positions, final norm, head; tied; (heads, KV heads, head width); neurons; gated
@@ -248,13 +251,7 @@ def test_no_blocks():
         discover(model)
 
 
-def test_mixture_of_experts_and_encoder_decoder():
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    moe = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=2, num_local_experts=2)
-    )
-    with pytest.raises(ModelError, match="mixture of experts"):
-        discover(moe)
+def test_encoder_decoder():
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
@@ -262,25 +259,66 @@ def test_mixture_of_experts_and_encoder_decoder():
         discover(t5)
 
 
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "layer_types": ["linear_attention"] * 2}
-OTHERS = {  # latent attention (with dense MLPs), a state-space model, linear attention
-    "DeepseekV3": {"num_key_value_heads": 2, "first_k_dense_replace": 2, "n_routed_experts": 2, **LATENT}
-    | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
-    "Mamba": {"state_size": 4},
-    "Qwen3Next": {"num_key_value_heads": 1, "head_dim": 16, "mlp_only_layers": [0, 1], **LINEAR},
+MIXERS = {  # of each block: what mixes its tokens, and its feed-forward half
+    "qwen3_next": ["linear attention", "linear attention", "gated attention"],
+    "granitemoehybrid": ["state space", Attention, "state space"],
+    "lfm2_moe": ["convolution", Attention, "convolution"],
+    "lfm2": ["convolution", Attention, "convolution"],
+    "mamba2": ["state space"] * 3,
+    "falcon_h1": ["state space and attention"] * 3,
+    "deepseek_v2": [LatentAttention] * 3,
+    "deepseek_v2_lite": [LatentAttention] * 3,
+    "deepseek_v3": [LatentAttention] * 3,
 }
+FIRST_DENSE = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe", "lfm2_moe", "llama4")
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_what_is_no_dense_transformer_is_refused(family):
-    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2}
-    if family != "Mamba":
-        sizes |= {"intermediate_size": 32, "num_attention_heads": 2}
-    config = getattr(transformers, f"{family}Config")(**sizes, **OTHERS[family])
-    with pytest.raises(ModelError) as caught:
-        discover(getattr(transformers, f"{family}ForCausalLM")(config))
-    assert "one self-attention and one dense MLP" in caught.value.hint
+@pytest.mark.few(4)
+@pytest.mark.parametrize("family", [*tiny_models.MIXTURES, *tiny_models.HYBRIDS])
+def test_families_with_experts_and_with_other_layers(family):
+    anatomy = discover(empty_model(tiny_models.config(family), unstacked=True))
+    for block, expected in zip(anatomy.blocks, MIXERS.get(family, [Attention] * 3), strict=True):
+        assert (block.mixer.kind if isinstance(block.mixer, OtherMixer) else type(block.mixer)) == expected
+        if not isinstance(expected, type) or expected is LatentAttention:
+            with pytest.raises(ModelError, match=f"{re.escape(block.name)} has .* instead of plain self-att"):
+                _ = block.attention
+        assert set(block.linears) <= {f"{block.name}.{path}" for path, _ in block.module.named_modules()}
+        mixture = block.mixture
+        if family in tiny_models.HYBRIDS or (family in FIRST_DENSE and block.index == 0):
+            assert mixture is None and (block.feed_forward is None) == (family == "mamba2")
+            continue
+        if family == "llama4" and block.index == 2:
+            continue
+        assert mixture is not None and mixture.count == len(mixture.experts) == 8
+        assert mixture.active == {"qwen2_moe": 4, "llama4": 1}.get(family, 2)
+        assert len({expert.up.name for expert in mixture.experts}) == 8
+        assert not {*mixture.dense} & {*block.linears} and {*mixture.linears} <= {*block.linears}
+        root = block.module.get_submodule(mixture.router.removeprefix(f"{block.name}."))
+        assert root.weight.shape == (8, 64)
+        shared = {
+            "qwen2_moe": 64,
+            "deepseek_v2": 64,
+            "deepseek_v2_lite": 64,
+            "deepseek_v3": 32,
+            "glm4_moe": 32,
+        }
+        shared |= {"granitemoehybrid": 64, "llama4": 32, "qwen3_next": 32}
+        assert (mixture.shared.neurons if mixture.shared else None) == shared.get(family)
+        assert (mixture.shared_gate is not None) == (family in ("qwen2_moe", "qwen3_next"))
+        with pytest.raises(ModelError, match="has a mixture of experts instead of a dense MLP"):
+            _ = block.mlp
+
+
+def test_stacked_experts_are_seen_before_they_are_unstacked():
+    mixture = discover(tiny_models.build("mixtral")).blocks[0].mixture
+    assert mixture.count == 8 and mixture.experts == () and mixture.router == "model.layers.0.mlp.gate"
+
+
+def test_a_router_that_is_not_found_is_reported():
+    model = empty_model(tiny_models.config("mixtral"))
+    model.model.layers[1].mlp.gate = nn.Linear(64, 7)
+    with pytest.raises(ModelError, match=r"router of 8 experts was not found in model.layers.1.mlp"):
+        discover(model)
 
 
 def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():

@@ -89,7 +89,7 @@ def _known_model(config: dict[str, Any]) -> Any | None:
     from attar.models.load import empty_model
 
     try:
-        return empty_model(config)
+        return empty_model(config, unstacked=True)
     except ModelError:
         return None
 

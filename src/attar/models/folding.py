@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import is_linear
 from attar.models.parts import Attention, Block
 from attar.models.probe import BlockProbe, BlockResponse, alike
 from attar.models.rebuild import named_config
+from attar.models.roles import is_linear
 
 __all__ = ["Fold", "Foldable", "Rescale", "foldable", "rescaled", "rescales"]
 

@@ -26,6 +26,7 @@ from attar.errors import CheckpointError, ModelError
 from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
 from attar.models.device import pick_device
 from attar.models.draft_heads.kind import refuse_draft_head
+from attar.models.experts import unstack
 from attar.models.fit import report_misfits
 from attar.models.plain_tokenizer import TOKENIZER_FILES
 
@@ -102,8 +103,9 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     scheme = compressed_tensors.CompressedTensorsConfig(quantization)
     if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
         return
-    from attar.models.anatomy import discover, is_linear
+    from attar.models.anatomy import discover
     from attar.models.fake_quant import round_cache, round_inputs
+    from attar.models.roles import is_linear
 
     for name, module in model.named_modules():
         group = scheme.group(name, "Linear") if is_linear(module) else None
@@ -144,11 +146,12 @@ def _stored_tensor(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tenso
     return None
 
 
-def empty_model(config: Mapping[str, Any] | Any) -> Any:
+def empty_model(config: Mapping[str, Any] | Any, *, unstacked: bool = False) -> Any:
     """A model without weights: parameters on meta, buffers (rotary frequencies, position ids) real.
 
     Args:
         config: a parsed config.json, or a transformers config; its ``architectures`` name the class.
+        unstacked: the experts of mixtures are Linears (:mod:`attar.models.experts`).
 
     Raises:
         ModelError: transformers does not know the architecture, or refuses the config.
@@ -161,7 +164,7 @@ def empty_model(config: Mapping[str, Any] | Any) -> Any:
         except Exception as error:
             raise ModelError(f"{kind.__name__} refuses the config: {first_line(error)}") from error
     model.tie_weights()
-    return model.eval()
+    return (unstack(model) if unstacked else model).eval()
 
 
 def load_tokenizer(model: str | Path | Checkpoint) -> Any:

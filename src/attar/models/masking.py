@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import discover, is_linear, is_norm
+from attar.models.anatomy import discover
 from attar.models.cut_plan import CutPlan
 from attar.models.parts import Anatomy
+from attar.models.roles import is_linear, is_norm
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import discover, is_linear
+from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, Block
+from attar.models.roles import is_linear
 
 TOKENS = 5
 

@@ -4,7 +4,9 @@ weights.
 Mostly the names are equal. Checkpoints saved from the bare model lack the prefix of the model with a head
 ("model.", "transformer.", "bert."), or the other way round; a tied parameter is stored once, under one of
 its names. A head stored under an older name (GPT-NeoX: ``embed_out``) is the one tensor of its shape that
-belongs to nothing else. A missing tensor of any other parameter is an error.
+belongs to nothing else. Families whose checkpoints spell their modules otherwise (Mixtral's
+``block_sparse_moe``) are renamed by transformers' own rules. A missing tensor of any other parameter is an
+error.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from attar.errors import CheckpointError
 from attar.formats.readers import quant_method
@@ -28,16 +32,9 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
     Raises:
         CheckpointError: a parameter has no stored tensor, and ``strict``.
     """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    stored_by_name: dict[str, str] = {}
-    missing = []
-    for name, _ in model.named_parameters(remove_duplicate=True):
-        candidates = (name, name.removeprefix(prefix), prefix + name)
-        stored = next((candidate for candidate in candidates if candidate in checkpoint.tensors), None)
-        if stored is not None:
-            stored_by_name[name] = stored
-        else:
-            missing.append(name)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=True)]
+    stored_by_name = _stored_of(model, names, checkpoint)
+    missing = [name for name in names if name not in stored_by_name]
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     for name in [name for name in missing if name in tied]:
         renamed = _renamed(tuple(model.get_parameter(name).shape), stored_by_name, checkpoint)
@@ -51,6 +48,35 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
             hint="the checkpoint is incomplete or of another architecture",
         )
     return stored_by_name
+
+
+def stored_buffers(model: nn.Module, checkpoint: Any) -> dict[str, str]:
+    """Buffer name to stored tensor name, for the buffers that a checkpoint holds (a router's correction)."""
+    return _stored_of(model, [name for name, _ in model.named_buffers()], checkpoint)
+
+
+def _stored_of(model: nn.Module, names: list[str], checkpoint: Any) -> dict[str, str]:
+    """Stored tensor of each name that has one."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    known: dict[str, str] = {}
+    spelled: dict[str, str] | None = None
+    for name in names:
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        stored = next((candidate for candidate in candidates if candidate in checkpoint.tensors), None)
+        if stored is None:
+            spelled = _respelled(model, checkpoint) if spelled is None else spelled
+            stored = next((spelled[candidate] for candidate in candidates if candidate in spelled), None)
+        if stored is not None:
+            known[name] = stored
+    return known
+
+
+def _respelled(model: Any, checkpoint: Any) -> dict[str, str]:
+    """Stored names by what transformers renames them to."""
+    if not hasattr(model, "config"):
+        return {}
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    return {apply_renamings(stored, rules): stored for stored in checkpoint.tensors} if rules else {}
 
 
 def _renamed(shape: tuple[int, ...], stored_by_name: dict[str, str], checkpoint: Any) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.models.anatomy import NEURONS, discover, text_config
+from attar.models.anatomy import discover, text_config
 from attar.models.cut_plan import (
     CutPlan,
     check_units,
@@ -25,6 +25,7 @@ from attar.models.cut_plan import (
     heads_of_groups,
     same_count,
 )
+from attar.models.halves import NEURONS
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, Attention, Block, Projection
 from attar.models.rebuild import fitting_model, named_config, rebuild

@@ -172,12 +172,30 @@ def check_layers(
 
     Args:
         reports: one for each Linear, with its ``name`` and any of: what :func:`code_numbers` gives; ``error``
-            and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator. What is absent is
-            not checked.
+            and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator; ``routed``, those
+            that the router gave to its expert. What is absent is not checked.
         few_tokens: fewer tokens than this are a warning.
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
-    return [finding for report in reports for check in checks for finding in check(report)]
+    findings = [finding for report in reports for check in checks for finding in check(report)]
+    return findings + _experts(reports, few_tokens)
+
+
+def rarest_expert(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """A Linear of the expert that the routers gave the fewest tokens, and how many; None without experts."""
+    routed = [(int(report["routed"]), str(report["name"])) for report in reports if "routed" in report]
+    return min(routed)[::-1] if routed else None  # type: ignore[return-value]
+
+
+def _experts(reports: Sequence[Mapping[str, Any]], few: int) -> list[Finding]:
+    """One finding for all experts that saw few tokens."""
+    rare = {str(r["name"]).rpartition(".")[0] for r in reports if "routed" in r and int(r["routed"]) < few}
+    rarest = rarest_expert(reports)
+    if not rare or rarest is None:
+        return []
+    text = f"the router gave its expert {rarest[1]} calibration tokens; {len(rare)} experts got under {few}"
+    mend = "more --samples, or text that these experts are used for"
+    return [Finding(rarest[0], "tokens", "warning", text, mend)]
 
 
 def _scales(report: Mapping[str, Any]) -> list[Finding]:
@@ -228,7 +246,7 @@ def _error(report: Mapping[str, Any], method: str) -> list[Finding]:
 
 
 def _tokens(report: Mapping[str, Any], few: int) -> list[Finding]:
-    if report.get("tokens") is None or int(report["tokens"]) >= few:
+    if report.get("tokens") is None or int(report["tokens"]) >= few or "routed" in report:
         return []
     name, tokens = str(report["name"]), int(report["tokens"])
     mend = "more --samples, or text that this layer is used for"

@@ -16,9 +16,10 @@ from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
 from attar.formats.quantization_config import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
-from attar.models.anatomy import discover, is_linear
+from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, matches
+from attar.models.roles import is_linear
 from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
@@ -104,7 +105,7 @@ def plan(
             another, or q, k, v (or gate and up) would get different ones.
     """
     refuse_packed(checkpoint)
-    model = empty_model(checkpoint.config)
+    model = empty_model(checkpoint.config, unstacked=True)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)
     chosen = choose(anatomy, settings, assigned or {})
@@ -128,7 +129,8 @@ def plan(
     embedding = names[f"{anatomy.embedding}.weight"] if settings.embedding_bits else None
     tied = anatomy.head if embedding and anatomy.tied else None
     linears = [name for name, module in model.named_modules() if is_linear(module)]
-    ignore = tuple(name for name in linears if name not in chosen)
+    routers = [name for block in anatomy.blocks if block.mixture for name in block.mixture.dense]
+    ignore = tuple(dict.fromkeys([*(name for name in linears if name not in chosen), *routers]))
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
     planned = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
     return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
@@ -267,13 +269,11 @@ def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
 def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> None:
     """Raise where Linears that engines fuse would get different schemes."""
     for block in anatomy.blocks:
-        attention, mlp = block.attention, block.mlp
-        gate = [mlp.gate.name] if mlp.gate else []
-        for parts in ([attention.q.name, attention.k.name, attention.v.name], [*gate, mlp.up.name]):
-            names = list(dict.fromkeys(parts))
+        experts = [block.mixture.linears] if block.mixture is not None else []
+        for names in [*experts, *block.fused()]:
             odd = next((name for name in names if wanted[name] != wanted[names[0]]), None)
             if odd is not None:
-                leaves = "|".join(name.rpartition(".")[2] for name in names)
+                leaves = "|".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
                 raise SettingsError(
                     setting,
                     f"{names[0]}={wanted[names[0]]}, {odd}={wanted[odd]}",

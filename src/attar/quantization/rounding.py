@@ -41,6 +41,7 @@ from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import (
     AutoRoundSettings,
     AWQSettings,
+    CalibrationSettings,
     GPTQSettings,
     MethodSettings,
     QATSettings,
@@ -50,8 +51,8 @@ from attar.quantization.settings import (
     SparseGPTQSettings,
     YAQASettings,
 )
+from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
-from attar.walks.sensitivity import shared_groups
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 
@@ -184,9 +185,15 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         "precision": precision,
         "after_blocks": task.after_blocks,
         "device": torch.device(pick_device(task.settings.device)),
+        "experts": counted_tokens(task.settings.calibration),
         "progress": task.progress,
         "what": task.settings.method,
     }
+
+
+def counted_tokens(settings: CalibrationSettings) -> ExpertTokens:
+    """Which tokens count for an expert of a mixture."""
+    return ExpertTokens(settings.moe_floor, settings.moe_calibrate == "all")
 
 
 def _swept(task: RoundingTask, result: SweepResult) -> RoundedModel:
@@ -317,9 +324,10 @@ class StreamedCodes:
         self.stored = {layer.module: stored for stored, layer in task.plan.sites.items()}
         self.fused_with: dict[str, list[str]] = {}
         if any(isinstance(layer.grid, NVFP4Grid) for layer in task.plan.sites.values()):
-            blocks = discover(empty_model(task.checkpoint.config)).blocks
-            groups = shared_groups(blocks, list(self.stored)).values()
-            self.fused_with = {name: names for names in groups for name in names}
+            blocks = discover(empty_model(task.checkpoint.config, unstacked=True)).blocks
+            groups = [group for block in blocks for group in block.fused()]
+            known = [[name for name in group if name in self.stored] for group in groups]
+            self.fused_with = {name: names for names in known for name in names}
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         layer, options = self.task.plan.sites[stored], self.task.settings.rounding

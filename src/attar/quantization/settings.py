@@ -93,9 +93,21 @@ class CalibrationSettings:
         "arithmetic of the calibration passes; auto: bf16 where it is fast",
         ("auto", "fp32", "bf16"),
     )
+    moe_calibrate: str = _option(
+        "routed",
+        "tokens that count for an expert: routed: those that its router gives it, filled up to moe_floor; "
+        "all: every token. What leaves the experts is what the router chose either way",
+        ("routed", "all"),
+    )
+    moe_floor: float = _option(
+        1.0,
+        "an expert that saw fewer tokens than this many times its inputs is filled up with others' "
+        "tokens; 0: with none",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_range("moe_floor", self.moe_floor, 0.0, 1e6, "0 (none) or more")
         for name in ("samples", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")

@@ -50,6 +50,10 @@ class BlockPasses:
 
     def inputs(self, group: int) -> Iterator[Tensor]:
         """The inputs (B, S, K) of a group, batch by batch; each group once, in forward order."""
+        yield from (arguments[0] for arguments in self.arguments(group))
+
+    def arguments(self, group: int) -> Iterator[tuple[Tensor, ...]]:
+        """All positional arguments of a group's stop, batch by batch; instead of :meth:`inputs`."""
         if not self.waiting:
             yield from (self._until(self.stops[group], number) for number in range(self.count))
             return
@@ -83,12 +87,12 @@ class BlockPasses:
         with bf16_products(self.device, self.fast):
             return coroutine.switch(*args)
 
-    def _until(self, stop: nn.Module, number: int) -> Tensor:
-        """Run a batch up to a module; the module's input."""
-        inputs: list[Tensor] = []
+    def _until(self, stop: nn.Module, number: int) -> tuple[Tensor, ...]:
+        """Run a batch up to a module; the module's arguments."""
+        inputs: list[tuple[Tensor, ...]] = []
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs.append(args[0])
+            inputs.append(args)
             raise StopForward
 
         handle = stop.register_forward_pre_hook(hook)
@@ -106,7 +110,7 @@ _DONE = greenlet(lambda: None)
 
 
 def _yield_input(_: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook of a waiting pass: yield the input to the code that resumed the pass, and wait."""
+    """Hook of a waiting pass: yield the arguments to the code that resumed the pass, and wait."""
     parent = getcurrent().parent
     if parent is not None:
-        parent.switch(args[0])
+        parent.switch(args)

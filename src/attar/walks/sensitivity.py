@@ -13,6 +13,7 @@ in the user's cache, named after the checkpoint and the text: other budgets meas
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
 from attar.models.parts import Anatomy, weight_of
+from attar.models.roles import common_parent
 from attar.options import flatten
 from attar.progress import SILENT, Progress
 from attar.walks.measurements import Measurement, SensitivityKey, read, write
@@ -109,8 +111,8 @@ def cache_folder() -> Path:
 
 
 def shared_groups(blocks: Sequence[Any], modules: Sequence[str]) -> dict[str, list[str]]:
-    """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up. Returns modules
-    by group, in the order of the blocks; a group is named after its modules.
+    """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up; all experts of a
+    block. Returns modules by group, in the order of the blocks; a group is named after its modules.
 
     Args:
         blocks: those of an Anatomy.
@@ -118,17 +120,18 @@ def shared_groups(blocks: Sequence[Any], modules: Sequence[str]) -> dict[str, li
     """
     groups: dict[str, list[str]] = {}
     for block in blocks:
-        attention, mlp = block.attention, block.mlp
-        families = [[attention.q, attention.k, attention.v], [mlp.gate, mlp.up]]
-        together = [[part.name for part in family if part is not None] for family in families]
+        together = block.fused()
+        if block.mixture is not None and block.mixture.experts:
+            together = [block.mixture.linears, *together]
         done: dict[str, None] = {}
         for name in block.linears:
             mates = next((family for family in together if name in family), [name])
             members = [mate for mate in dict.fromkeys(mates) if mate in modules and mate not in done]
             if members:
                 done.update(dict.fromkeys(members))
-                leaves = "+".join(member.rpartition(".")[2] for member in members)
-                groups[".".join(filter(None, [members[0].rpartition(".")[0], leaves]))] = members
+                leaves = "+".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
+                parent = functools.reduce(common_parent, (member.rpartition(".")[0] for member in members))
+                groups[".".join(filter(None, [parent, leaves]))] = members
     return groups
 
 

@@ -24,7 +24,7 @@ from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.masking import replaced_forward
-from attar.models.stored import stored_names
+from attar.models.stored import stored_buffers, stored_names
 from attar.walks.passes import StopForward
 
 
@@ -105,10 +105,15 @@ class Skeleton:
 
     def __init__(self, checkpoint: Any, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.model = empty_model(checkpoint.config).eval()
+        self.model = empty_model(checkpoint.config, unstacked=True)
         self.anatomy = discover(self.model)
         self.blocks = self.anatomy.blocks
         self.names = stored_names(self.model, checkpoint)
+        inside = f"{self.anatomy.blocks_name}."
+        stored = stored_buffers(self.model, checkpoint)
+        self.buffers = {name: where for name, where in stored.items() if name.startswith(inside)}
+        for name in self.buffers:
+            _set_buffer(self.model, name, self.model.get_buffer(name).to("meta"))
         self.first_names = _first_names(self.model)
         self.extra: int | None = None  # further entries of the tuple that a block returns
 
@@ -224,8 +229,9 @@ class Skeleton:
             else:
                 value = self.checkpoint.load(self.names[name]).to(self.device, torch.float32)
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-        for _, buffer in self.model.named_buffers():
-            buffer.data = buffer.data.to(self.device)
+        for name, buffer in self.model.named_buffers():
+            if name not in self.buffers:
+                buffer.data = buffer.data.to(self.device)
 
     def _drop_outer(self) -> None:
         for name, parameter in self._outer():
@@ -261,9 +267,15 @@ class Skeleton:
                     f"{self.names[full]} holds NaN or infinity", hint="the checkpoint is damaged"
                 )
             _set(block.module, name, value)
+        buffers = {name: b for name, b in self.buffers.items() if name.startswith(f"{block.name}.")}
+        for name, where in buffers.items():
+            kind = self.model.get_buffer(name).dtype
+            _set_buffer(self.model, name, self.checkpoint.load(where).to(self.device, kind))
         try:
             yield
         finally:
+            for name in buffers:
+                _set_buffer(self.model, name, self.model.get_buffer(name).to("meta"))
             for name in names:
                 _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
 
@@ -291,6 +303,11 @@ def on_meta(value: Any) -> Any:
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, value)
 
 
 def stored_rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:

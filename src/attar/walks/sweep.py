@@ -13,7 +13,8 @@ A solver may also get the original model's inputs of the same Linears (two strea
 solve a block as a whole (learned rounding). Peak memory is the block, its activations (which spill to disk
 beyond a limit) and the accumulators of one group, whatever the depth. Linears that get the very same input
 tensor (q/k/v, gate/up) form a group and share an accumulator; groups are found by running the block, not by
-names. Each finished block is one file. A resumed sweep reads these files, runs their forward passes only,
+names. The experts of a mixture are solved one by one from the mixture's input (expert_inputs.py). Each
+finished block is one file. A resumed sweep reads these files, runs their forward passes only,
 and continues.
 """
 
@@ -33,8 +34,10 @@ from torch import Tensor, nn
 from attar.checkpoint import atomic
 from attar.errors import NumericsError
 from attar.models.device import bf16_products, free_memory, resolve, trim_memory
+from attar.models.experts import Experts
 from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
+from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
 from attar.walks.passes import BlockPasses
 from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 
@@ -156,6 +159,7 @@ def sweep(
     prepare: Callable[[nn.Module], None] | None = None,
     after_blocks: AfterBlocks | None = None,
     device: str | torch.device = "cpu",
+    experts: ExpertTokens = ExpertTokens(),  # noqa: B008  (frozen)
     progress: Progress = SILENT,
     what: str = "sweep",
 ) -> SweepResult:
@@ -178,6 +182,7 @@ def sweep(
             a solver does not see (keys and values, say). Hooks are also called with meta tensors.
         after_blocks: called at the end, see :data:`AfterBlocks`.
         device: where the blocks run; weights and hidden states between blocks are float32.
+        experts: which tokens count for an expert of a mixture.
 
     Raises:
         NumericsError: a block's output is not finite.
@@ -203,7 +208,7 @@ def sweep(
                 originals[number] = store[number]
         for index, block in enumerate(skeleton.blocks):
             file = work / f"block-{index:05d}.safetensors"
-            runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting)
+            runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting, experts)
             groups = runner.groups(select) if solver is not None else []
             with skeleton.loaded(block):
                 if index in skip:
@@ -271,7 +276,9 @@ class _BlockRunner:
         device: torch.device,
         fast: bool,
         waiting_bytes: int,
+        experts: ExpertTokens,
     ) -> None:
+        self.experts = experts
         self.block, self.calls, self.index = block, calls, index
         self.store, self.originals = store, originals
         self.device, self.fast, self.waiting_bytes = device, fast, waiting_bytes
@@ -312,28 +319,29 @@ class _BlockRunner:
 
     def solve(self, solver: Solver, groups: list[list[str]], file: Path) -> None:
         """Solve the groups in forward order."""
+        parts = stages(self.block, groups)
+        original_module = None if self.originals is None else copy.deepcopy(self.block.module)
         original_passes = None
-        if self.originals is not None:
-            original_passes = self._passes(copy.deepcopy(self.block.module), self.originals, groups)
-        passes = self._passes(self.block.module, self.store, groups)
+        if original_module is not None and self.originals is not None:
+            original_passes = self._passes(original_module, self.originals, parts)
+        passes = self._passes(self.block.module, self.store, parts)
         solutions: dict[str, Solution] = {}
         at_once = bool(getattr(solver, "at_once", False))
         try:
-            for number, group in enumerate(groups):
-                accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
-                if original_passes is None:
-                    for x in passes.inputs(number):
-                        accumulator.add(x)
+            for number, stage in enumerate(parts):
+                if stage.holder is None:
+                    (group,) = stage.groups
+                    own = passes.inputs(number)
+                    other = None if original_passes is None else original_passes.inputs(number)
+                    solutions.update(self._solved(solver, group, own, other))
                 else:
-                    for x, original in zip(
-                        passes.inputs(number), original_passes.inputs(number), strict=True
-                    ):
-                        accumulator.add(x, original)
-                weights = {name: weight_of(self.modules[name]).clone() for name in group}
-                solved = solver.solve(weights, accumulator)
-                for name in () if at_once else group:
-                    _put(self.modules[name], solved[name].weight, solved[name].tensors)
-                solutions.update({name: solved[name] for name in group})
+                    held = [self._held(self.block.module, stage.holder, passes, number)]
+                    if original_module is not None and original_passes is not None:
+                        held.append(self._held(original_module, stage.holder, original_passes, number))
+                    for group in stage.groups:
+                        solutions.update(self._solved_expert(solver, group, held))
+                    for inputs in held:
+                        inputs.clear()
             _write(file, solutions)
             for name in solutions if at_once else ():
                 _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
@@ -347,6 +355,49 @@ class _BlockRunner:
             passes.close()
             if original_passes is not None:
                 original_passes.close()
+
+    def _solved(
+        self, solver: Solver, group: list[str], inputs: Iterator[Tensor], originals: Iterator[Tensor] | None
+    ) -> dict[str, Solution]:
+        """The solutions of one group; put in place unless all are replaced at once."""
+        accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
+        if originals is None:
+            for x in inputs:
+                accumulator.add(x)
+        else:
+            for x, original in zip(inputs, originals, strict=True):
+                accumulator.add(x, original)
+        weights = {name: weight_of(self.modules[name]).clone() for name in group}
+        solved = solver.solve(weights, accumulator)
+        for name in () if getattr(solver, "at_once", False) else group:
+            _put(self.modules[name], solved[name].weight, solved[name].tensors)
+        return {name: solved[name] for name in group}
+
+    def _solved_expert(
+        self, solver: Solver, group: list[str], held: list[ExpertInputs]
+    ) -> dict[str, Solution]:
+        """The solutions of one group of an expert: its gate and up, or its down; their reports say how many
+        tokens the router gave it."""
+        path, _, leaf = group[0].rpartition(".")
+        number = int(path.rpartition(".")[2])
+        expert = list(held[0].experts)[number]
+        widest = max(linear.weight.shape[1] for linear in expert.children())  # type: ignore[union-attr,index]
+        rows, seen = held[0].rows(number, int(self.experts.floor * int(widest)))
+        inner = leaf == expert.names[2]
+        streams = [inputs.inputs(rows, list(inputs.experts)[number] if inner else None) for inputs in held]
+        solved = self._solved(solver, group, streams[0], streams[1] if len(streams) > 1 else None)
+        for solution in solved.values():
+            solution.report["routed"] = seen
+        return solved
+
+    def _held(self, module: nn.Module, holder: str, passes: BlockPasses, number: int) -> ExpertInputs:
+        """The arguments of a mixture's experts in every batch."""
+        experts = cast(Experts, module.get_submodule(holder))
+        folder = self.store.folder.parent / f"experts-{module is self.block.module:d}"
+        held = ExpertInputs(experts, self.experts, folder, self.store.limit, self.device, self.fast)
+        for arguments in passes.arguments(number):
+            held.add(*arguments)
+        return held
 
     def solve_whole(self, solver: BlockSolver, groups: list[list[str]], file: Path) -> None:
         """Solve the block as a whole."""
@@ -376,9 +427,11 @@ class _BlockRunner:
             _put(self.modules[name], solver.restore(name, tensors), tensors)
         self._replace(self.store, self._outputs(self.block.module, self.store))
 
-    def _passes(self, module: nn.Module, store: HiddenStates, groups: list[list[str]]) -> BlockPasses:
+    def _passes(self, module: nn.Module, store: HiddenStates, parts: list[SolvedTogether]) -> BlockPasses:
         inside = dict(module.named_modules())
-        stops = [inside[group[0].removeprefix(self.block.name + ".")] for group in groups]
+        first = [stage.holder or stage.groups[0][0].removeprefix(self.block.name + ".") for stage in parts]
+        stops = [inside[path] for path in first]
+        groups = [group for stage in parts for group in stage.groups]
         return BlockPasses(
             lambda number: self.call(module, store[number].to(self.device)),
             len(store),

@@ -26,9 +26,9 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
-from attar.models.anatomy import is_linear
 from attar.models.configs import load_config
 from attar.models.load import empty_model
+from attar.models.roles import is_linear
 from attar.models.stored import stored_names
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.sparse_choice import sparse_pays
