@@ -9,11 +9,15 @@ from safetensors.torch import load_file, save_file
 from attar.kernels.build import load as build
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
+from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.modules import Modules
+from attar.runtime.runner.packed_model import PackedLinear
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_mixtures, tiny_models
+from tests.quantization.packing import pack
 from tests.runtime.driving import greedy
+from tests.runtime.test_loading import dense, logits
 
 pytestmark = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
 
@@ -58,6 +62,31 @@ def test_a_router_may_be_float32_and_experts_may_not(saved, tmp_path):
         llm = LLM(copied, kv_dtype="float32", kv_tokens=256)
         assert isinstance(llm.engine.runner, Compiled) == compiled
         assert answers(llm, prompts[:1]) == wanted[:1]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
+def test_quantized_mixtures_on_both_runners(tmp_path, family, scheme):
+    """Codes of every expert are kept: near the decoded model, as dense families are (test_loading.py)."""
+    folder = tiny_models.save(tiny_models.build(family), tmp_path / "model", dtype=torch.bfloat16)
+    checkpoint = pack(folder, tmp_path / "packed", scheme=scheme)[1]
+    model, settings = dense(checkpoint), {"activations": 16, "kv_dtype": "float32", "kv_tokens": 64}
+    ids = tiny_models.tokens(model, batch=1, length=24)
+    want = tiny_models.logits(model, ids)[0]
+    ours, modules = (
+        logits(load(checkpoint, runner=name, **settings).runner, ids[0].tolist())
+        for name in ("compiled", "modules")
+    )
+    part = (modules - want).norm(dim=1) / want.norm(dim=1)
+    assert 0 < part[:5].median() < 0.012  # decoding rounds to bfloat16, and later a router may turn
+    torch.testing.assert_close(ours, modules, rtol=0, atol=2e-3 * float(want.abs().max()))
+    weights = load(checkpoint, kv_tokens=64).runner.weights
+    kind = "int8" if scheme == "W8A16" else "int4"
+    assert {packed.kind for layer in weights.layers for packed in layer.products} == {kind}
+    modules = load(checkpoint, kv_tokens=64, runner="modules").runner.model
+    codes = sum(isinstance(module, PackedLinear) for module in modules.modules())
+    assert codes == sum(name.endswith("weight_packed") for name in checkpoint.tensors)
 
 
 def together(llm, prompts):
