@@ -185,7 +185,7 @@ def services_speculator(loaded: Loaded, port: int, network: Network, passes: dic
     while not replicas.clients[0].ready:
         assert time.monotonic() < until, replicas.clients[0].reason
         time.sleep(0.05)
-    return Speculator(proposer, policy, most=MOST, verification="coupled")
+    return Speculator(proposer, policy, most=MOST, verification="coupled", prefilling=proposer.prefilling)
 
 
 def serve(arguments: argparse.Namespace) -> None:

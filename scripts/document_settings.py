@@ -27,6 +27,7 @@ WITHOUT_SETTINGS = {
     "run": "run and demo",
     "sweep": "sweep",
     "status": "status",
+    "upload": "upload",
     "inspect": "inspect",
     "plan-kv": "plan-kv",
     "report": "report",

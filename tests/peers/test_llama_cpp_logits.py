@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from attar.formats.gguf.architecture import SILU
+from attar.formats.gguf.config import file_placements, hf_config
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
-from attar.formats.gguf.metadata import file_placements, hf_config, metadata
+from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.tensor_map import architecture, placements
 from attar.models.load import load_model
 from attar.models.surgery import keep_heads, keep_layers, keep_neurons

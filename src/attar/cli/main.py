@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     },
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.stage:build_extract"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build_evaluate"),
+    "upload": ("Upload a checkpoint to an object store or the hub.", "attar.cli.upload:build_upload"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build_generate"),
     "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),

@@ -22,6 +22,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.readme import MODELFILE
+from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.checkpoint.units import byte_count
 from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
 from attar.deployment.gguf_types import TensorTypes, choose_kinds, refuse_type
@@ -30,9 +31,9 @@ from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
 from attar.formats.gguf import blocks, container, imatrix
-from attar.formats.gguf.container import GGUF
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
+from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
@@ -62,6 +63,11 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
     refuse_type(settings, placed)
+    if any(one.experts for one in placed) and (settings.bits or settings.size):
+        raise ModelError(
+            f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
+            hint="--type Q4_K_M, with --overrides for single tensors",
+        )
     if settings.rounding != "nearest" and quant_method(source):
         raise ModelError(
             f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",
@@ -71,7 +77,26 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def dense_view(source: Checkpoint) -> Any:
     """The checkpoint with its weights decoded on access."""
-    return Decoded(source) if quant_method(source) else source
+    return LastLoaded(Decoded(source) if quant_method(source) else source)
+
+
+class LastLoaded:
+    """A view that keeps the tensor that was loaded last: experts that are stored in one are asked for one
+    after the other."""
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+    def load(self, name: str) -> Tensor:
+        """As of the view."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._view.load(name)
+        return self._last[1]
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
@@ -130,15 +155,16 @@ def _write(
     progress: Progress,
 ) -> dict[str, str]:
     """Fill the file; the digest of each tensor's bytes, as they are in memory."""
-    slots = [GGUFTensorInfo(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
+    shapes = {one.gguf: one.file_shape for one in placed}
+    slots = [GGUFTensorInfo(name, kinds.of[name], shape) for name, shape in shapes.items()]
     writer = GGUFWriter(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
     digests: dict[str, Future[str]] = {}
     with progress.task("write gguf", total=len(placed)) as task, ThreadPoolExecutor(1) as pool:
         for one in placed:
             kind = kinds.of[one.gguf]
             data = _floats(one, kind, view) if kind in FLOATS else _blocks(one, kind, codes)
-            digests[one.gguf] = pool.submit(_digest, data)
-            writer.add(one.gguf, data)
+            digests[one.piece] = pool.submit(_digest, data)
+            writer.add(one.gguf, data, one.expert)
             task.advance()
             if len(digests) > WAITING:  # what waits for its digest is in memory
                 digests[list(digests)[-1 - WAITING]].result()
@@ -159,7 +185,7 @@ def _blocks(one: Any, kind: str, codes: GGUFCodes) -> Tensor:
     """A tensor of blocks."""
     rounded = codes(one, kind)
     with one_thread():
-        return blocks.pack(kind, rounded.codes, rounded.stored)
+        return blocks.pack(kind, rounded.codes, rounded.stored).view(*one.shape[:-1], -1)
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
@@ -172,15 +198,15 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     opened = container.read_gguf(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
-    threads = torch.get_num_threads()
+    threads, infos = torch.get_num_threads(), pieces({name: one.info for name, one in opened.tensors.items()})
     with (
         progress.task("verify", total=len(digests)) as task,
         one_thread(),
         ThreadPoolExecutor(threads) as pool,
     ):
-        for _ in pool.map(lambda item: _check(opened, *item), digests.items()):
+        for _ in pool.map(lambda item: _check(infos[item[0]], item[1]), digests.items()):
             task.advance()
-    return [f"{len(digests)} tensors read back equal, decoded by the gguf library"]
+    return [f"{len(opened.tensors)} tensors read back equal, decoded by the gguf library"]
 
 
 def _digest(data: Tensor) -> str:
@@ -188,18 +214,19 @@ def _digest(data: Tensor) -> str:
     return hashlib.sha256(memoryview(data.view(torch.uint8).numpy()).cast("B")).hexdigest()
 
 
-def _check(opened: GGUF, name: str, digest: str) -> None:
+def _check(info: TensorInfo, digest: str) -> None:
     """Raise where a tensor's bytes are not those of the digest, or the gguf library decodes its blocks to
     other numbers than attar, bit for bit."""
-    info, data = opened.tensors[name], opened.load(name)
+    data = read_tensor(info)
     if _digest(data) != digest:
         raise NumericsError(
-            f"{name} reads back differently from what was written",
+            f"{info.name} reads back differently from what was written",
             hint="the disk may be failing; run it again",
         )
-    if info.kind not in FLOATS and not _decodes_alike(info.kind, data, info.shape[1]):
+    rows = data.reshape(-1, data.shape[-1])
+    if info.block and not _decodes_alike(info.block, rows, info.weight_shape[-1]):
         raise NumericsError(
-            f"{name}: the gguf library decodes {info.kind} differently from attar",
+            f"{info.name}: the gguf library decodes {info.block} differently from attar",
             hint="another version of the package gguf, or another --type",
         )
 

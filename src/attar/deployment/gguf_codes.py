@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,11 @@ class _Maker:
     rounded: RoundedModel | None
     plan: QuantizationPlan | None
 
+    @cached_property
+    def packed(self) -> Any:
+        """The reader of the source's codes."""
+        return reader(self.source)
+
     def __call__(self, one: Any, kind: str) -> QuantizedTensor:
         if one.gguf in self.kinds.carried:
             with one_thread():
@@ -192,9 +198,9 @@ class _Maker:
         if self.rounded and self.plan and one.stored in self.plan.sites:
             codes = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return codes if one.rows is None else reordered(codes, one.rows)
-        grid, importance = grid_of(kind), self.importance.vector(one.gguf)
+        grid, importance = grid_of(kind), self.importance.vector(one)
         with one_thread():
-            weight = one.apply(self.view.load(one.stored))
+            weight = one.apply(self.view.load(one.stored)).flatten(0, -2)
             if not all_finite(weight):
                 raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
         if isinstance(grid, GGMLGrid):
@@ -202,12 +208,12 @@ class _Maker:
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> QuantizedTensor:
-        packed, name = reader(self.source), self.view.tensors[one.stored].stored
-        rows = one.rows
-        if isinstance(packed, GGUFReader):  # its rows are in the file's order already
-            rows, (codes, stored) = None, packed.blocks(name)
+        packed, rows = self.packed, one.rows
+        mine = packed.same_blocks(one) if isinstance(packed, GGUFReader) else None
+        if mine is not None:  # its rows are in the file's order already
+            rows, (codes, stored) = None, packed.blocks(mine)
         else:
-            coded = packed.codes(name)
+            coded = packed.codes(self.view.tensors[one.stored].stored)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)

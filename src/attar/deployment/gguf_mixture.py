@@ -26,7 +26,7 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
 from attar.formats.gguf.mixes import bits as average_bits
-from attar.formats.gguf.tensor_map import Placement
+from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class TensorTypes:
         """For the card: types, bytes, bits."""
         weights = bits = 0
         for one in placed:
-            count = one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1)
+            count = math.prod(one.shape)
             weights += count
             bits += int(count * TYPES[self.of[one.gguf]].bits)
         return {
@@ -70,7 +71,12 @@ def refuse_type(settings: ExportSettings, placed: Sequence[Any]) -> None:
     """
     if settings.type != "auto":
         canonical(settings.type, settings.imatrix not in ("none", ""))
-    overridden([one.gguf for one in placed if one.matrix], settings.overrides)
+    overridden(matrices(placed), settings.overrides)
+
+
+def matrices(placed: Sequence[Any]) -> list[str]:
+    """Names of the file's matrices."""
+    return list(dict.fromkeys(one.gguf for one in placed if one.matrix))
 
 
 def choose_kinds(
@@ -105,11 +111,12 @@ def _mix(
     measured = sizes(config, family)
     mixed = mix(
         settings.type,
-        {one.gguf: one.shape for one in placed},
+        {one.gguf: one.file_shape for one in placed},
         layers=measured.layers,
         heads=measured.heads,
-        kv_heads=measured.kv_heads,
+        kv_heads=1 if family.latent else measured.kv_heads,
         architecture=family.arch,
+        experts=measured.of("experts"),
         imatrix=weighted,
         overrides=settings.overrides,
     )
@@ -123,30 +130,35 @@ def _mix(
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
     """Codes kept where a type can hold them, everything else in its own number type."""
     packed = reader(source) if quant_method(source) else None
-    of, reasons, carried = {}, Counter[str](), set()
+    of: dict[str, str] = {}
+    wanted: dict[str, set[str | None]] = {}
+    reasons = Counter[str]()
     for one in placed:
         of[one.gguf] = _float_kind(view, one)
         if packed is None or one.stored is None or not one.matrix:
             continue
         kind, why = _stored_kind(packed, view.tensors[one.stored].stored, one)  # type: ignore[attr-defined]
-        if kind:
-            of[one.gguf] = kind
-            carried.add(one.gguf)
-        elif why:
+        wanted.setdefault(one.gguf, set()).add(kind)
+        if why:
             reasons[why] += 1
+    carried = {name: kinds.pop() for name, kinds in wanted.items() if len(kinds) == 1 and None not in kinds}
+    if uneven := [name for name, kinds in wanted.items() if len(kinds - {None}) > 1]:
+        reasons["experts of a block in several types"] += len(uneven)
+    of |= {name: str(kind) for name, kind in carried.items()}
     label = Counter(of[one.gguf] for one in placed if one.matrix).most_common(1)[0][0]
     notes = [
         f"{count} tensors cannot keep their codes ({why}): stored as numbers"
         for why, count in reasons.items()
     ]
-    return TensorTypes(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
+    number = FILE_TYPES["MXFP4_MOE"] if label == "MXFP4" else FILE_TYPES.get(label, 0)
+    return TensorTypes(of, label, number, frozenset(carried), tuple(notes))
 
 
 def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
     has no codes). Blocks of a GGUF file stay as they are."""
-    if isinstance(packed, GGUFReader) and packed.same_rows(name, one):
-        return packed.checkpoint.tensors[name].block, ""
+    if isinstance(packed, GGUFReader) and (mine := packed.same_blocks(one)):
+        return packed.checkpoint.tensors[mine].block, ""
     coded = packed.codes(name)
     return (None, "") if coded is None or one.transposed else exact_type(*coded)
 
@@ -182,14 +194,14 @@ def _budget(
 
 
 def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:
-    of, own = dict(chosen.of), overridden([one.gguf for one in placed if one.matrix], overrides)
+    of, own = dict(chosen.of), overridden(matrices(placed), overrides)
     for one in placed:
         if one.gguf in own:
-            if one.shape[1] % TYPES[own[one.gguf]].block:
+            if one.shape[-1] % TYPES[own[one.gguf]].block:
                 raise SettingsError(
                     "overrides",
                     own[one.gguf],
-                    f"a type whose block divides {one.shape[1]}, the inputs of {one.gguf}",
+                    f"a type whose block divides {one.shape[-1]}, the inputs of {one.gguf}",
                 )
             of[one.gguf] = own[one.gguf]
     return replace(chosen, of=of, carried=chosen.carried - own.keys())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
@@ -19,6 +20,8 @@ from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.deployment.imatrix import Sums
+    from attar.formats.gguf.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,13 @@ class InputImportance:
         """A sentence for the card and the terminal."""
         return [f"scales are searched with the importance of inputs: {self.source}"] if self.source else []
 
-    def vector(self, name: str) -> Tensor | None:
-        """Importance (K,) of the inputs of a weight; None where there is none."""
-        entry = self.entries.get(name)
-        return None if entry is None else entry.importance()
+    def vector(self, one: Placement) -> Tensor | None:
+        """Importance (K,) of the inputs of a weight, or of one of its experts; None where there is none."""
+        entry = self.entries.get(one.gguf)
+        if entry is None or len(one.shape) != 2:
+            return None
+        means = entry.importance()
+        return means if one.expert is None else means.reshape(one.experts, -1)[one.expert]
 
 
 def importance_of(
@@ -73,16 +79,39 @@ def importance_of(
 def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
     entries = imatrix.read_imatrix(file)
     for one in placed:
-        entry = entries.get(one.gguf)
-        if entry is not None and entry.in_sum2.numel() != one.shape[-1]:
+        entry, inputs = entries.get(one.gguf), one.shape[-1] * max(one.experts, 1)
+        if entry is not None and entry.in_sum2.numel() != inputs and len(one.shape) == 2:
             raise SettingsError(
                 "imatrix",
                 str(file),
-                f"one of this model: {one.gguf} has {one.shape[-1]} inputs, {entry.in_sum2.numel()} there",
+                f"one of this model: {one.gguf} has {inputs} inputs, {entry.in_sum2.numel()} there",
             )
     if not any(one.gguf in entries for one in placed):
         raise SettingsError("imatrix", str(file), "one of this model: no tensor of it is in there")
     return InputImportance(entries, source=file.name)
+
+
+def entries_of(sums: Sums, placed: Sequence[Placement]) -> dict[str, imatrix.ImportanceEntry]:
+    """Sums of stored weights under llama.cpp's names, those of experts stacked; an expert that no token
+    reached has none and counts 0."""
+    entries: dict[str, imatrix.ImportanceEntry] = {}
+    stacks: dict[str, list[Placement]] = {}
+    for one in placed:
+        if one.expert is not None and one.matrix:
+            stacks.setdefault(one.gguf, []).append(one)
+        elif one.stored in sums:
+            entries[one.gguf] = imatrix.ImportanceEntry(*sums[one.stored])
+    for name, stack in stacks.items():
+        pairs = [sums.get(sum_name(one), (torch.zeros(one.shape[-1]), 0.0)) for one in stack]
+        if any(count for _, count in pairs):
+            counts = torch.tensor([[count] for _, count in pairs], dtype=torch.float32)
+            entries[name] = imatrix.ImportanceEntry(torch.stack([total for total, _ in pairs]), counts)
+    return entries
+
+
+def sum_name(one: Placement) -> str:
+    """The name under which the sums of an expert's weight are."""
+    return str(one.stored)
 
 
 def _compute(
@@ -114,7 +143,7 @@ def _compute(
         device=pick_device(settings.device),
         progress=progress,
     )
-    entries = {one.gguf: imatrix.ImportanceEntry(*sums[one.stored]) for one in placed if one.stored in sums}
+    entries = entries_of(sums, placed)
     origin = {
         "datasets": [settings.data],
         "chunks": sum(len(batch) for batch in batches),

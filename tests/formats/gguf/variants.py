@@ -2,12 +2,22 @@
 are written in another way."""
 
 import json
+import tempfile
+from pathlib import Path
 
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests import tiny_models
 from tests.tiny_models import GQA, MHA, WIDE
 
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 20, "num_key_value_heads": 4}
+GROUPS = {"n_group": 2, "topk_group": 1}
 FAMILIES = {
     **{family: tiny_models.FAMILIES[family] for family in tiny_models.DECODERS if family != "opt"},
     "gemma": ("GemmaConfig", "GemmaForCausalLM", WIDE),
@@ -22,6 +32,33 @@ FAMILIES = {
         | {"attention_multiplier": 0.25, "logits_scaling": 2.0},
     ),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**GQA, "num_hidden_layers": 5}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GQA, "num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**GQA, **FOUR, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**WIDE, **FOUR, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**GQA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**MHA, **ROUTED, **LATENT, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**MHA, **ROUTED, **LATENT, **GROUPS}),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**GQA, **ROUTED, "head_dim": 16}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 1.5}
+        | {"residual_multiplier": 0.7, "attention_multiplier": 0.25, "logits_scaling": 2.0},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    ),
 }
 
 
@@ -36,6 +73,8 @@ LLAMA3["rope_parameters"]["original_max_position_embeddings"] = 64
 LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 LONGROPE = rope("longrope", factor=2.0, original_max_position_embeddings=256, **LISTS)
 LONG_PHI3 = rope("longrope", **LISTS) | {"original_max_position_embeddings": 256}
+
+MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7)
 
 # variant -> (family, what it changes)
 VARIANTS = {
@@ -79,6 +118,13 @@ VARIANTS = {
     "olmo2 with yarn": ("olmo2", YARN),
     "granite with rope of llama3": ("granite", {**LLAMA3, "attention_bias": True, "num_attention_heads": 2}
         | {"num_key_value_heads": 1}),
+    "mixtral with a tied head": ("mixtral", {"tie_word_embeddings": True, "num_experts_per_tok": 3}),
+    "deepseek_v2 without a rank of queries": ("deepseek_v2", {"q_lora_rank": None, **MSCALE}),
+    "deepseek_v3 without groups": (
+        "deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}),
+    "glm4_moe with norms and biases": (
+        "glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.0}),
+    "gpt_oss with yarn": ("gpt_oss", YARN),
 }  # fmt: skip
 
 
@@ -96,7 +142,11 @@ def config(variant):
 def build(variant):
     """The model of a variant: seeded random weights, float32."""
     built_config = config(variant)
-    return tiny_models.randomize(getattr(transformers, built_config.architectures[0])(built_config)).eval()
+    model = tiny_models.randomize(getattr(transformers, built_config.architectures[0])(built_config)).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.3, len(buffer)))
+    return model
 
 
 def said(model_or_config):
@@ -106,8 +156,66 @@ def said(model_or_config):
 
 
 def stored(model):
-    """What is stored of a model: tied weights once."""
+    """What is stored of a model: tied weights once, experts as checkpoints of the family have them."""
+    if "expert" in "".join(model.state_dict()):
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
     state = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
+    return state
+
+
+def loaded(config, state):
+    """The model of a config.json and what is stored of it."""
+    if not any("expert" in name or "block_sparse_moe" in name for name in state):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    assert not found["unexpected_keys"] and set(found["missing_keys"]) <= {"lm_head.weight"}, found
+    return model.eval()
+
+
+def placed_tensors(placed, state):
+    """The tensors of a file, experts stacked, from what is stored."""
+    single = {item.piece: item.apply(state[item.stored]) if item.stored else item.value for item in placed}
+    tensors = {}
+    for item in placed:
+        if item.expert is None:
+            tensors[item.gguf] = single[item.piece]
+        elif item.expert == 0:
+            tensors[item.gguf] = torch.stack([single[f"{item.gguf}[{e}]"] for e in range(item.experts)])
+    return tensors
+
+
+def unstacked(tensors):
+    """Tensors of a file with every expert by itself."""
+    single = {}
+    for name, tensor in tensors.items():
+        if "_exps." in name:
+            single.update({f"{name}[{number}]": expert for number, expert in enumerate(tensor)})
+        else:
+            single[name] = tensor
+    return single
+
+
+def given_back(placed, tensors):
+    """What is stored of a model, from a file's tensors with every expert by itself."""
+    state = {}
+    for item in placed:
+        if item.part is None:
+            state[item.stored] = item.undo(tensors[item.piece])
+        else:
+            if item.stored not in state:
+                state[item.stored] = torch.full(item.stored_shape, torch.nan)
+            item.fill(state[item.stored], tensors[item.piece])
     return state

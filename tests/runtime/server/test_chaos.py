@@ -273,6 +273,7 @@ def test_a_few_hundred_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_thousand_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     raised = ran(10, 1000, monkeypatch, tmp_path)
     rare = {"move", "fork", "pack", "pages", "grammar"}

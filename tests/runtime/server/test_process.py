@@ -51,7 +51,7 @@ def ready(url):
         return False
 
 
-def until(true, seconds=30.0):
+def until(true, seconds=120.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"

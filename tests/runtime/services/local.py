@@ -69,7 +69,7 @@ def offered(service: DraftService, damage=lambda offer: [offer], policy=None, mo
     policy = policy or Eager()
     proposer = OfferProposer(policy, VOCABULARY, most=most)
     proposer.pool = LocalPool(LocalDrafter(service, proposer.offer, damage))
-    return Speculator(proposer, policy, most=most, verification="coupled")
+    return Speculator(proposer, policy, most=most, verification="coupled", prefilling=proposer.prefilling)
 
 
 class Waiting(DraftPolicy):

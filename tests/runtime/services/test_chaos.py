@@ -78,7 +78,7 @@ def test_no_wrong_token_and_back_at_speed(kind, seed):
         mode["kind"] = kind
         same(pools.engine, asked(6, seed=100 + seed))
         counts = pools.proposer.counts
-        assert counts.waited <= counts.waits * (MOST_WAIT + 0.1)
+        assert counts.waited <= counts.waits * (MOST_WAIT + 0.5)  # of a thread that may wait for a core
         mode["kind"] = ""
         began = time.monotonic()
         pools.drafts(3)

@@ -50,7 +50,9 @@ class Target:
         policy, self.service = Waiting(), TargetService()
         self.proposer = OfferProposer(policy, VOCABULARY, most=8)
         self.proposer.pool = self.service.pool(hello("target"), self.proposer.offer)
-        self.speculator = Speculator(self.proposer, policy, most=8, verification="coupled")
+        self.speculator = Speculator(
+            self.proposer, policy, most=8, verification="coupled", prefilling=self.proposer.prefilling
+        )
         runner = Slow(blocks=400)
         self.engine = engine(runner, limits=Limits(sequences=32), speculator=self.speculator)
         self.service.streams = AsyncEngine(self.engine)
@@ -133,7 +135,8 @@ def test_sixteen_streams_greedy_and_seeded():
         counts = target.speculator.counts
         assert counts.drafts > 10 and counts.accepted >= 0.9 * counts.drafted
         until(lambda: service.running == 0 and not coordinator.links)
-        assert coordinator.replicas.clients[0].counts.accepted > 0
+        [client] = coordinator.replicas.clients
+        assert client.counts.accepted > 0 and 0 < client.turnaround.mean < 5
         assert len(coordinator.offers) == 0 and coordinator.target.open_requests == 0
         assert not next(iter(target.service.coordinators)).remote
 

@@ -10,10 +10,11 @@ import pytest
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.services.messages import Close, Commit, Offer, Open
-from attar.runtime.services.offer_proposer import best_depth, best_wait
+from attar.runtime.services.waiting import best_depth, best_wait
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
 from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.server.test_live import until
 from tests.runtime.services.local import Garbled, LocalDrafter, Waiting, drafting, offered
 from tests.runtime.speculate.test_engine import asked, same
 from tests.runtime.test_engine import engine
@@ -73,6 +74,32 @@ def test_messages_tell_each_token_once():
         for commit in own[1:-1]:
             assert isinstance(commit, Commit) and commit.base == length and commit.tokens
             length += len(commit.tokens)
+
+
+def test_a_prompt_is_opened_while_it_is_read():
+    """So the first pass that decodes has a draft; a request of one token needs none."""
+    service = drafting()
+    drafter = offered(service, policy=Waiting())
+    proposer = drafter.proposer
+    running = engine(Slow(), limits=Limits(step_tokens=16, chunk=16, sequences=4), speculator=drafter)
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=1))
+    running.step()
+    assert not proposer.pool.drafter.sent
+    running.add(list(range(40)), GREEDY, id="long")
+    running.step()
+    [opening] = proposer.pool.drafter.sent
+    assert isinstance(opening, Open) and opening.tokens == tuple(range(40))
+    until(lambda: proposer.offers.draft(opening.request, opening.tokens))
+    while not drafter.counts.drafts:
+        assert len(running._requests["long"].completions) == 1
+        assert running._requests["long"].completions[0].count <= 1, "it has decoded without a draft"
+        running.step()
+    assert drafter.counts.accepted > 0
+    running.cancel("long")
+    running.step()
+    service.close()
+    proposer.check()
+    assert service.running == 0
 
 
 def test_a_drafter_that_goes_away_is_left_and_comes_back():

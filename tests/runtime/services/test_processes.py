@@ -21,6 +21,7 @@ from tests.runtime.server.test_process import until
 from tests.runtime.services.processes import service
 
 pytestmark = pytest.mark.slow
+POOLED = ("--pooling", "last")
 NEW = 'draft_offers_total{outcome="new"}'
 PROMPTS = ["def f(x):\n", "import os\n", "class A:\n    def __init__(self", "for i in range("]
 
@@ -51,12 +52,21 @@ def answers(url):
             yield response.json()["choices"][0]["text"]
 
 
+def embedded(url):
+    """Whether it embeds, and as it said how wide."""
+    asked = {"model": "tiny", "input": PROMPTS}
+    answer = httpx.post(f"{url}/v1/embeddings", json=asked, timeout=60).json()
+    short = httpx.post(f"{url}/v1/embeddings", json=asked | {"dimensions": 8}, timeout=60).json()
+    return len(answer["data"]) == len(PROMPTS) and len(short["data"][0]["embedding"]) == 8
+
+
 def test_an_ordinary_server_with_a_draft_service(tmp_path):
     with service(tmp_path, "draft", "--role", "draft", model="attar:draft") as (_, drafts, endpoint):
-        options = ("--draft-endpoint", endpoint)
+        options = ("--draft-endpoint", endpoint, *POOLED)
         with service(tmp_path, "server", *options) as (_, url, _):
             until(lambda: any("replica_ready" in name and value for name, value in scraped(url).items()))
             assert list(answers(url)) == list(wanted())
+            assert embedded(url)
             numbers = scraped(url)
             assert numbers[NEW] > 0
             assert numbers['draft_offers_total{outcome="wrong"}'] == 0
@@ -70,12 +80,13 @@ def test_an_ordinary_server_with_a_draft_service(tmp_path):
 def three(folder, **options):
     """Target, draft and coordinator: the addresses of each, and the process that drafts."""
     with (
-        service(folder, "target", "--role", "target", **options) as (_, target, target_endpoint),
+        service(folder, "target", "--role", "target", *POOLED, **options) as (_, target, target_endpoint),
         service(folder, "draft", "--role", "draft", model="attar:draft") as (child, draft, endpoint),
         service(
             folder,
             "coordinator",
             *("--role", "coordinator", "--target-endpoint", target_endpoint, "--draft-endpoint", endpoint),
+            *POOLED,
         ) as (_, url, _),
     ):
         until(lambda: drafters_ready(url))
@@ -103,12 +114,15 @@ def settled(*urls):
         assert scraped(url).get('kv_cache_blocks{state="used"}', 0) == 0
 
 
+@pytest.mark.timeout(900)
 def test_three_processes_answer_as_one(tmp_path):
     """Sixteen streams; then the draft service is stopped, killed and started again; then clients vanish."""
     want = list(wanted()) * 2
     with three(tmp_path) as (url, target, draft, (child, endpoint)):
         assert asyncio.run(together(url)) == want
-        assert scraped(url)[NEW] > 0
+        while not scraped(url)[NEW]:  # on a busy machine the first offers may all be late
+            assert asyncio.run(together(url)) == want
+        assert embedded(url)
         settled(url, target, draft)
 
         os.kill(child.pid, signal.SIGSTOP)

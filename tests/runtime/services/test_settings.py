@@ -7,7 +7,7 @@ from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
 
 
 @pytest.mark.parametrize(
-    ("settings", "engine", "words"),
+    ("settings", "others", "words"),
     [
         ({"role": "coordinator"}, {}, "--target-endpoint HOST:PORT"),
         ({"target_endpoint": "a:1"}, {}, "role coordinator"),
@@ -18,13 +18,17 @@ from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
         ({"draft_endpoint": ("127.0.0.1:1",)}, {"speculate": "suffix"}, "drafts come from one side"),
         ({"role": "draft"}, {"draft": "attar:draft"}, "MODEL itself drafts"),
         ({"role": "draft"}, {"speculate": "self"}, "MODEL itself drafts"),
+        ({"role": "draft"}, {"pooling": "last"}, "pooling does not go"),
+        ({"role": "coordinator", "target_endpoint": "a:1"}, {"compare": "attar:tiny"}, "compare does not go"),
         ({"service_cert": "cert.pem"}, {}, "service_cert_key"),
         ({"grpc_port": 70000}, {}, "65535"),
     ],
 )
-def test_what_does_not_fit(settings, engine, words):
+def test_what_does_not_fit(settings, others, words):
+    engine = {name: others[name] for name in others if name in ("speculate", "draft")}
+    server = {name: others[name] for name in others if name not in engine}
     with pytest.raises(UsageError) as refused:
-        ServiceSettings(**settings).check_with(engine)
+        ServiceSettings(**settings).check_with(engine, **server)
     assert words in str(refused.value)
 
 

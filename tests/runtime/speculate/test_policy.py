@@ -7,20 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from attar.runtime.speculate.acceptance import FIRST, AcceptanceRates
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import (
-    ASKING,
-    BUDGET,
-    FIRST,
-    LOSS,
-    PLAIN_EVERY,
-    REOPENS,
-    TRIALS,
-    AcceptanceRates,
-    DraftPolicy,
-    LossBudget,
-)
+from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS, LossBudget
+from attar.runtime.speculate.policy import ASKING, PLAIN_EVERY, TRIALS, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
 MOST = 16

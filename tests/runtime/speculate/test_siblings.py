@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attar.runtime.speculate.acceptance import AcceptanceRates
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.model_policy import count_siblings, cut_siblings
-from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
-from attar.runtime.speculate.speculator import SIBLINGS_EVERY, Speculator
+from attar.runtime.speculate.siblings import SIBLINGS_EVERY, SiblingRounds, count_siblings, cut_siblings
 
 FLAT, STEEP = {1: 1.0, 32: 1.03}, {1: 1.0, 32: 16.0}
 FIRST, SECOND, THIRD = ((kind_of(rank, 1), kind_of(rank, 2)) for rank in range(3))
@@ -161,8 +161,7 @@ def test_plain_passes_and_other_proposers_teach_nothing() -> None:
 
 
 def test_they_are_drafted_now_and_then_where_none_pay() -> None:
-    speculator: Any = Speculator.__new__(Speculator)
-    speculator._since_siblings = SIBLINGS_EVERY
-    looks = [speculator._with_siblings([{FIRST[0]}]) for _ in range(3 * SIBLINGS_EVERY)]
+    rounds = SiblingRounds()
+    looks = [rounds.due([{FIRST[0]}]) for _ in range(3 * SIBLINGS_EVERY)]
     assert looks == [True, *[False] * (SIBLINGS_EVERY - 1)] * 3
-    assert [speculator._with_siblings([{FIRST[0], SECOND[0]}]) for _ in range(3)] == [True] * 3
+    assert [rounds.due([{FIRST[0], SECOND[0]}]) for _ in range(3)] == [True] * 3

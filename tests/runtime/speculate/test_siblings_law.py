@@ -21,9 +21,9 @@ from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Verdict, kind_of
 from attar.runtime.speculate.draft_model import GrowingDraft
-from attar.runtime.speculate.model_policy import cut_siblings
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.siblings import cut_siblings
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify

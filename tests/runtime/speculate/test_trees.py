@@ -19,7 +19,8 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import DraftPolicy, LossBudget
+from attar.runtime.speculate.loss_budget import LossBudget
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.self_speculation import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode

@@ -12,7 +12,7 @@ hidden / heads, KV heads are as many as heads, the MLP is four times as wide as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,14 @@ class ModuleMapping:
         plus: added to the weight.
         transposed: stored as (in, out).
         matrix: may be quantized.
+        leaves: endings of the weight's names, in the file and in the checkpoint.
+        blocks: ``dense``: in the leading blocks without experts alone; ``experts``: in the others alone.
+        needs: a size that must not be 0; lacks: one that must be 0; flag: a key of the config that must be
+            true. Elsewhere the module is left out.
+        experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
+        stacked: the checkpoint stacks the experts too.
+        part: what it is of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
+            ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """
 
     gguf: str
@@ -50,6 +58,33 @@ class ModuleMapping:
     plus: float = 0.0
     transposed: bool = False
     matrix: bool = True
+    leaves: tuple[str, str] = (".weight", ".weight")
+    blocks: str = ""
+    needs: str = ""
+    lacks: str = ""
+    flag: str = ""
+    experts: bool = False
+    stacked: bool = False
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class ConfigCount:
+    """A whole number of the config: a size, and a key of the file.
+
+    Attributes:
+        size: its name in :class:`Sizes`.
+        gguf: key of the file; empty: it is not written.
+        keys: keys of the config, the usual one first.
+        default: of transformers; 0: it must be stated.
+        zero: it may be 0 or null, and then is not written unless it is 0 in the config.
+    """
+
+    size: str
+    gguf: str
+    keys: tuple[str, ...]
+    default: int = 0
+    zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +117,10 @@ class Architecture:
         defaults: of transformers, for missing keys.
         rules: values that the config must have.
         extras: further (key of the file, key of the config) that are copied.
+        counts: further sizes; a mixture has ``experts`` among them.
+        fixed: further (key of the file, value).
+        further_blocks: the checkpoint may have blocks after the last one, which predict further tokens; they
+            are left out.
         grouped: its config has a number of KV heads.
         square: heads times their width must be the hidden size.
         ropes: kinds of rotary embedding; none: there is no rotary embedding.
@@ -107,6 +146,9 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[ConfigRule, ...] = ()
     extras: tuple[tuple[str, str], ...] = ()
+    counts: tuple[ConfigCount, ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
+    further_blocks: bool = False
     grouped: bool = True
     square: bool = False
     ropes: tuple[str, ...] = ROPES
@@ -115,6 +157,16 @@ class Architecture:
     window_needed: bool = False
     scale_by_layers: int = 0
     no_rope_interval: int = 0
+
+    @property
+    def mixture(self) -> bool:
+        """Whether it has experts."""
+        return any(count.size == "experts" for count in self.counts)
+
+    @property
+    def latent(self) -> bool:
+        """Whether its attention has latent keys and values (MLA)."""
+        return any(count.size == "kv_rank" for count in self.counts)
 
     @property
     def activation(self) -> str:
@@ -138,7 +190,13 @@ USUAL = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, in elements; context in tokens."""
+    """Sizes of a model, in elements; context in tokens.
+
+    Attributes:
+        more: those of :class:`ConfigCount` by name: ``experts``, ``expert_ff`` (neurons of an expert),
+            ``shared_ff`` or ``shared`` (how many experts all tokens share), ``dense`` (leading blocks without
+            experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``.
+    """
 
     layers: int
     hidden: int
@@ -148,13 +206,22 @@ class Sizes:
     ff: int
     vocabulary: int
     context: int
+    more: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, name: str) -> int:
-        """A size by its name in :class:`ModuleMapping`."""
+        """A size by its name in :class:`ModuleMapping`; 0 where the family has none."""
         if name in ("q", "kv", "qkv"):
             counts = {"q": self.heads, "kv": self.kv_heads, "qkv": self.heads + 2 * self.kv_heads}
             return counts[name] * self.head
-        return 2 * self.ff if name == "gate_up" else int(getattr(self, name))
+        if name == "gate_up":
+            return 2 * self.ff
+        if name == "kv_latent":
+            return self.more["kv_rank"] + self.more["rope"]
+        if name == "values":
+            return self.heads * self.more["value"]
+        if name == "shared_ff" and "shared" in self.more:
+            return self.more["shared"] * self.more["expert_ff"]
+        return self.more.get(name, 0) if name not in USUAL else int(getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -193,9 +260,28 @@ def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
         ff=_whole(config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None),
         vocabulary=_whole(config, architecture, "vocabulary"),
         context=_whole(config, architecture, "context"),
+        more=_counts(config, architecture),
     )
+    if architecture.latent:
+        measured = replace(measured, head=measured.of("nope") + measured.of("rope"))
     _check_sizes(measured, architecture)
     return measured
+
+
+def _counts(config: Mapping[str, Any], architecture: Architecture) -> dict[str, int]:
+    """The numbers of :attr:`Architecture.counts` by name."""
+    counts = {}
+    for count in architecture.counts:
+        value = next((config[key] for key in count.keys if key in config), count.default or None)
+        if value is None and count.zero:
+            value = 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if count.zero else 1):
+            raise ModelError(
+                f"config of {architecture.family}: {count.keys[0]} is {value!r}, but must be a whole number",
+                hint="GGUF has one such number for all blocks; check config.json",
+            )
+        counts[count.size] = value
+    return counts
 
 
 def _whole(
@@ -267,81 +353,3 @@ def usual_pattern(every: int, layers: int) -> list[bool]:
 def shortest(value: float) -> float:
     """The shortest decimal number of a float32 value: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def norm(
-    gguf: str, stored: str, *, size: str = "hidden", bias: bool = False, plus: float = 0.0
-) -> ModuleMapping:
-    """A norm's weight."""
-    return ModuleMapping(gguf, stored, (size,), bias=bias, plus=plus, matrix=False)
-
-
-def attention(
-    *, bias: bool | str = False, out_bias: bool | str = False, pair: bool = False, out: str = "o_proj"
-) -> tuple[ModuleMapping, ...]:
-    """Separate projections; ``pair``: the rows of q and k are paired."""
-    prefix, order = "blk.{}.attn_", ("q", "k", "") if pair else ("", "", "")
-    inputs = (("q", "q"), ("k", "kv"), ("v", "kv"))
-    return (
-        *(
-            ModuleMapping(
-                f"{prefix}{part}", f"layers.{{}}.self_attn.{part}_proj", (size, "hidden"), bias, kind
-            )
-            for (part, size), kind in zip(inputs, order, strict=True)
-        ),
-        ModuleMapping(f"{prefix}output", f"layers.{{}}.self_attn.{out}", ("hidden", "q"), out_bias),
-    )
-
-
-def gated_mlp(bias: bool | str = False) -> tuple[ModuleMapping, ...]:
-    """gate, up and down."""
-    return (
-        ModuleMapping("blk.{}.ffn_gate", "layers.{}.mlp.gate_proj", ("ff", "hidden"), bias),
-        ModuleMapping("blk.{}.ffn_up", "layers.{}.mlp.up_proj", ("ff", "hidden"), bias),
-        ModuleMapping("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff"), bias),
-    )
-
-
-def plain_mlp(up: str, down: str, *, transposed: bool = False) -> tuple[ModuleMapping, ...]:
-    """up and down, with biases."""
-    return (
-        ModuleMapping("blk.{}.ffn_up", up, ("ff", "hidden"), bias=True, transposed=transposed),
-        ModuleMapping("blk.{}.ffn_down", down, ("hidden", "ff"), bias=True, transposed=transposed),
-    )
-
-
-def outside(
-    embedding: str = "embed_tokens", final: str = "norm", *, bias: bool = False, plus: float = 0.0
-) -> tuple[ModuleMapping, ...]:
-    """Embedding and final norm."""
-    return (
-        ModuleMapping("token_embd", embedding, ("vocabulary", "hidden")),
-        norm("output_norm", final, bias=bias, plus=plus),
-    )
-
-
-def pre_norms(*, bias: bool = False, plus: float = 0.0) -> tuple[ModuleMapping, ...]:
-    """The norms before attention and MLP."""
-    return (
-        norm("blk.{}.attn_norm", "layers.{}.input_layernorm", bias=bias, plus=plus),
-        norm("blk.{}.ffn_norm", "layers.{}.post_attention_layernorm", bias=bias, plus=plus),
-    )
-
-
-def around_norms(plus: float) -> tuple[ModuleMapping, ...]:
-    """Gemma's norms before and after attention and MLP."""
-    prefix = "layers.{}."
-    return (
-        norm("blk.{}.attn_norm", f"{prefix}input_layernorm", plus=plus),
-        norm("blk.{}.post_attention_norm", f"{prefix}post_attention_layernorm", plus=plus),
-        norm("blk.{}.ffn_norm", f"{prefix}pre_feedforward_layernorm", plus=plus),
-        norm("blk.{}.post_ffw_norm", f"{prefix}post_feedforward_layernorm", plus=plus),
-    )
-
-
-def head_norms(*, q: str = "head", k: str = "head", plus: float = 0.0) -> tuple[ModuleMapping, ...]:
-    """Norms of queries and keys."""
-    return (
-        norm("blk.{}.attn_q_norm", "layers.{}.self_attn.q_norm", size=q, plus=plus),
-        norm("blk.{}.attn_k_norm", "layers.{}.self_attn.k_norm", size=k, plus=plus),
-    )

@@ -15,6 +15,9 @@ from attar.formats.gguf.architecture import (
     Architecture,
     ConfigRule,
     ModuleMapping,
+)
+from attar.formats.gguf.expert_families import EXPERT_FAMILIES
+from attar.formats.gguf.modules import (
     around_norms,
     attention,
     gated_mlp,
@@ -363,7 +366,7 @@ ARCHITECTURES = {
     known.family: known
     for known in (
         LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
-        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3,
+        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, *EXPERT_FAMILIES,
     )
 }  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

@@ -24,8 +24,9 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError, OutputError
+from attar.formats.gguf.config import hf_config
 from attar.formats.gguf.container import GGUF, read_gguf
-from attar.formats.gguf.metadata import hf_config
+from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
@@ -50,7 +51,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file, or the only model among the GGUF files of a folder. Reads no weights.
 
     The checkpoint's ``path`` is the folder in the cache; its tensors have the file's names, and block types
-    are uint8 (N, row bytes).
+    are uint8 (N, row bytes). Every expert is a tensor by itself.
 
     Args:
         path: the file, any part of a split file, or a folder.
@@ -71,7 +72,7 @@ def open_gguf(path: Path) -> Checkpoint:
         name=model_name(opened.files[0]),
         config=config,
         card=card_of(opened.files[0]),
-        tensors={name: tensor.info for name, tensor in opened.tensors.items()},
+        tensors=pieces({name: tensor.info for name, tensor in opened.tensors.items()}),
     )
 
 
@@ -116,7 +117,9 @@ def _check_sizes(opened: GGUF) -> None:
         value = opened.metadata.get(f"{written}.{key}", 0)
         return value if isinstance(value, list) else [value]
 
-    blocks, (width,) = max(stated("block_count")), stated("attention.key_length")
+    latent = f"{written}.attention.key_length_mla" in opened.metadata
+    blocks = max(stated("block_count"))
+    (width,) = stated("attention.key_length_mla" if latent else "attention.key_length")
     if blocks > len(tensors):
         raise CheckpointError(f"its {written}.block_count is {blocks}, but it has {len(tensors)} tensors")
     widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)

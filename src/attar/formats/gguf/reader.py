@@ -23,8 +23,8 @@ from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.coded import Coded, UniformWeight
 from attar.formats.gguf import blocks
 from attar.formats.gguf.codes import from_blocks, uniform_of_blocks
-from attar.formats.gguf.metadata import file_placements
-from attar.formats.gguf.tensor_map import Placement
+from attar.formats.gguf.config import file_placements
+from attar.formats.gguf.placement import Placement
 from attar.formats.rules import WeightRule
 
 METHOD = "gguf"
@@ -46,7 +46,11 @@ class GGUFReader:
         shaped = {name: replace(info, shape=info.weight_shape) for name, info in checkpoint.tensors.items()}
         with errors_name_file(checkpoint.source):
             placements = file_placements(checkpoint.config, shaped)
-        self.placements: dict[str, Placement] = {placement.gguf: placement for placement in placements}
+        self.placements: dict[str, Placement] = {placement.piece: placement for placement in placements}
+        self._parts: dict[str, list[Placement]] = {}
+        for placement in placements:
+            if placement.part is not None:
+                self._parts.setdefault(str(placement.stored), []).append(placement)
 
     def is_coded(self, name: str) -> bool:
         """Whether a stored tensor holds the blocks of a weight."""
@@ -57,6 +61,8 @@ class GGUFReader:
         placement = self.placements.get(info.name)
         if placement is None or placement.stored is None:
             return None
+        if placement.part is not None and placement is not self._parts[placement.stored][0]:
+            return None
         return placement.stored, self._dtype(info, placement), placement.stored_shape
 
     def decode(self, name: str) -> Tensor | None:
@@ -66,13 +72,23 @@ class GGUFReader:
             CheckpointError: the file has changed since it was opened.
         """
         placement, info = self.placements.get(name), self._info(name)
-        if placement is None:
+        if placement is None or (header := self.header(info)) is None:
             return None
-        tensor = self.checkpoint.load(name)
-        if info.block:
-            rows, columns = _rows(tensor), info.weight_shape[-1]
-            tensor = blocks.dequantize(info.block, rows, columns).reshape(info.weight_shape)
-        return placement.undo(tensor, getattr(torch, TORCH[self._dtype(info, placement)]))
+        dtype = getattr(torch, TORCH[header[1]])
+        if placement.part is None:
+            return placement.undo(self._numbers(name), dtype)
+        whole = torch.empty(placement.stored_shape, dtype=dtype)
+        for part in self._parts[header[0]]:
+            part.fill(whole, self._numbers(part.piece))
+        return whole
+
+    def _numbers(self, name: str) -> Tensor:
+        """A stored tensor with its blocks decoded."""
+        tensor, info = self.checkpoint.load(name), self._info(name)
+        if not info.block:
+            return tensor  # type: ignore[no-any-return]
+        rows, columns = _rows(tensor), info.weight_shape[-1]
+        return blocks.dequantize(info.block, rows, columns).reshape(info.weight_shape)
 
     def check(self, name: str) -> None:
         """Raise where weights or the scales of blocks are not finite.
@@ -111,14 +127,18 @@ class GGUFReader:
             CheckpointError: the file has changed since it was opened.
         """
         info = self._info(name)
-        return blocks.unpack(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        return blocks.unpack(info.block, _rows(self.checkpoint.load(name)), info.weight_shape[-1])
 
-    def same_rows(self, name: str, placement: Placement) -> bool:
-        """Whether a placement orders the rows of a stored matrix in blocks as this file does."""
-        mine, _ = self._matrix(name)
-        if mine is None or placement.transposed or (mine.rows is None) != (placement.rows is None):
-            return False
-        return mine.rows is None or torch.equal(mine.rows, placement.rows)
+    def same_blocks(self, placement: Placement) -> str | None:
+        """The stored matrix in blocks that a placement may take over as it is; None where the file has none,
+        or orders its rows otherwise."""
+        mine = self.placements.get(placement.piece)
+        if mine is None or self._info(mine.piece).block not in blocks.LAYOUTS or not placement.matrix:
+            return None
+        same = mine.stored == placement.stored and mine.part == placement.part
+        if not same or placement.transposed or (mine.rows is None) != (placement.rows is None):
+            return None
+        return mine.piece if mine.rows is None or torch.equal(mine.rows, placement.rows) else None
 
     def uniform(self, name: str) -> UniformWeight | None:
         """A stored matrix in blocks on its uniform grid, rows in transformers' order; None for other tensors.
@@ -139,7 +159,7 @@ class GGUFReader:
     def _matrix(self, name: str) -> tuple[Placement | None, TensorInfo]:
         """The placement of a stored matrix in blocks; None for other tensors."""
         placement, info = self.placements.get(name), self._info(name)
-        if placement is None or not placement.matrix or placement.plus or len(info.weight_shape) != 2:
+        if placement is None or not placement.matrix or placement.plus or placement.part is not None:
             return None, info
         return placement if info.block in blocks.LAYOUTS else None, info
 
@@ -164,8 +184,15 @@ class GGUFReader:
             if not placement.matrix:
                 tensor = self.checkpoint.load(name)
                 yield not self.is_coded(name) and torch.equal(
-                    placement.apply(placement.undo(tensor, dtype)), tensor.float()
+                    _again(placement, tensor, dtype), tensor.float()
                 )
+
+
+def _again(placement: Placement, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the file after its way through the checkpoint's type."""
+    if placement.part is None:
+        return placement.apply(placement.undo(tensor, dtype))
+    return placement.undo(tensor, dtype).float() + placement.plus
 
 
 @contextmanager

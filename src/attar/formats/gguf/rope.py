@@ -132,7 +132,7 @@ def _dimensions(
         architecture.defaults.get("partial_rotary_factor"),
         1.0,
     )
-    dimensions = int(sizes.head * fraction)
+    dimensions = sizes.of("rope") if architecture.latent else int(sizes.head * fraction)
     whole = architecture.ropes == LLAMA_ROPES
     if dimensions % 2 or dimensions < 2 or (whole and dimensions != sizes.head):
         raise ModelError(
@@ -157,11 +157,19 @@ def _check_yarn(settings: Mapping[str, Any], architecture: Architecture) -> None
     """llama.cpp reads a factor and a context; the rest are the paper's constants."""
     usual = 0.1 * math.log(max(float(_setting(settings, "factor")), 1.0)) + 1.0
     fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": usual}
+    if architecture.family == "gpt_oss":  # its own false is a note (metadata.py)
+        del fixed["truncate"]
     for key, value in fixed.items():
         stated = settings.get(key)
         if stated is not None and not math.isclose(float(stated), float(value), rel_tol=1e-6):
             raise ModelError(f"{architecture.family}: llama.cpp's yarn has {key} {value}, not {stated}")
-    if settings.get("mscale") and settings.get("mscale_all_dim"):
+    scales = (settings.get("mscale"), settings.get("mscale_all_dim"))
+    if architecture.latent:
+        if not scales[0] or scales[0] != scales[1]:
+            raise ModelError(
+                f"{architecture.family}: llama.cpp's yarn has one mscale, not {scales[0]} and {scales[1]}"
+            )
+    elif all(scales):
         raise ModelError(f"{architecture.family}: llama.cpp's yarn has no mscale here")
 
 
@@ -175,6 +183,8 @@ def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[
             "rope.scaling.type": rope.kind,
             "rope.scaling.factor": float(_setting(rope.settings, "factor")),
         }
+    if rope.kind == "yarn" and architecture.latent:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * float(_setting(rope.settings, "mscale_all_dim"))
     if rope.kind == "longrope":
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.attn_factor": _longrope_scale(rope, context)}
     if rope.kind in ("yarn", "longrope") or ORIGINAL in architecture.defaults:
@@ -236,6 +246,11 @@ def rope_config(
         return {}
     theta = float(get("rope.freq_base", 10000.0))
     parameters: dict[str, Any] = {"rope_theta": theta, **_kind_config(get, theta, sizes, tensors)}
+    if architecture.latent:
+        if parameters["rope_type"] == "yarn":
+            scale = round(10 * float(get("rope.scaling.yarn_log_multiplier", 0.0)), 6)
+            parameters |= {"mscale": scale, "mscale_all_dim": scale}
+        return {"rope_parameters": parameters}
     rotated = int(get("rope.dimension_count", sizes.head))
     if rotated != sizes.head or "partial_rotary_factor" in architecture.defaults:
         parameters["partial_rotary_factor"] = _fraction(rotated, sizes.head)

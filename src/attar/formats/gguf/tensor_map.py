@@ -4,19 +4,7 @@
     for placement in placements(config, checkpoint.tensors):
         tensor = placement.apply(checkpoint.load(placement.stored)) if placement.stored else placement.value
 
-A tensor changes in four steps, in this order, which :meth:`Placement.undo` reverses:
-
-1. A Conv1D weight (in, out) is transposed to (out, in).
-2. Rows are reordered: new[i] = old[rows[i]]. Two orders exist.
-   *Paired* (where rotary embedding rotates neighbours, as in llama): within a head of width d the halves
-   (x_0 .. x_{d/2-1}, y_0 .. y_{d/2-1}) become pairs (x_0, y_0, x_1, y_1, ...).
-   *Sorted* (GPT-NeoX): the fused rows q, k, v of each KV group become all q, all k, all v.
-3. Anything but matrices (norms, biases, position embeddings) becomes float32.
-4. Gemma's norms gain 1, because llama.cpp multiplies by the weight where transformers multiplies by 1 +
-weight.
-
-Steps 1 to 3 lose nothing. Step 4 rounds to float32: a bfloat16 weight above 2^-15 or a float16 one above
-2^-12 is restored bit for bit when ``undo`` is given its type, a float32 one within the rounding of the sum.
+How a tensor changes on its way is in placement.py.
 
 Differs from llama.cpp's converter: a tensor that the table does not know is an error, and so is a config that
 llama.cpp cannot follow.
@@ -25,8 +13,9 @@ llama.cpp cannot follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,60 +24,8 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError, nearest
 from attar.formats.gguf.architecture import Architecture, ModuleMapping, Sizes, number, sizes, window
 from attar.formats.gguf.families import ARCHITECTURES
+from attar.formats.gguf.placement import Placement, StoredPart
 from attar.formats.gguf.rope import read_rope, rope_tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """One tensor of a GGUF file.
-
-    Attributes:
-        stored: its name in the checkpoint; None where it is computed from the config (``value``).
-        shape: its shape in the GGUF file, rows first.
-        transposed: the checkpoint has it as (in, out).
-        rows: int64 (N,): new[i] = old[rows[i]]; None: in order.
-        plus: added to every value.
-        matrix: a weight that may be quantized; anything else is kept in float32.
-        value: float32, where ``stored`` is None.
-    """
-
-    gguf: str
-    stored: str | None
-    shape: tuple[int, ...]
-    transposed: bool = False
-    rows: Tensor | None = None
-    plus: float = 0.0
-    matrix: bool = True
-    value: Tensor | None = None
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
-        return tuple(reversed(self.shape)) if self.transposed else self.shape
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """The file's tensor from the checkpoint's; matrices keep their dtype. Does not modify the input."""
-        placed = tensor.T if self.transposed else tensor
-        if self.rows is not None:
-            placed = placed.index_select(0, self.rows)
-        if not self.matrix:
-            placed = placed.float()
-        return (placed + self.plus if self.plus else placed).contiguous()
-
-    def undo(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The checkpoint's tensor from the file's.
-
-        Args:
-            tensor: as :meth:`apply` returned it.
-            dtype: of the result; None: that of ``tensor``.
-        """
-        restored = tensor - self.plus if self.plus else tensor
-        if self.rows is not None:
-            restored = restored.index_select(0, torch.argsort(self.rows))
-        if self.transposed:
-            restored = restored.T
-        return restored.to(dtype or tensor.dtype).contiguous()
-
 
 BUFFERS = (
     ".attn.bias",
@@ -202,13 +139,26 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
     used = frozenset(placement.stored for placement in resolved)
     if _tied(config, arch):
         used |= {f"{name}.weight" for name in arch.head_names}
+    further = _further_blocks(config, arch)
     for name in stored:
-        if name not in used and not name.endswith(BUFFERS):
+        if name not in used and not name.endswith(BUFFERS) and not further(name):
             raise CheckpointError(
                 f"tensor {name!r} of the checkpoint has no place in a GGUF file of {arch.family}",
                 hint="the config does not speak of it; is it of another architecture?",
             )
     return resolved
+
+
+def _further_blocks(config: Mapping[str, Any], arch: Architecture) -> Callable[[str], bool]:
+    """Whether a tensor belongs to a block after the last, in families that may store such blocks."""
+    layers = sizes(config, arch).layers
+    pattern = re.compile(rf"(?:{re.escape(arch.prefix)})?layers\.(\d+)\.")
+
+    def further(name: str) -> bool:
+        block = pattern.match(name) if arch.further_blocks else None
+        return block is not None and int(block[1]) >= layers
+
+    return further
 
 
 def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]) -> Placement:
@@ -247,7 +197,12 @@ def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
         for name, value in (rope_tensors(rope) if rope else {}).items()
     ]
     outer = [*arch.outer, *_head(config, arch)]
-    blocks = [_in_block(module, index) for index in range(measured.layers) for module in arch.blocks]
+    blocks = [
+        _in_block(module, index)
+        for index in range(measured.layers)
+        for module in arch.blocks
+        if _present(module, index, config, measured)
+    ]
     outside, inside = (
         [placement for module in modules for placement in _tensors(config, arch, measured, module, rows)]
         for modules in (outer, blocks)
@@ -294,18 +249,70 @@ def _tensors(
     """Weight and bias of a module."""
     prefix = "" if module.stored in arch.head_names else arch.prefix
     stored, shape = f"{prefix}{module.stored}", tuple(measured.of(size) for size in module.shape)
-    order = rows.get(module.order)
-    yield Placement(
-        f"{module.gguf}.weight",
-        f"{stored}.weight",
+    weight = Placement(
+        f"{module.gguf}{module.leaves[0]}",
+        f"{stored}{module.leaves[1]}",
         shape,
-        transposed=module.transposed,
-        rows=order,
+        transposed=module.transposed and not module.stacked,
+        rows=rows.get(module.order),
         plus=module.plus,
         matrix=module.matrix,
     )
+    if module.experts:
+        count = measured.of("experts")
+        for expert in range(count):
+            part = _part(module, shape, measured, expert if module.stacked else None)
+            name = str(weight.stored).format(expert)
+            yield replace(weight, stored=name, part=part, expert=expert, experts=count)
+    else:
+        yield replace(weight, part=_part(module, shape, measured, None))
     if _biased(config, module):
-        yield Placement(f"{module.gguf}.bias", f"{stored}.bias", shape[:1], rows=order, matrix=False)
+        yield Placement(
+            f"{module.gguf}.bias", f"{stored}.bias", shape[:1], rows=rows.get(module.order), matrix=False
+        )
+
+
+def _part(
+    module: ModuleMapping, shape: tuple[int, ...], measured: Sizes, expert: int | None
+) -> StoredPart | None:
+    """What a module is of its stored tensor; None: all of it."""
+    if module.part == "row":
+        return StoredPart((1, *shape), index=0)
+    if module.part in ("keys", "values"):
+        heads, nope = measured.heads, measured.of("nope")
+        both = (heads * (nope + measured.of("value")), measured.of("kv_rank"))
+        keys = module.part == "keys"
+        return StoredPart(
+            both, heads=heads, axis=1, rows=slice(nope) if keys else slice(nope, None), turned=keys
+        )
+    if not module.part and expert is None:
+        return None
+    count = shape[0]
+    rows = {
+        "first": slice(count),
+        "second": slice(count, None),
+        "even": slice(0, None, 2),
+        "odd": slice(1, None, 2),
+        "": None,
+    }[module.part]
+    whole: tuple[int, ...] = (count * 2 if module.part else count, *shape[1:])
+    turned = module.transposed and module.stacked
+    if turned:
+        whole = whole[::-1]
+    stack = (measured.of("experts"),) if expert is not None else ()
+    return StoredPart(
+        (*stack, *whole), expert, axis=len(whole) - 1 if turned else 0, rows=rows, turned=turned
+    )
+
+
+def _present(module: ModuleMapping, index: int, config: Mapping[str, Any], measured: Sizes) -> bool:
+    """Whether a block has a module."""
+    dense = index < measured.of("dense")
+    if module.blocks and (module.blocks == "dense") != dense:
+        return False
+    if (module.needs and not measured.of(module.needs)) or (module.lacks and measured.of(module.lacks)):
+        return False
+    return not module.flag or bool(config.get(module.flag, False))
 
 
 def _biased(config: Mapping[str, Any], module: ModuleMapping) -> bool:

@@ -98,6 +98,7 @@ class GGUFWriter:
             name: (part, offset) for part in self._parts for name, offset in part.offsets.items()
         }
         self._missing = dict.fromkeys(self._infos)
+        self._written: dict[str, set[int | None]] = {}
         self._unfinished = [part.partial for part in self._parts]
         self._discard = weakref.finalize(self, _remove, self._unfinished)
         with self._guarded():
@@ -114,22 +115,30 @@ class GGUFWriter:
         """Names of tensors still to be added, in order."""
         return list(self._missing)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor. The input is not changed and not kept.
+    def add(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None:
+        """Write one tensor, or one of those that it stacks. The input is not changed and not kept.
 
         Args:
             tensor: of a block type the bytes, uint8 (..., row_bytes); otherwise of the info's type and shape.
+            index: along the first dimension, which ``tensor`` then lacks; each once.
 
         Raises:
             OutputError: no space, or no permission.
         """
         assert name in self._missing, f"{name} is written already, or not in the layout"
-        wanted, given = stored_form(self._infos[name]), (stored_dtype(tensor.dtype), tuple(tensor.shape))
+        info = self._infos[name]
+        (dtype, shape), count = stored_form(info), 1 if index is None else info.shape[0]
+        wanted = (dtype, shape if index is None else shape[1:])
+        given = (stored_dtype(tensor.dtype), tuple(tensor.shape))
         assert wanted == given, f"{name} must be {wanted}, but is {given}"
         part, offset = self._offsets[name]
         with self._guarded():
-            write_at(part.partial, tensor, offset)
-        del self._missing[name]
+            write_at(part.partial, tensor, offset + (index or 0) * (info.nbytes // count))
+        written = self._written.setdefault(name, set())
+        assert index not in written, f"{name}[{index}] is written already"
+        written.add(index)
+        if len(written) == count:
+            del self._missing[name]
 
     def finish(self) -> list[Path]:
         """Give the files their names. Returns the files, sorted by name."""

@@ -61,7 +61,8 @@ def serve(
     settings = with_environment_keys(settings or ServerSettings())
     _check_extra()
     services = services or ServiceSettings()
-    services.check_with(options)
+    embeddings = embeddings or EmbeddingSettings()
+    services.check_with(options, settings.compare, embeddings.of_causal if services.role else None)
     if services:
         _check_extra(("grpc",), "services")
     from attar.checkpoint import open_checkpoint
@@ -82,7 +83,7 @@ def serve(
         answers=answers,
         services=services,
         transport=transport,
-        embeddings=embeddings or EmbeddingSettings(),
+        embeddings=embeddings,
         models=models or ModelsSettings(),
         template=template,
         defaults=defaults,

@@ -24,7 +24,7 @@ class AnswerParser:
 
     Args:
         reasoning: divides the reasoning from it; None: there is none.
-        calls: reads calls; None: there are no tools.
+        calls: reads calls; None: there are no tools, and the form has no channels.
         most_calls: later ones are left out.
     """
 
@@ -36,7 +36,8 @@ class AnswerParser:
     @property
     def reasons(self) -> bool:
         """Whether the completion is inside of its reasoning."""
-        return self._reasoning is not None and self._reasoning.inside
+        splitter, calls = self._reasoning, self._calls
+        return (splitter is not None and splitter.inside) or (calls is not None and calls.reasons)
 
     def add(self, piece: str) -> list[AnswerPiece]:
         """What the next piece of text brings."""
@@ -94,21 +95,28 @@ class AnswerForm:
         """
         splitter = None
         forced = use is not None and use.forced
+        if self.calls.channels:
+            channels = self.calls.parser({} if use is None else dict(use.parameters))
+            return AnswerParser(None, channels, None if use is None or use.parallel else 1)
         if self.tags is not None and not forced:  # a grammar leaves no room for reasoning
             splitter = ReasoningSplitter(self.tags, prompt_end.rstrip().endswith(self.tags[0]))
         calls = None if use is None else self.calls.parser(dict(use.parameters))
         return AnswerParser(splitter, calls, None if use is None or use.parallel else 1)
 
-    def constraints(self, use: ToolUse, token_of: TokenOf, schema: str | None) -> dict[str, Any]:
+    def constraints(self, use: ToolUse | None, token_of: TokenOf, schema: str | None) -> dict[str, Any]:
         """Sampling parameters that the tools ask for: a grammar where calls are forced, or where the answer
-        has a schema; and special tokens in the text, where they mark calls.
+        has a schema; and special tokens in the text, where they mark calls or channels.
 
         Args:
+            use: None: there are no tools.
             schema: of answers without calls; None: any text.
         """
         fields: dict[str, Any] = {}
-        if any(token_of(mark) is not None for mark in self.calls.marks):
+        marked = use is not None or self.calls.channels
+        if marked and any(token_of(mark) is not None for mark in self.calls.marks):
             fields["skip_special_tokens"] = False
+        if use is None:
+            return fields
         if use.forced or schema is not None:
             answer = None if use.forced else schema
             grammar = call_grammar(

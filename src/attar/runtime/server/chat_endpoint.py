@@ -66,10 +66,8 @@ async def start_chat(
     """
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = service.params(chat_params, body)
-    if tools is not None:
-        schema = None if params.json_schema is None else str(params.json_schema)
-        fields = service.answers.constraints(tools, service.tokenizer.special_token, schema)
-        params = replace(params, **fields)
+    schema = None if params.json_schema is None else str(params.json_schema)
+    params = replace(params, **service.answers.constraints(tools, service.tokenizer.special_token, schema))
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)

@@ -30,8 +30,10 @@ from torch import Tensor
 from attar.errors import AttarError
 from attar.runtime.engine import PromptObserver
 from attar.runtime.results import Event
+from attar.runtime.server.body_model import StrictModel
+from attar.runtime.server.conversation import ChatMessage
 from attar.runtime.server.errors import ApiError, api_error
-from attar.runtime.server.protocol import ChatMessage, StrictModel, TokenId
+from attar.runtime.server.protocol import TokenId
 from attar.runtime.server.request_handler import unless_disconnected
 from attar.runtime.server.service import Service
 

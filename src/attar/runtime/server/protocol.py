@@ -6,39 +6,25 @@ accepted and ignored. Fields that are not supported (``functions``, ``suffix``, 
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+from attar.runtime.server.body_model import StrictModel, field_error
+from attar.runtime.server.conversation import ChatMessage, check_chat_options
+from attar.runtime.server.structured_outputs import ResponseFormat, StructuredOutputs
 from attar.runtime.server.token_sources import AttarOptions
-from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, CallBody, FunctionTool, NamedTool
+from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON's keys are strings
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
-MAX_CHOICES = 256  # of structured_outputs
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
-def field_error(param: str, message: str) -> PydanticCustomError:
-    """The error of a check of several fields, with the field that it names."""
-    return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
-
-
-RESERVED = frozenset(
-    (
-        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding"),
-        *("add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "template"),
-        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-    )
-)
-"""Names that ``chat_template_kwargs`` may not have: arguments of the rendering, and special tokens."""
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
     *("prompt_cache_retention", "prediction", "web_search_options", "extra_body", "extra_headers"),
@@ -54,66 +40,6 @@ IGNORED = (
     ),
 )
 """Fields of OpenAI and of frameworks that change no answer here; a response header names those given."""
-
-
-class StrictModel(BaseModel):
-    """Unknown fields, NaN, infinity and numbers in quotes are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class JsonSchema(BaseModel):
-    """``response_format.json_schema``."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(StrictModel):
-    """Free text, any JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is given with, and only with, type json_schema")
-        return self
-
-    def schema_text(self) -> str | None:
-        """The JSON schema of the completion; None: free text."""
-        if self.json_schema is not None:
-            return json.dumps(self.json_schema.schema_)
-        return '{"type": "object"}' if self.type == "json_object" else None
-
-
-class StructuredOutputs(StrictModel):
-    """vLLM's: what the completion must be; exactly one of them."""
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar: str | None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> StructuredOutputs:
-        values = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(value is not None for value in values) != 1:
-            raise ValueError("give one of json, regex, choice and grammar")
-        return self
-
-    def guide(self) -> dict[str, str]:
-        """The sampling parameter."""
-        if self.choice is not None:
-            return {"grammar": "start: " + " | ".join(json.dumps(text) for text in self.choice)}
-        if self.regex is not None:
-            return {"regex": self.regex}
-        if self.grammar is not None:
-            return {"grammar": self.grammar}
-        return {"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)}
 
 
 class StreamOptions(StrictModel):
@@ -236,69 +162,6 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
-
-
-class ContentPart(StrictModel):
-    """A part of a message's content."""
-
-    type: Literal["text", "refusal"]
-    text: str = ""
-    refusal: str = ""
-
-
-class ChatMessage(StrictModel):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[CallBody] | None = None
-    # in answers, which clients send back
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    function_call: None = None
-    annotations: Any = None
-    audio: None = None
-
-    def plain(self) -> dict[str, Any]:
-        """For a chat template: parts joined, role ``developer`` as ``system``."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text or part.refusal for part in parts)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text if isinstance(self.content, list) else self.content or "",
-        }
-        extra = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-        }
-        return message | {key: value for key, value in extra.items() if value is not None}
-
-
-def check_variables(variables: dict[str, Any]) -> None:
-    """Raise an error for ``chat_template_kwargs`` that a client may not set."""
-    for name in variables:
-        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
-            raise field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
-
-
-def check_chat_options(body: Any) -> None:
-    """Raise an error that names the field for options of the chat template that do not go together.
-
-    Args:
-        body: a request with messages.
-    """
-    check_variables(body.chat_template_kwargs or {})
-    if body.continue_final_message and body.add_generation_prompt:
-        message = "the last message goes on, so no other begins: not both of them"
-        raise field_error("continue_final_message", message)
-    last = body.messages[-1] if body.messages else None
-    if body.continue_final_message and last is not None and not last.plain()["content"]:
-        raise field_error("continue_final_message", "the last message has no text that could go on")
 
 
 class ChatRequest(SamplingRequest):

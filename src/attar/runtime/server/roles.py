@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.geometry import geometry
 from attar.errors import DataError, ModelError
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.block_map import BlockMap
@@ -24,7 +25,7 @@ from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import Backend, EngineBackend, MetricSample, Stats
-from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread
+from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.runtime.server.load_models import (
     compared_model,
     encoder_facts,
@@ -108,10 +109,11 @@ def serve_target(command: ServeCommand) -> None:
         stack.callback(network.close)
         samples: Callable[[], Sequence[MetricSample]] = tuple
         with command.progress.task("load", total=1) as task:
+            embeds = command.embeddings.of_causal is not None
             if command.options.get("speculate") or command.options.get("draft"):
-                llm = LLM(command.model, **command.options)
+                llm = LLM(command.model, embeddings=embeds, **command.options)
             else:
-                llm, proposer = load_with_offers(command.model, service.pool, command.options)
+                llm, proposer = load_with_offers(command.model, service.pool, command.options, embeds)
                 samples = partial(offer_samples, proposer.counts)
             task.advance()
         runner, vocabulary = llm.engine.runner, llm.engine.vocabulary
@@ -137,7 +139,8 @@ def serve_coordinator(command: ServeCommand) -> None:
 
     services, security = command.services, security_of(command.services)
     check_files(security)
-    tokenizer = tokenizer_of(open_checkpoint(command.model))
+    checkpoint, pooling = open_checkpoint(command.model), command.embeddings.of_causal
+    tokenizer = tokenizer_of(checkpoint)
     if tokenizer is None:
         raise ModelError(f"{command.model} has no tokenizer, which a coordinator needs")
     network = Network()
@@ -149,7 +152,9 @@ def serve_coordinator(command: ServeCommand) -> None:
         coordinator = Coordinator(target, drafters, hello, network, security)
         command.show(f"joins {', '.join((target, *drafters))}")
         backend = RemoteBackend(coordinator, len(tokenizer))
-        _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"})
+        width = geometry(checkpoint.config, "").hidden or 0
+        embedder = EngineEmbedder(backend, pooling, width) if pooling else None
+        _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"}, embedder=embedder)
 
 
 SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {
@@ -248,7 +253,8 @@ def _with_drafters(
         replicas.append(Replicas(endpoints, hello, network, receive, security))
         return replicas[0]
 
-    llm, proposer = load_with_offers(command.model, pool, command.options)
+    embeds = command.embeddings.of_causal is not None
+    llm, proposer = load_with_offers(command.model, pool, command.options, embeds)
     return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 

@@ -23,9 +23,9 @@ from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
+from attar.runtime.server.conversation import ChatMessage
 from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.metrics import Metrics
-from attar.runtime.server.protocol import ChatMessage
 from attar.runtime.server.request_handler import RequestHandler
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer

@@ -184,7 +184,7 @@ class TemplateSettings:
     tool_parser: str = field(
         default="auto",
         metadata={
-            "help": "form of calls of tools: hermes, qwen_xml, llama3, mistral or json; "
+            "help": "form of calls of tools: harmony, hermes, qwen_xml, pythonic, llama3, mistral or json; "
             "auto: by the chat template"
         },
     )

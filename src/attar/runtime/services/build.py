@@ -10,9 +10,11 @@ from typing import Any, cast
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
+from attar.runtime.pooling import FINAL, pooler_of
 from attar.runtime.services.draft_service import DraftService
+from attar.runtime.services.drafter import DrafterPool
 from attar.runtime.services.messages import MOST_AHEAD, VERSION, Hello, Offer
-from attar.runtime.services.offer_proposer import DrafterPool, OfferPolicy, OfferProposer
+from attar.runtime.services.offer_proposer import OfferPolicy, OfferProposer
 from attar.runtime.services.offers import Outcome
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.draft_model import DraftModel
@@ -55,22 +57,28 @@ def hello_of_model(role: str, loaded: Loaded) -> Hello:
     return hello_of(role, loaded.name, loaded.tokenizer, vocabulary_of(loaded), loaded.runner.context)
 
 
-def load_with_offers(model: Any, pool: PoolMaker, options: Mapping[str, Any]) -> tuple[LLM, OfferProposer]:
+def load_with_offers(
+    model: Any, pool: PoolMaker, options: Mapping[str, Any], embeddings: bool = False
+) -> tuple[LLM, OfferProposer]:
     """A model whose drafts come from services.
 
     Args:
-        options: of :class:`attar.runtime.llm.LLM`.
+        options, embeddings: of :class:`attar.runtime.llm.LLM`.
 
     Raises:
         as :class:`attar.runtime.llm.LLM`.
     """
     speculation, rest = _split(options)
-    how = {"speculation": ("draft_endpoint", "given")}
+    how: dict[str, tuple[str, Any]] = {"speculation": ("draft_endpoint", "given")}
+    if embeddings:
+        how["hidden_states"] = ("embeddings", True)
     check_together({**evicting(rest.get("eviction")), **how})
     limits, prefix_cache = rest.pop("limits", None), rest.pop("prefix_cache", None)
-    loaded = load(model, **rest)
+    loaded = load(model, **rest, hidden_layers=(FINAL,) if embeddings else ())
     speculator = offer_speculator(loaded, pool, speculation.drafts, speculation.verification)
     llm = LLM.of(loaded, limits=limits, prefix_cache=prefix_cache, speculator=speculator)
+    if embeddings:
+        llm.engine.pooler = pooler_of(loaded)
     return llm, cast(OfferProposer, speculator.proposer)
 
 
@@ -92,7 +100,7 @@ def offer_speculator(
     proposer = OfferProposer(policy, vocabulary_of(loaded), most=most)
     proposer.pool = pool(hello_of_model("target", loaded), proposer.offer)
     mode = cast(VerificationMode, verification or "coupled")
-    return Speculator(proposer, policy, most=most, verification=mode)
+    return Speculator(proposer, policy, most=most, verification=mode, prefilling=proposer.prefilling)
 
 
 def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftService, Loaded]:

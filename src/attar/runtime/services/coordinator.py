@@ -10,6 +10,7 @@ Everything happens in the network's thread.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from attar.runtime.services.channel import Network, Security
@@ -39,6 +40,7 @@ class Coordinator:
     ) -> None:
         self.network, self.offers = network, Offers(hello.vocabulary)
         self.links: dict[int, DraftLink] = {}
+        self._unanswered: dict[int, tuple[int, float]] = {}  # length and time of a commit, by request
         self.outcomes: dict[Outcome, int] = dict.fromkeys(("new", "stale", "unknown", "wrong"), 0)  # type: ignore[arg-type]
         verifier = Hello(hello.version, "target", hello.name, hello.tokenizer, hello.vocabulary)
         self.replicas = Replicas(drafters, verifier, network, self.offer, security)
@@ -56,6 +58,10 @@ class Coordinator:
         """An offer of a replica."""
         outcome = self.offers.put(offer)
         self.outcomes[outcome] += 1
+        length, sent = self._unanswered.get(offer.request, (0, 0.0))
+        if sent and offer.base >= length and outcome != "wrong":
+            self.links[offer.request].turnaround.note(time.monotonic() - sent)
+            del self._unanswered[offer.request]
         if outcome == "new":
             self.target.send(offer)
         return outcome
@@ -75,7 +81,9 @@ class Coordinator:
         elif isinstance(message, Close):
             self._drop(message.request)
         elif self.links[message.request].ready:
-            self.offers.commit(message.request, message.base + len(message.tokens))
+            length = message.base + len(message.tokens)
+            self.offers.commit(message.request, length)
+            self._unanswered.setdefault(message.request, (length, time.monotonic()))
             self.links[message.request].send(message)
         else:
             self._drop(message.request)
@@ -92,6 +100,7 @@ class Coordinator:
 
     def _drop(self, request: int) -> None:
         link = self.links.pop(request)
+        self._unanswered.pop(request, None)
         self.offers.close(request)
         link.send(Close(request))
 

@@ -1,12 +1,10 @@
 """Drafts that come from other processes, as a proposer of the engine.
 
-    propose     opens new sequences at a drafter, tells what was committed, reads the offers that lie there;
-                where there are none it waits until a deadline, if that is expected to pay
-    observe     tells the drafters at once what a pass has committed: they draft on while the next one is
-    planned forget      closes
-
-    pays        (B + drafted) / (w + t(B, n))  >=  GAIN B / t(B, B)           w seconds until the offers
-    arrive
+    prefilling  opens a sequence at a drafter while its prompt is read, so that both read it at the same time
+    propose     opens those that have no drafter, tells what was committed, reads the offers that lie there;
+                where there are none it waits until a deadline, if that is expected to pay (``waiting.py``)
+    observe     tells the drafters at once what a pass has committed: they draft on while the next is planned
+    forget      closes
 
 Drafting takes the engine no time, so the proposer is ``free``: the policy keeps the drafts that pay. Waiting
 is charged to the policy's budget like any proposer's time, so that all of it together stays within the same
@@ -15,8 +13,6 @@ bound. One answer is waited for once: where it does not come in time, passes are
     ahead       = K + tokens that are committed in the meantime       K tokens of a draft, by the cost model
 
 so K grows with the measured turnaround: a drafter that is far away drafts further ahead.
-
-Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency.py``).
 """
 
 from __future__ import annotations
@@ -28,22 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Protocol
 
 from attar.runtime.completion import Completion
-from attar.runtime.services.messages import (
-    MOST_AHEAD,
-    Close,
-    Commit,
-    DraftSampling,
-    Offer,
-    Open,
-    ServiceMessage,
-)
+from attar.runtime.services.drafter import Drafter, DrafterPool
+from attar.runtime.services.messages import MOST_AHEAD, Close, Commit, DraftSampling, Offer, Open
 from attar.runtime.services.offers import Offers, Outcome
-from attar.runtime.services.turnaround import Turnaround
+from attar.runtime.services.waiting import best_depth, best_wait
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.policy import GAIN, DraftPolicy
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.target import PAST_END
 
@@ -51,38 +39,6 @@ MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8
 REFRESH = 16  # passes between two choices of ``ahead``
 LEARN, RECOVER = 1 / 4, 32  # weight of a wait in ``usable``; passes with ready drafts until it is forgotten
-
-
-class Drafter(Protocol):
-    """One drafter as the engine sees it; called from the engine's thread, never blocks.
-
-    Attributes:
-        name: for metrics.
-        ready: whether it answers; once it does not, its requests are opened elsewhere.
-        turnaround: measured by the proposer.
-    """
-
-    name: str
-    turnaround: Turnaround
-
-    @property
-    def ready(self) -> bool: ...
-
-    def send(self, message: ServiceMessage) -> None:
-        """Send soon, in order."""
-        ...
-
-    def judged(self, drafted: int, accepted: int) -> None:
-        """Count the drafted tokens that a pass verified and accepted."""
-        ...
-
-
-class DrafterPool(Protocol):
-    """The drafters of an engine."""
-
-    def choose(self, opening: Open) -> Drafter | None:
-        """The drafter for a request; None where none is ready."""
-        ...
 
 
 @dataclass(eq=False)
@@ -104,7 +60,7 @@ class OfferedSequence:
     length: int
     opened: int
     answers: int
-    planned: bool = True
+    planned: bool = False
     unanswered: float | None = None
     drafted: int = 0
 
@@ -178,6 +134,15 @@ class OfferProposer:
             self._changed.notify()
         return outcome
 
+    def prefilling(self, requests: Sequence[DraftRequest]) -> None:
+        """Open sequences whose prompts are read now."""
+        with self._changed:
+            for request in requests:
+                one = self._sequences.get(request.sequence)
+                if one is None or not one.drafter.ready:
+                    self._close(request.sequence)
+                    self._open(request)
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """The offers as chains; None where there is none."""
         self._refresh(len(requests))
@@ -217,13 +182,13 @@ class OfferProposer:
             self._close(request.sequence)
             one = None
         if one is None:
-            self._open(request)
+            one = self._open(request)
         elif one.length < len(request.tokens):
             self._commit(one, request.tokens[one.length :])
         if one is not None:
             one.planned, one.drafted = True, 0
 
-    def _open(self, request: DraftRequest) -> None:
+    def _open(self, request: DraftRequest) -> OfferedSequence | None:
         rules = request.rules
         assert isinstance(rules, Completion), "drafters need the parameters of a request"
         number, tokens = next(self._numbers), tuple(request.tokens)
@@ -231,12 +196,13 @@ class OfferProposer:
         opening = Open(number, tokens, sampling, self.ahead, request.salt[:256], rules.request[:256])
         drafter = None if self.pool is None else self.pool.choose(opening)
         if drafter is None:
-            return
+            return None
         length = len(tokens)
         one = OfferedSequence(number, drafter, length, length, length, unanswered=self.clock())
         self._sequences[request.sequence] = self._by_request[number] = one
         self.offers.open(number, len(tokens))
         drafter.send(opening)
+        return one
 
     def _commit(self, one: OfferedSequence, tokens: Sequence[int]) -> None:
         base, one.length = one.length, one.length + len(tokens)
@@ -323,48 +289,4 @@ def sampling_of(completion: Completion, length: int) -> DraftSampling:
         logit_bias=tuple(params.biases)[:4096],
         min_tokens=params.min_tokens,
         ends=completion.ends[:4096],
-    )
-
-
-def best_depth(policy: DraftPolicy, batch: int, most: int) -> tuple[int, float]:
-    """Tokens of a draft that give a batch the highest speed, where drafting takes no time, and how many of
-    them are expected to be accepted; at least 1."""
-    target, best, choice = policy.latency.target, 0.0, (1, 0.0)
-    survival, gain = 1.0, 0.0
-    for depth, rate in enumerate(policy.acceptance.rates(-1, 0, most), 1):
-        survival *= rate
-        gain += survival
-        speed = (1 + gain) / target(batch, batch * (1 + depth))
-        if speed > best:
-            best, choice = speed, (depth, gain)
-    return choice
-
-
-def best_wait(
-    waits: Sequence[float], ready: int, batch: int, rates: Sequence[float], policy: DraftPolicy
-) -> float:
-    """Seconds to wait for offers; 0 where waiting does not pay.
-
-    Args:
-        waits: seconds until each offer that is under way, in ascending order.
-        ready: sequences whose offers are there.
-        batch: sequences that decode.
-        rates: acceptance rates by depth.
-    """
-    if not waits or not policy.latency.known:
-        return 0.0
-    gains = list(itertools.accumulate(itertools.accumulate(rates, lambda survival, rate: survival * rate)))
-    speeds = [_speed(policy, batch, ready, 0.0, gains)]
-    speeds += [_speed(policy, batch, ready + count, wait, gains) for count, wait in enumerate(waits, 1)]
-    best = max(range(len(speeds)), key=speeds.__getitem__)
-    return waits[best - 1] if best and speeds[best] >= GAIN * speeds[0] else 0.0
-
-
-def _speed(policy: DraftPolicy, batch: int, drafted: int, wait: float, gains: Sequence[float]) -> float:
-    """Tokens a second with drafts for so many sequences of a batch, of the best depth."""
-    if not drafted:
-        return batch / (wait + policy.latency.target(batch, batch))
-    return max(
-        (batch + drafted * gain) / (wait + policy.latency.target(batch, batch + drafted * depth))
-        for depth, gain in enumerate(gains, 1)
     )

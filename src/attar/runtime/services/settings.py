@@ -70,12 +70,23 @@ class ServiceSettings:
         """Whether other processes take part."""
         return self.role is not None or bool(self.draft_endpoint)
 
-    def check_with(self, engine: Mapping[str, Any]) -> None:
-        """Refuse what does not go together with the engine's options, before a model is loaded.
+    def check_with(self, engine: Mapping[str, Any], compare: str = "", pooling: str | None = None) -> None:
+        """Refuse what does not go together with other options, before a model is loaded.
+
+        Args:
+            engine: the engine's options.
+            compare: a second model of the server.
+            pooling: what embeddings are made of; None: none are.
 
         Raises:
             UsageError: names both.
         """
+        if compare and self.role in ("draft", "coordinator"):
+            raise UsageError(
+                f"compare does not go together with the role {self.role}", hint="it runs no model of its own"
+            )
+        if pooling and self.role == "draft":
+            raise UsageError("pooling does not go together with the role draft", hint="it only drafts")
         own = [name for name in ("speculate", "draft") if engine.get(name) is not None]
         if self.draft_endpoint and own:
             raise UsageError(

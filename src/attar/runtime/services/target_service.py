@@ -21,6 +21,7 @@ from attar.errors import AttarError
 from attar.runtime.admission import BusyError
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.services.channel import FrameStream, run_until_first
+from attar.runtime.services.drafter import Drafter
 from attar.runtime.services.messages import (
     MOST_MESSAGES,
     Cancel,
@@ -39,7 +40,6 @@ from attar.runtime.services.messages import (
     Submit,
     TargetLoad,
 )
-from attar.runtime.services.offer_proposer import Drafter
 from attar.runtime.services.offers import Outcome
 from attar.runtime.services.trace import log_request
 from attar.runtime.services.turnaround import Turnaround

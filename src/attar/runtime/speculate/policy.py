@@ -1,9 +1,9 @@
 """How many tokens to draft: acceptance rates, measured times, one maximum and one bound on the loss.
 
-    a_l        acceptance rate of level l: (accepted + PRIOR a') / (drafted + PRIOR), a' the prior rate
+    a_l        acceptance rate of level l (``acceptance.py``)
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
     speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
-    left       min(left + (1 + LOSS) tokens - cost, BUDGET) after each pass: plain passes that may be lost
+    left       plain passes that may still be lost (``loss_budget.py``)
     pause      passes without a proposal after one without drafts: its seconds / (ASKING t(B, B))
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
@@ -27,15 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attar.runtime.speculate.acceptance import AcceptanceRates
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
 from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.loss_budget import LossBudget
 from attar.runtime.speculate.proposer import DraftFeedback
 
-FIRST = 0.6  # a' of a group that was never drafted
-PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
-DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every draft: over all sequences, of one sequence
-BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
-REOPENS = 0.2  # share of BUDGET: reopened at the first gain, it could not pay for a draft
 ASKING = 0.0075  # share of the plain time, for proposals without drafts
 PAUSE = 12  # passes without a proposal, at most, after the proposer had no draft
 GAIN = 1.02  # times the plain speed, that drafts must reach
@@ -44,61 +41,6 @@ TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
 PLAIN_EVERY = 128  # passes with drafts until a plain one is measured again
 
 Ints = Sequence[int]
-
-
-class AcceptanceRates:
-    """Probability that a draft is accepted if its parent was, by kind: a group and a level (``draft.py``).
-
-    a' of level l: the rate of level l - 1; for one sequence plus the pooled rates' step from l - 1 to l.
-    """
-
-    def __init__(self) -> None:
-        self._all: dict[int, tuple[float, float]] = {}  # kind: accepted, drafted
-        self._own: dict[int, dict[int, tuple[float, float]]] = {}  # by sequence
-
-    def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
-        """a of levels 1..``levels`` of a group."""
-        own, rates, pooled, rate = self._own.get(sequence, {}), list[float](), first, first
-        for level in range(1, levels + 1):
-            kind, before = kind_of(group, level), pooled
-            pooled = _posterior(self._all.get(kind), pooled, PRIOR)
-            rate = _posterior(own.get(kind), min(max(rate + pooled - before, 0.0), 1.0), OWN_PRIOR)
-            rates.append(rate)
-        return rates
-
-    def seen(self, kind: int) -> bool:
-        return kind in self._all
-
-    def note(self, sequence: int, kind: int, accepted: bool) -> None:
-        """Count a draft whose parent was accepted."""
-        for counts, decay in ((self._all, DECAY), (self._own.setdefault(sequence, {}), OWN_DECAY)):
-            good, drafted = counts.get(kind, (0.0, 0.0))
-            counts[kind] = decay * good + accepted, decay * drafted + 1
-
-    def forget(self, sequence: int) -> None:
-        self._own.pop(sequence, None)
-
-
-class LossBudget:
-    """Plain passes that may be lost, ``size`` at most; an empty budget is closed until it is nearly full."""
-
-    def __init__(self, size: float = BUDGET) -> None:
-        self.size, self.left, self.open = size, size, True
-
-    @property
-    def stake(self) -> float:
-        """That a pass may lose: drafts get shorter as the budget does, and seldom empty it."""
-        return self.left / 2
-
-    @property
-    def closed_passes(self) -> int:
-        """Plain passes until a closed budget opens."""
-        return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
-
-    def note(self, cost: float, tokens: float) -> None:
-        """Count passes that cost as much as ``cost`` plain ones, with ``tokens`` new tokens a sequence."""
-        self.left = min(self.left + (1 + LOSS) * tokens - cost, self.size)
-        self.open = self.left > 0 and (self.open or self.left >= REOPENS * self.size)
 
 
 class Candidate(NamedTuple):
@@ -377,8 +319,3 @@ class _Pass:
         """Survival of a draft that is worth its part of the pass; 0 where there are none."""
         drafts, verifying = self.tokens - self.batch, self.seconds - self.steps - self.plain
         return min(self.speed * verifying / drafts, 1.0) if drafts else 0.0
-
-
-def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:
-    good, drafted = counts or (0.0, 0.0)
-    return (good + weight * prior) / (drafted + weight)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from attar.runtime.completion import Completion
 from attar.runtime.sampling.warp import SamplingRow
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.noise import DraftRules, Noise
-from attar.runtime.speculate.proposer import SamplingRules
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, SamplingRules
 from attar.runtime.speculate.verify import VerificationMode
 
 
@@ -55,6 +57,15 @@ def decodes_one(sequence: Running) -> bool:
     )
 
 
+def prompts_read(planned: Planned, completion: Callable[[Running], Completion]) -> list[DraftRequest]:
+    """The sequences whose prompts the pass reads, and for which drafts are wanted once it is read."""
+    return [
+        DraftRequest(one.id, one.tokens, 0, one.request.salt, completion(one))
+        for one, _ in planned
+        if one.computed < len(one.request.prompt) and one.width == 1 and one.limit - len(one.tokens) > 2
+    ]
+
+
 def draft_limits(
     sequences: Collection[Running], scheduler: Scheduler, most: int, inside: bool = False
 ) -> list[int]:
@@ -67,6 +78,15 @@ def draft_limits(
         rooms = [max(manager.block_size - 2 - slots, 0) for slots in used]
         return [min(pair) for pair in zip(longest, rooms, strict=True)]
     return longest
+
+
+def add_choices(feedback: Sequence[DraftFeedback], outputs: Sequence[StepOutput], logits: Tensor) -> None:
+    """Add the target's likeliest token in every row of a draft, for a proposer that learns from them."""
+    rows = {output.sequence.id: output.rows[-output.draws :] for output in outputs}
+    for one in feedback:
+        if one.draft is not None:
+            own = rows[one.sequence]
+            one.choices = logits[own.start : own.stop].argmax(-1).tolist()
 
 
 def mode_of(completion: Completion, verification: VerificationMode | None) -> VerificationMode:

@@ -32,25 +32,26 @@ from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.combined import combined, drafts_alone, free_part, proposers_of
 from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.model_policy import DraftPrefill, count_siblings, cut_siblings
+from attar.runtime.speculate.draft_prefill import DraftPrefill
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
 from attar.runtime.speculate.settings import LOSSY
+from attar.runtime.speculate.siblings import SiblingRounds
 from attar.runtime.speculate.speculative_pass import (
     RESTING,
     GuardedRules,
     SpeculationCounts,
     SpeculativePass,
+    add_choices,
     decodes_one,
     draft_limits,
     drawing_rules,
     mode_of,
     noise_of,
+    prompts_read,
 )
 from attar.runtime.speculate.target import CompletionLogits
 from attar.runtime.speculate.verify import VerificationMode, verify
-
-SIBLINGS_EVERY = 4  # passes between two with siblings, where none pay
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Speculator:
         verification: coupled, exact, None: coupled where the request has a seed, else exact; or typical,
             which is lossy.
         clock: seconds.
+        prefilling: is told the sequences whose prompts are read.
 
     Attributes:
         failure: the error that ended speculation; None where there was none.
@@ -76,16 +78,16 @@ class Speculator:
         most: int,
         verification: VerificationMode | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        prefilling: Callable[[Sequence[DraftRequest]], None] | None = None,
     ) -> None:
         self.proposer, self.policy, self.most = proposer, policy, most
-        self.verification, self.clock = verification, clock
+        self.verification, self.clock, self.prefilling = verification, clock, prefilling
         self.counts, self.prefill = SpeculationCounts(), DraftPrefill()
         self.failure: Exception | None = None
         self.stopped = False
         self._running: list[int] = []  # that the proposer and the policy know of
         self._round = RESTING
-        self._uncut: dict[int, Draft] = {}  # drafts of the pass with all siblings
-        self._since_siblings = SIBLINGS_EVERY
+        self._siblings = SiblingRounds()
         self._spent = 0.0  # own seconds, charged with the next proposal
         self._pause = self._resting = 0  # passes without speculation, and those that remain
 
@@ -115,7 +117,10 @@ class Speculator:
         this = self._round = SpeculativePass(
             decoding, total - len(decoding), scheduler.limits.step_tokens - total
         )
-        if decoding and not rests and self.failure is None and self.policy.open:
+        drafting = not rests and self.failure is None and self.policy.open
+        if drafting and self.prefilling is not None:
+            self._tell(self.prefilling, prompts_read(planned, completion))
+        if decoding and drafting:
             limits = draft_limits(decoding.values(), scheduler, min(self.most, this.left), inside)
             if any(limits):
                 this.asked = True
@@ -176,16 +181,14 @@ class Speculator:
             if output.sequence.id in this.decoding and isinstance(sampled, SampledTokens)
         ]
         if drafts and self.proposer.learns_tree:
-            self._add_choices(feedback, outputs, logits)
+            add_choices(feedback, outputs, logits)
         for one in feedback if this.doubted else ():
             one.doubted = this.doubted.get(one.sequence)
         if this.prefills:
             self.prefill.charge(self.policy, len(this.decoding), drafting)
         charged = 0.0 if this.prefills else drafting
         self.policy.note(feedback, now - this.began, charged, this.prompt_tokens, this.steps)
-        if self._uncut:
-            count_siblings(self.policy.acceptance, feedback, self._uncut)
-            self._uncut = {}
+        self._siblings.learn(self.policy.acceptance, feedback)
         if self.failure is None:
             try:
                 self.proposer.observe(feedback)
@@ -220,6 +223,12 @@ class Speculator:
         else:
             self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is measured
         return self._resting > 0
+
+    def _tell(self, tell: Callable[[Sequence[DraftRequest]], None], prompts: list[DraftRequest]) -> None:
+        try:
+            tell(prompts)
+        except Exception as failure:
+            self._fail(failure)
 
     def _assign(self, this: SpeculativePass, drafts: Sequence[Draft | None], scheduler: Scheduler) -> None:
         """Give the sequences their drafts, as far as the step has room for them."""
@@ -278,7 +287,7 @@ class Speculator:
         depths = [sum(kind < LEVELS for kind in one) for one in kinds]
         if not any(depths):
             return [None] * len(decoding)
-        siblings = self._with_siblings(kinds)
+        siblings = self._siblings.due(kinds)
         this.prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
         least = self.policy.least
         whole = proposer.trees or (proposer.confident and least > 0)
@@ -303,8 +312,7 @@ class Speculator:
             this.doubted = {
                 one: size for one, size, most in zip(ids, sizes, limits, strict=True) if size < most
             }
-        self._uncut = {one: draft for one, draft in zip(ids, drafts, strict=True) if draft is not None}
-        return [draft and cut_siblings(draft, one) for draft, one in zip(drafts, kinds, strict=True)]
+        return self._siblings.cut(dict(zip(ids, drafts, strict=True)), kinds)
 
     def _asked(
         self, proposer: Proposer, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules] = ()
@@ -317,15 +325,6 @@ class Speculator:
                 self._fail(failure)
             return [None] * len(requests)
 
-    def _with_siblings(self, kinds: Sequence[set[int]]) -> bool:
-        """Whether to draft siblings: where some pay, and every few passes to learn their rates."""
-        self._since_siblings += 1
-        pay = any(kind >= LEVELS for one in kinds for kind in one)
-        if not pay and self._since_siblings < SIBLINGS_EVERY:
-            return False
-        self._since_siblings = 0
-        return True
-
     def _prefilled_limit(self, sequence: Running, most: int) -> int:
         """``most`` where the draft model has prefilled the sequence or should, else 0."""
         count = len(sequence.tokens)
@@ -335,16 +334,6 @@ class Speculator:
     def _fitting(self, draft: Draft, left: int) -> Draft | None:
         """The part that fits in the step; all or nothing if the proposer learns from its whole tree."""
         return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
-
-    def _add_choices(
-        self, feedback: Sequence[DraftFeedback], outputs: Sequence[StepOutput], logits: Tensor
-    ) -> None:
-        """The target's likeliest token in every row of a draft, for a proposer that learns from them."""
-        rows = {output.sequence.id: output.rows[-output.draws :] for output in outputs}
-        for one in feedback:
-            if one.draft is not None:
-                own = rows[one.sequence]
-                one.choices = logits[own.start : own.stop].argmax(-1).tolist()
 
     def _fail(self, failure: Exception) -> None:
         self.failure = failure

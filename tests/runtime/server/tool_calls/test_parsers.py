@@ -119,6 +119,66 @@ CASES = {  # format → answer → text and calls
         "<function=no": ("<function=no", []),
     },
 }
+HARMONY = "<|start|>assistant<|channel|>"
+CALL = "<|channel|>commentary to=functions."
+CASES["harmony"] = {
+    "<|channel|>final<|message|>2 + 2 = 4.\n": ("2 + 2 = 4.\n", []),
+    f"{CALL}get_weather <|constrain|>json<|message|>{PARIS}<|call|>": ("", [("get_weather", PARIS)]),
+    f" to=functions.now<|channel|>commentary json<|message|>{{}}<|call|>{HARMONY}final<|message|>Done.": (
+        "Done.",
+        [("now", "{}")],
+    ),
+    f"<|channel|>commentary<|message|>First:<|end|>{HARMONY}commentary<|message|> then.\n<|end|>\n"
+    f"{CALL.replace('<|channel|>', HARMONY)}now<|message|><|call|>": ("First:\nthen.", [("now", "{}")]),
+    f'{CALL}now<|message|>{{"a": "b': ("", [("now", '{"a": "b')]),
+    f"<|channel|>analysis<|message|>So.<|start|>assistant{HARMONY[17:]}final<|message|>Yes <b>": (
+        "Yes <b>",
+        [],
+    ),
+    "<|channel|>analysis to=python<|message|>print(1)<|call|>": ("", []),
+    '{"no": "header"}<|return|> and more': ('{"no": "header"}\nand more', []),
+    "<|channel|>analy": ("", []),
+    "<|chan": ("<|chan", []),
+    "too": ("too", []),
+    "to": ("to", []),
+    " ": (" ", []),
+}
+BOTH = "[get_weather(city='It\\'s', days=-2), now()]"
+CASES["pythonic"] = {
+    BOTH: ("", [("get_weather", '{"city": "It\'s", "days": -2}'), ("now", "{}")]),
+    f" <|python_start|>{BOTH[:-1]} ] <|python_end|> Done.": (
+        "Done.",
+        [("get_weather", '{"city": "It\'s", "days": -2}'), ("now", "{}")],
+    ),
+    '[now(a=[1, (2, {"x": None, "y": ")]"})], from=true, b="\\ud83d\\ude00", c=1.5, d=\'\',)]': (
+        "",
+        [
+            (
+                "now",
+                '{"a": [1, [2, {"x": null, "y": ")]"}]], "from": true, "b": "\U0001f600", "c": 1.5, "d": ""}',
+            )
+        ],
+    ),
+    "[now(\n a = 1,\n)] and text": ("and text", [("now", '{"a": 1}')]),
+    "[now(), get_weather(city=open('x'))]": (", get_weather(city=open('x'))]", [("now", "{}")]),
+    "[now(),": (",", [("now", "{}")]),
+    "[now() now()]": ("now()]", [("now", "{}")]),
+    "[unknown(a=1)]": ("[unknown(a=1)]", []),
+    "[1, 2] is a list": ("[1, 2] is a list", []),
+    "[]": ("[]", []),
+    " [now(a=1": (" [now(a=1", []),
+    "<|python_start|>print(1)": ("<|python_start|>print(1)", []),
+    "<|python_st": ("<|python_st", []),
+    "now()": ("now()", []),
+}
+NO_LITERALS = [
+    *("open()", "1 + 1", "[x for x in y]", "f''", "b''", "{1: 2}", "{**{}}", "*[1]", "x", "1j", "...", "a.b"),
+    *("lambda: 1", "1e999", "{1}", "'a' 1", "(" * 70 + ")" * 70, "1" * 5000, "-" * 40_000 + "1", ""),
+    *("x := 1", "1 if 1 else 2", "-True", "'\\N{x}'"),
+]
+CASES["pythonic"] |= {f"[now(a={one})]": (f"[now(a={one})]", []) for one in NO_LITERALS if len(one) < 20}
+for others in ("1", "a=1, a=2", "a", "**{}", "a==1", "1a=2", ", a=1"):
+    CASES["pythonic"][f"[now({others})]"] = (f"[now({others})]", [])
 ANSWERS = [(name, answer) for name, answers in CASES.items() for answer in answers]
 
 
@@ -138,6 +198,32 @@ def test_every_way_to_cut_an_answer_gives_the_same(name, answer):
     assert read(name, list(answer)) == expected
     for place in range(len(answer) + 1):
         assert read(name, [answer[:place], answer[place:]]) == expected, (answer[:place], answer[place:])
+
+
+@pytest.mark.parametrize("text", NO_LITERALS, ids=lambda text: text[:20])
+def test_what_is_no_literal_is_no_call(text):
+    answer = f"[now(a={text})]"
+    assert read("pythonic", [answer]) == (answer, [])
+
+
+def test_channels_become_reasoning_text_and_calls():
+    answer = (
+        f"<|channel|>analysis<|message|> One.\n<|end|>{HARMONY}analysis<|message|>Two <|end|>"
+        f"{HARMONY}final<|message|>Three."
+    )
+    for pieces in ([answer], list(answer)):
+        parser, seen = FORMATS["harmony"].parser({}), []
+        parts = []
+        for piece in pieces:
+            parts += parser.add(piece)
+            seen.append(parser.reasons)
+        whole = join_pieces(parts + parser.finish())
+        assert (whole.reasoning, whole.text, whole.calls) == ("One.\nTwo", "Three.", [])
+    assert any(seen) and not seen[0] and not seen[-1]
+    parser = FORMATS["harmony"].parser({})
+    assert [part.reasoning for part in parser.add("<|channel|>analysis<|message|>So it ")] == ["So it"]
+    hidden = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+    assert [part.reasoning for part in FORMATS["harmony"].parser({}).add(hidden)] == ["{}"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,6 +273,8 @@ TEMPLATES = {
     "qwen_xml": "<tool_call>\n<function=example>",
     "mistral": "{{ '[TOOL_CALLS] [' }}",
     "llama3": "{{- 'Environment: ipython\n' }}",
+    "harmony": "<|start|>assistant<|channel|>final<|message|>",
+    "pythonic": "{{ 'Environment: ipython' }} Use exact format: [func_name1(param1=value1), func_name2(...)]",
     "json": "{% for m in messages %}{{ m.content }}{% endfor %}",
 }
 

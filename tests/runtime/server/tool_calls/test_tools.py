@@ -12,7 +12,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
+from attar.runtime.server.answer import AnswerForm
 from attar.runtime.server.app import create_app
+from attar.runtime.server.conversation import ChatMessage
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ChatOptions, ServerTokenizer
 from tests import tiny_models
@@ -178,6 +180,50 @@ def test_a_real_model_is_held_to_the_call():
             assert call["function"]["name"] in ("get_weather", "now"), message
             assert isinstance(json.loads(call["function"]["arguments"]), dict)
             assert not message["content"]
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>A call.<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.get_weather "
+    '<|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+)
+
+
+def test_channels_are_read_with_tools_and_without():
+    with scripted(CHANNELS, "tools <|channel|>") as (url, _, _):
+        client = client_of(url)
+        message = (
+            client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS).choices[0].message
+        )
+        with client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=TOOLS) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        items = client.responses.create(
+            model="tiny", input="hi", tools=[TOOLS[0]["function"] | {"type": "function"}]
+        )
+    for one in (message, streamed):
+        assert one.reasoning_content == "A call." and not one.content
+        [call] = one.tool_calls
+        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    assert [item.type for item in items.output] == ["reasoning", "function_call"]
+    assert items.usage.output_tokens_details.reasoning_tokens > 3
+    with scripted("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+                  "<|channel|>") as (url, _, _):  # fmt: skip
+        message = ask(url).json()["choices"][0]["message"]
+    assert message["content"] == "Yes." and message["reasoning"] == "Hm."
+
+
+def test_channels_need_their_marks():
+    form, token_of = AnswerForm.of("<|channel|>"), {"<|channel|>": 7}.get
+    assert form.constraints(None, token_of, None) == {"skip_special_tokens": False}
+    assert AnswerForm.of(HERMES).constraints(None, {"<tool_call>": 7}.get, None) == {}
+
+
+def test_reasoning_before_a_call_goes_back_under_the_name_of_each_template():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    assert ChatMessage(**message).plain()["thinking"] == "Hm."
+    assert "thinking" not in ChatMessage(**message, content="Text.").plain()
+    assert "thinking" not in ChatMessage(role="assistant", reasoning="Hm.").plain()
 
 
 SHOWS = (

@@ -19,12 +19,12 @@ from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.draft_prefill import DraftPrefill
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
-from attar.runtime.speculate.model_policy import DraftPrefill
 from tests import tiny_models
 from tests.runtime.speculate.proposing import speculator
 

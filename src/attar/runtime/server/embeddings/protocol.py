@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from attar.runtime.server.protocol import StrictModel, TokenId, check_prompts
+from attar.runtime.server.body_model import StrictModel
+from attar.runtime.server.protocol import TokenId, check_prompts
 
 MAX_TEXTS = 2048  # of one request, as at OpenAI
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attar.runtime.server.protocol import ChatMessage, ChatRequest, JsonSchema, ResponseFormat
+from attar.runtime.server.conversation import ChatMessage
+from attar.runtime.server.protocol import ChatRequest
 from attar.runtime.server.responses_api.protocol import (
     ChosenTool,
     InputItem,
@@ -13,6 +14,7 @@ from attar.runtime.server.responses_api.protocol import (
     TextFormat,
     TextPart,
 )
+from attar.runtime.server.structured_outputs import JsonSchema, ResponseFormat
 from attar.runtime.server.tool_calls.protocol import (
     CallBody,
     CallFunction,

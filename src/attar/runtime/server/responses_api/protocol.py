@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from attar.runtime.server.protocol import StreamOptions, StrictModel, check_variables, field_error
+from attar.runtime.server.body_model import StrictModel, field_error
+from attar.runtime.server.conversation import check_variables
+from attar.runtime.server.protocol import StreamOptions
 from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, ToolName
 
 

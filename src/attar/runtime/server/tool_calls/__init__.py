@@ -1,6 +1,6 @@
 """Tool calls: how a family of models writes them, and a parser that reads them as they come.
 
-    FORMATS[name]           hermes, qwen_xml, llama3, mistral, json
+    FORMATS[name]           harmony, hermes, qwen_xml, pythonic, llama3, mistral, json
     choose_format(...)      the family's, from the words of its chat template
     call_grammar(...)       a grammar that holds an answer to calls
 
@@ -12,12 +12,24 @@ from __future__ import annotations
 
 from attar.errors import SettingsError
 from attar.runtime.server.tool_calls.call_format import CallFormat
+from attar.runtime.server.tool_calls.harmony import HarmonyCalls
 from attar.runtime.server.tool_calls.hermes import HermesCalls
 from attar.runtime.server.tool_calls.leading_json import LeadingJsonCalls
 from attar.runtime.server.tool_calls.mistral import MistralCalls
+from attar.runtime.server.tool_calls.pythonic import PythonicCalls
 from attar.runtime.server.tool_calls.qwen_xml import QwenXmlCalls
 
 FORMATS: dict[str, CallFormat] = {
+    "harmony": CallFormat(
+        parser=HarmonyCalls,
+        signs=("<|channel|>",),
+        mark="<|channel|>",
+        before="commentary to=functions.{name} <|constrain|>json<|message|>",
+        after="",  # the token that ends a call ends the answer
+        between="",
+        most_calls=1,
+        channels=True,
+    ),
     "qwen_xml": CallFormat(
         parser=QwenXmlCalls,
         signs=("<function=",),
@@ -25,6 +37,7 @@ FORMATS: dict[str, CallFormat] = {
         before="\n<function={name}>\n",
         after="</function>\n</tool_call>",
         between="\n",
+        arguments="xml",
     ),
     "hermes": CallFormat(
         parser=HermesCalls,
@@ -43,6 +56,15 @@ FORMATS: dict[str, CallFormat] = {
         between=", ",
         bracketed=True,
         id_length=9,
+    ),
+    "pythonic": CallFormat(
+        parser=PythonicCalls,
+        signs=("[func_name1(",),
+        before="{name}(",
+        after=")",
+        between=", ",
+        bracketed=True,
+        arguments="python",
     ),
     "llama3": CallFormat(
         parser=LeadingJsonCalls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
@@ -9,7 +10,7 @@ from attar.runtime.server.tool_calls.json_value import BLANKS, CallObject
 from attar.runtime.server.tool_calls.parts import AnswerPiece, CallPiece
 
 
-class CallParser:
+class CallParser(ABC):
     """Reads one answer.
 
     Blanks at the end of a text wait: before calls, and between calls and the first text, they are left out.
@@ -37,13 +38,18 @@ class CallParser:
             self._pieces.append(AnswerPiece(self._blanks))
         return self._take()
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the answer is inside of its reasoning, where the form of calls has it."""
+        return False
+
+    @abstractmethod
     def read(self, piece: str) -> None:
         """Read a piece; by each family."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """Release what is held back; by each family."""
-        raise NotImplementedError
 
     def put_text(self, text: str) -> None:
         """Text of the answer."""

@@ -27,7 +27,8 @@ from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import DraftPolicy, LossBudget
+from attar.runtime.speculate.loss_budget import LossBudget
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.metrics import AcceptanceCounts, Profile, ProfileRow, speedup
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.speculator import Speculator

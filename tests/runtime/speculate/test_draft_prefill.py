@@ -3,9 +3,10 @@
 import pytest
 
 from attar.runtime.speculate.draft import kind_of
+from attar.runtime.speculate.draft_prefill import CATCH_UP, DraftPrefill
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.model_policy import CATCH_UP, DraftPrefill
-from attar.runtime.speculate.policy import BUDGET, DraftPolicy
+from attar.runtime.speculate.loss_budget import BUDGET
+from attar.runtime.speculate.policy import DraftPolicy
 
 
 def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:

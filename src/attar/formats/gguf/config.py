@@ -1,0 +1,285 @@
+"""A GGUF file's metadata as a config of transformers, and the placements of its tensors.
+
+    config = hf_config(file.metadata, file.tensors, file.load)
+    for placement in file_placements(config, pieces(infos)):
+        tensor = placement.undo(file.load(placement.gguf))          under the name placement.stored
+
+Files of llama.cpp's converter are read as well as attar's own; what a file leaves out has llama.cpp's
+default. ``llama`` is the architecture of Llama, of Mistral and of Mixtral: a file with a sliding window, or
+whose width is no multiple of its heads (which Llama's config refuses), becomes a Mistral, one with experts a
+Mixtral. ``deepseek2`` is DeepSeek V3's where the router's function is the sigmoid, else V2's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attar.errors import CheckpointError, ModelError
+from attar.formats.gguf.architecture import (
+    Architecture,
+    ConfigCount,
+    ConfigRule,
+    Sizes,
+    key_of,
+    shortest,
+    usual_pattern,
+)
+from attar.formats.gguf.families import ARCHITECTURES, MISTRAL
+from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.rope import TENSORS, rope_config
+from attar.formats.gguf.tensor_map import expected_placements, query_scalar
+
+DAMAGED = "the file is incomplete or damaged; get it again"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+OPTIONAL = ("groups", "used_groups", "shared")
+"""Numbers that a file may leave out where they are 1."""
+TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+
+class ArchitectureMetadata:
+    """Checked access to the keys of a file's architecture, ``<architecture>.*``."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self.arch = str(metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key without the architecture's prefix; floats with as few digits as float32 needs.
+
+        Raises:
+            CheckpointError: it is no finite number, but ``default`` is one.
+        """
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(default, int | float) and not is_number:
+            problem = f"{value!r}, not a number" if f"{self.arch}.{key}" in self.metadata else "missing"
+            raise CheckpointError(f"GGUF: {self.arch}.{key} is {problem}", hint=DAMAGED)
+        return shortest(value) if isinstance(value, float) else value
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0.
+
+        Raises:
+            CheckpointError: it is missing, or differs from block to block.
+        """
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if isinstance(value, list) and value and all(number == value[0] for number in value):
+            value = value[0]
+        if isinstance(value, list):
+            raise CheckpointError(
+                f"GGUF: {self.arch}.{key} differs from block to block",
+                hint="a config of transformers has one number for all",
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problem = "missing" if value is None else f"{value!r}, not a whole number above 0"
+            raise CheckpointError(f"GGUF: {self.arch}.{key} is {problem}", hint=DAMAGED)
+        return value
+
+
+def hf_config(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    load: Callable[[str], Tensor] | None = None,
+) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+        tensors: by name, each with a ``shape`` (rows first) and perhaps a ``kind``.
+        load: reads a tensor; None: ``tensors`` are the tensors themselves.
+
+    Raises:
+        ModelError: an architecture that attar does not know.
+        CheckpointError: a key is missing, or has another value in each block.
+    """
+    keys = ArchitectureMetadata(metadata)
+    arch = _family(keys)
+    measured = _sizes(keys, arch, tensors)
+    factors = {name: load(name) if load else tensors[name] for name in TENSORS if name in tensors}
+    return {
+        "model_type": arch.family,
+        "architectures": [arch.model_class],
+        "dtype": _dtype(tensors),
+        **_numbers(keys, arch, measured),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **{rule.key: _ruled(rule) for rule in arch.rules if rule.allowed is not None},
+        **_biases(arch, tensors),
+        **_extras(keys, arch),
+        **_window(keys, arch, measured),
+        **rope_config(keys.get, arch, measured, factors),
+        **_tokens(metadata),
+    }
+
+
+def _family(keys: ArchitectureMetadata) -> Architecture:
+    """The family of a file."""
+    known = [family for family in ARCHITECTURES.values() if family.arch == keys.arch]
+    if not known:
+        names = sorted({family.arch for family in ARCHITECTURES.values()})
+        raise ModelError(
+            f"attar cannot read GGUF's architecture {keys.arch!r}", hint=f"it can read {', '.join(names)}"
+        )
+    experts = keys.get("expert_count", 0) > 0
+    fitting = [family for family in known if family.mixture == experts]
+    if not fitting:
+        raise ModelError(f"attar cannot read a {keys.arch} {'with' if experts else 'without'} experts")
+    if len(fitting) > 1 and fitting[0].fixed:
+        fitting = [
+            family
+            for family in fitting
+            if all(keys.get(key, fitting[0].fixed[0][1]) == value for key, value in family.fixed)
+        ] or fitting
+    if fitting[0].family == "deepseek_v2" and keys.get("expert_group_count", 0) > 1:
+        raise ModelError(
+            "attar cannot read a deepseek2 whose softmax router has groups",
+            hint="llama.cpp scores groups by their two best experts, transformers by the best",
+        )
+    if keys.arch != MISTRAL.arch or experts:
+        return fitting[0]
+    uneven = keys.positive("embedding_length") % keys.positive("attention.head_count")
+    return MISTRAL if keys.get("attention.sliding_window") or uneven else fitting[0]
+
+
+def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str, Any]) -> Sizes:
+    hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
+    more = {count.size: _count(keys, count) for count in arch.counts}
+    if arch.latent:
+        head = keys.positive("attention.key_length_mla")
+        more["nope"] = head - more["rope"]
+    else:
+        head = keys.positive("attention.key_length", hidden // heads)
+        if keys.positive("attention.value_length", head) != head:
+            raise CheckpointError(
+                f"GGUF: {keys.arch}.attention.value_length is not key_length",
+                hint="a config of transformers has one width for keys and values",
+            )
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError("GGUF: there is no token_embd.weight", hint=DAMAGED)
+    return Sizes(
+        layers=keys.positive("block_count"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if arch.latent else keys.positive("attention.head_count_kv", heads),
+        head=head,
+        ff=keys.positive("feed_forward_length"),
+        vocabulary=int(tensors["token_embd.weight"].shape[0]),
+        context=keys.positive("context_length"),
+        more=more,
+    )
+
+
+def _count(keys: ArchitectureMetadata, count: ConfigCount) -> int:
+    """A number of :attr:`Architecture.counts`; those without a key are computed from others."""
+    if not count.gguf:
+        return 0
+    if count.zero:
+        return int(keys.get(count.gguf, 0))
+    return keys.positive(count.gguf, 1 if count.size in OPTIONAL else None)
+
+
+def _numbers(keys: ArchitectureMetadata, arch: Architecture, measured: Sizes) -> dict[str, Any]:
+    """Sizes and epsilon, under the family's keys."""
+    names = ["hidden", "layers", "heads", "ff", "vocabulary", "context"]
+    names += ["kv_heads"] if arch.grouped else []
+    names += [] if arch.square or arch.latent else ["head"]
+    kind = "layer_norm" if arch.layer_norm else "layer_norm_rms"
+    epsilon = keys.get(f"attention.{kind}_epsilon", math.nan)
+    config = {key_of(arch, name): getattr(measured, name) for name in names}
+    for count in arch.counts:
+        config[count.keys[0]] = measured.of(count.size) or (0 if count.size == "dense" else None)
+    return config | {key_of(arch, "epsilon"): float(epsilon)}
+
+
+def _biases(arch: Architecture, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that state which modules have a bias."""
+    optional = [module for module in arch.blocks if isinstance(module.bias, str)]
+    flagged = [module for module in arch.blocks if module.flag]
+    return {
+        **{str(module.bias): f"{module.gguf.format(0)}.bias" in tensors for module in reversed(optional)},
+        **{module.flag: f"{module.gguf.format(0)}.weight" in tensors for module in flagged},
+    }
+
+
+def _ruled(rule: ConfigRule) -> Any:
+    """The value of a key that llama.cpp's code fixes: transformers' default where it is allowed."""
+    assert rule.allowed, "a rule without allowed values allows any number"
+    return rule.default if rule.default in rule.allowed else rule.allowed[0]
+
+
+def _extras(keys: ArchitectureMetadata, arch: Architecture) -> dict[str, Any]:
+    return {source: keys.get(key, arch.defaults.get(source)) for key, source in arch.extras}
+
+
+def _window(keys: ArchitectureMetadata, arch: Architecture, measured: Sizes) -> dict[str, Any]:
+    """Sliding windows, and the scale of queries that goes with them in Gemma."""
+    tokens, marks = keys.get("attention.sliding_window", 0), keys.get("attention.sliding_window_pattern")
+    if arch.window == "all":
+        return {"sliding_window": int(tokens) if tokens else None}
+    if arch.window == "marked":
+        return _marked(int(tokens), marks) if tokens and isinstance(marks, list) else {}
+    if arch.window is None:
+        return {}
+    interval = marks if isinstance(marks, int) and not isinstance(marks, bool) else int(arch.window)
+    blocks = marks if isinstance(marks, list) else usual_pattern(interval, measured.layers)
+    if arch.family == "gemma3_text" and not tokens:
+        blocks = [False] * measured.layers
+    scale = {"query_pre_attn_scalar": query_scalar(arch, measured)} if arch.scale_by_layers else {}
+    window = int(tokens or arch.defaults["sliding_window"])
+    return {"sliding_window": window, "layer_types": _types(blocks), **scale}
+
+
+def _marked(tokens: int, marks: list[bool]) -> dict[str, Any]:
+    config = {"use_sliding_window": True, "sliding_window": tokens, "max_window_layers": 0}
+    return config | {"layer_types": _types(marks)}
+
+
+def _types(blocks: list[bool]) -> list[str]:
+    return ["sliding_attention" if marked else "full_attention" for marked in blocks]
+
+
+def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in TOKENS.items()}
+    return {key: None if index is None else int(index) for key, index in ids.items()}
+
+
+def _dtype(tensors: Mapping[str, Any]) -> str:
+    """The dtype of the matrices: float32 where all are, bfloat16 where one is, else float16."""
+    kinds = [
+        getattr(tensor, "kind", None) or str(tensor.dtype).removeprefix("torch.")
+        for tensor in tensors.values()
+        if len(tensor.shape) > 1
+    ]
+    names = [DTYPES.get(kind, kind) for kind in kinds]
+    if all(name == "float32" for name in names):
+        return "float32"
+    return "bfloat16" if "bfloat16" in names else "float16"
+
+
+def file_placements(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[Placement]:
+    """The placements of the checkpoint's tensors, in the file's order.
+
+    Args:
+        config: of :func:`hf_config`.
+        tensors: of the file by name, every expert by itself (:func:`attar.formats.gguf.placement.pieces`),
+            each with a ``shape``.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape, or unknown; names it.
+    """
+    wanted = [placement for placement in expected_placements(config) if placement.stored is not None]
+    for placement in wanted:
+        if placement.piece not in tensors:
+            raise CheckpointError(f"GGUF: there is no tensor {placement.piece!r}", hint=DAMAGED)
+        shape = tuple(tensors[placement.piece].shape)
+        if shape != placement.shape:
+            raise CheckpointError(
+                f"GGUF: tensor {placement.piece!r} is {list(shape)}, but must be {list(placement.shape)}"
+            )
+    known = frozenset(placement.piece for placement in wanted)
+    for name in tensors:
+        if name not in known and name not in TENSORS:
+            raise CheckpointError(f"GGUF: tensor {name!r} has no place in a {config['model_type']}")
+    return wanted

@@ -1,0 +1,84 @@
+"""Messages of a conversation, and how a chat template is to render them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from attar.runtime.server.body_model import StrictModel, field_error
+from attar.runtime.server.tool_calls.protocol import CallBody
+
+RESERVED = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "template"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    )
+)
+"""Names that ``chat_template_kwargs`` may not have: arguments of the rendering, and special tokens."""
+
+
+class ContentPart(StrictModel):
+    """A part of a message's content."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class ChatMessage(StrictModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[CallBody] | None = None
+    # in answers, which clients send back
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: None = None
+    annotations: Any = None
+    audio: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template: parts joined, role ``developer`` as ``system``. The reasoning before calls is
+        ``thinking``, too: gpt-oss's name for it, and its template takes no text beside it."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text or part.refusal for part in parts)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text if isinstance(self.content, list) else self.content or "",
+        }
+        reasoning = self.reasoning_content or self.reasoning
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "reasoning_content": reasoning,
+            "thinking": reasoning if self.tool_calls and not message["content"] else None,
+        }
+        return message | {key: value for key, value in extra.items() if value is not None}
+
+
+def check_variables(variables: dict[str, Any]) -> None:
+    """Raise an error for ``chat_template_kwargs`` that a client may not set."""
+    for name in variables:
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise field_error("chat_template_kwargs", f"{name[:100]!r} is no variable that a client may set")
+
+
+def check_chat_options(body: Any) -> None:
+    """Raise an error that names the field for options of the chat template that do not go together.
+
+    Args:
+        body: a request with messages.
+    """
+    check_variables(body.chat_template_kwargs or {})
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "the last message goes on, so no other begins: not both of them"
+        raise field_error("continue_final_message", message)
+    last = body.messages[-1] if body.messages else None
+    if body.continue_final_message and last is not None and not last.plain()["content"]:
+        raise field_error("continue_final_message", "the last message has no text that could go on")

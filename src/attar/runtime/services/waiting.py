@@ -1,0 +1,57 @@
+"""What a pass gains by drafts that other processes make: how long to wait for them, and how deep they are.
+
+    pays        (B + drafted) / (w + t(B, n))  >=  GAIN B / t(B, B)       w seconds until the offers arrive
+
+Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from attar.runtime.speculate.policy import GAIN, DraftPolicy
+
+
+def best_depth(policy: DraftPolicy, batch: int, most: int) -> tuple[int, float]:
+    """Tokens of a draft that give a batch the highest speed, where drafting takes no time, and how many of
+    them are expected to be accepted; at least 1."""
+    target, best, choice = policy.latency.target, 0.0, (1, 0.0)
+    survival, gain = 1.0, 0.0
+    for depth, rate in enumerate(policy.acceptance.rates(-1, 0, most), 1):
+        survival *= rate
+        gain += survival
+        speed = (1 + gain) / target(batch, batch * (1 + depth))
+        if speed > best:
+            best, choice = speed, (depth, gain)
+    return choice
+
+
+def best_wait(
+    waits: Sequence[float], ready: int, batch: int, rates: Sequence[float], policy: DraftPolicy
+) -> float:
+    """Seconds to wait for offers; 0 where waiting does not pay.
+
+    Args:
+        waits: seconds until each offer that is under way, in ascending order.
+        ready: sequences whose offers are there.
+        batch: sequences that decode.
+        rates: acceptance rates by depth.
+    """
+    if not waits or not policy.latency.known:
+        return 0.0
+    gains = list(itertools.accumulate(itertools.accumulate(rates, lambda survival, rate: survival * rate)))
+    speeds = [_speed(policy, batch, ready, 0.0, gains)]
+    speeds += [_speed(policy, batch, ready + count, wait, gains) for count, wait in enumerate(waits, 1)]
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    return waits[best - 1] if best and speeds[best] >= GAIN * speeds[0] else 0.0
+
+
+def _speed(policy: DraftPolicy, batch: int, drafted: int, wait: float, gains: Sequence[float]) -> float:
+    """Tokens a second with drafts for so many sequences of a batch, of the best depth."""
+    if not drafted:
+        return batch / (wait + policy.latency.target(batch, batch))
+    return max(
+        (batch + drafted * gain) / (wait + policy.latency.target(batch, batch + drafted * depth))
+        for depth, gain in enumerate(gains, 1)
+    )

@@ -1,0 +1,48 @@
+"""How likely drafts are accepted, as counted: over all sequences, and for each.
+
+a_l    (accepted + PRIOR a') / (drafted + PRIOR)      at level l; counts decay, a' is the prior rate
+a'     of level l: the rate of level l - 1; for one sequence plus the pooled rates' step from l - 1 to l
+"""
+
+from __future__ import annotations
+
+from attar.runtime.speculate.draft import kind_of
+
+FIRST = 0.6  # a' of a group that was never drafted
+PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
+DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every draft: over all sequences, of one sequence
+
+
+class AcceptanceRates:
+    """Probability that a draft is accepted if its parent was, by kind: a group and a level (``draft.py``)."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, tuple[float, float]] = {}  # kind: accepted, drafted
+        self._own: dict[int, dict[int, tuple[float, float]]] = {}  # by sequence
+
+    def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
+        """a of levels 1..``levels`` of a group."""
+        own, rates, pooled, rate = self._own.get(sequence, {}), list[float](), first, first
+        for level in range(1, levels + 1):
+            kind, before = kind_of(group, level), pooled
+            pooled = _posterior(self._all.get(kind), pooled, PRIOR)
+            rate = _posterior(own.get(kind), min(max(rate + pooled - before, 0.0), 1.0), OWN_PRIOR)
+            rates.append(rate)
+        return rates
+
+    def seen(self, kind: int) -> bool:
+        return kind in self._all
+
+    def note(self, sequence: int, kind: int, accepted: bool) -> None:
+        """Count a draft whose parent was accepted."""
+        for counts, decay in ((self._all, DECAY), (self._own.setdefault(sequence, {}), OWN_DECAY)):
+            good, drafted = counts.get(kind, (0.0, 0.0))
+            counts[kind] = decay * good + accepted, decay * drafted + 1
+
+    def forget(self, sequence: int) -> None:
+        self._own.pop(sequence, None)
+
+
+def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:
+    good, drafted = counts or (0.0, 0.0)
+    return (good + weight * prior) / (drafted + weight)

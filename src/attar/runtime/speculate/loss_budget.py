@@ -1,0 +1,33 @@
+"""A bound on what speculation may lose against plain decoding.
+
+left = min(left + (1 + LOSS) tokens - cost, BUDGET)       after each pass, in plain passes
+"""
+
+from __future__ import annotations
+
+import math
+
+BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
+REOPENS = 0.2  # share of BUDGET: reopened at the first gain, it could not pay for a draft
+
+
+class LossBudget:
+    """Plain passes that may be lost, ``size`` at most; an empty budget is closed until it is nearly full."""
+
+    def __init__(self, size: float = BUDGET) -> None:
+        self.size, self.left, self.open = size, size, True
+
+    @property
+    def stake(self) -> float:
+        """That a pass may lose: drafts get shorter as the budget does, and seldom empty it."""
+        return self.left / 2
+
+    @property
+    def closed_passes(self) -> int:
+        """Plain passes until a closed budget opens."""
+        return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
+
+    def note(self, cost: float, tokens: float) -> None:
+        """Count passes that cost as much as ``cost`` plain ones, with ``tokens`` new tokens a sequence."""
+        self.left = min(self.left + (1 + LOSS) * tokens - cost, self.size)
+        self.open = self.left > 0 and (self.open or self.left >= REOPENS * self.size)

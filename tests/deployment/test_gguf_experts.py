@@ -1,0 +1,184 @@
+"""GGUF files of models with experts: stacked as llama.cpp has them, decoded by the gguf library, opened like
+any checkpoint, importance by expert, codes carried over."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+
+from attar.checkpoint import open_checkpoint
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
+from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.formats.gguf import container, imatrix
+from attar.formats.gguf.imatrix import ImportanceEntry
+from attar.formats.readers import Decoded, dequantize_state
+from tests import tiny_models
+from tests.formats.gguf.variants import build, stored
+
+PER_EXPERT = ("mixtral", "qwen3_moe", "deepseek_v3")
+STACKED = ("granitemoe", "gpt_oss")
+
+
+def saved(variant, tmp_path, dtype=torch.float32):
+    return tiny_models.save(build(variant), tmp_path / "model", dtype=dtype)
+
+
+def settings(**changes):
+    return ExportSettings(**{"format": "gguf", "imatrix": "none", **changes})
+
+
+def decoded(file):
+    """What the gguf library decodes, by name."""
+    return {
+        tensor.name: torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+
+
+@pytest.mark.parametrize("variant", [*PER_EXPERT, *STACKED])
+def test_a_float_file_is_the_checkpoint_bit_for_bit(variant, tmp_path):
+    folder = saved(variant, tmp_path, torch.bfloat16)
+    exported = export(folder, tmp_path / "m.gguf", settings(type="BF16"))
+    wanted = dequantize_state(open_checkpoint(folder))
+    got = dequantize_state(exported)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name].to(tensor.dtype), tensor), name
+
+
+def test_experts_are_stacked_in_their_order(tmp_path):
+    """gate is w1, up is w3, down is w2; the library's own reader sees (E, N, K)."""
+    folder = saved("mixtral", tmp_path)
+    export(folder, tmp_path / "m.gguf", settings(type="F32"))
+    source, actual = open_checkpoint(folder), decoded(tmp_path / "m.gguf")
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        tensor = actual[f"blk.1.ffn_{part}_exps.weight"]
+        for expert in range(4):
+            weight = source.load(f"model.layers.1.block_sparse_moe.experts.{expert}.{name}.weight")
+            assert torch.equal(tensor[expert], weight)
+    router = source.load("model.layers.1.block_sparse_moe.gate.weight")
+    assert torch.equal(actual["blk.1.ffn_gate_inp.weight"], router)
+
+
+def test_latent_attention_is_split_as_llama_cpp_reads_it(tmp_path):
+    """k_b is (heads, rank, nope), the transposed rows of keys; v_b (heads, value, rank)."""
+    folder = saved("deepseek_v2", tmp_path)
+    export(folder, tmp_path / "m.gguf", settings(type="F32"))
+    weight = open_checkpoint(folder).load("model.layers.0.self_attn.kv_b_proj.weight")
+    actual, (heads, nope, value) = decoded(tmp_path / "m.gguf"), (4, 16, 20)
+    for head in range(heads):
+        rows = weight[head * (nope + value) : (head + 1) * (nope + value)]
+        assert torch.equal(actual["blk.0.attn_k_b.weight"][head], rows[:nope].T)
+        assert torch.equal(actual["blk.0.attn_v_b.weight"][head], rows[nope:])
+
+
+def test_gate_and_up_of_gpt_oss_alternate(tmp_path):
+    folder = saved("gpt_oss", tmp_path)
+    export(folder, tmp_path / "m.gguf", settings(type="F32"))
+    source, actual = open_checkpoint(folder), decoded(tmp_path / "m.gguf")
+    both = source.load("model.layers.1.mlp.experts.gate_up_proj")
+    assert torch.equal(actual["blk.1.ffn_gate_exps.weight"], both[:, :, 0::2].mT)
+    assert torch.equal(actual["blk.1.ffn_up_exps.weight"], both[:, :, 1::2].mT)
+    bias = source.load("model.layers.1.mlp.experts.gate_up_proj_bias")
+    assert torch.equal(actual["blk.1.ffn_up_exps.bias"], bias[:, 1::2])
+    assert torch.equal(actual["blk.1.attn_sinks.weight"], source.load("model.layers.1.self_attn.sinks"))
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_quantized_experts_are_near_and_the_file_is_carried_over_unchanged(variant, tmp_path):
+    folder = saved(variant, tmp_path)
+    export(folder, tmp_path / "q8.gguf", settings(type="Q8_0"))
+    wanted, got = decoded(tmp_path / "q8.gguf"), dequantize_state(open_checkpoint(folder))
+    again = dequantize_state(open_checkpoint(tmp_path / "q8.gguf"))
+    for name, tensor in got.items():
+        assert (again[name].float() - tensor).norm() <= 0.02 * tensor.norm(), name
+    kinds = {name: info.kind for name, info in container.read_gguf(tmp_path / "q8.gguf").tensors.items()}
+    assert {kind for name, kind in kinds.items() if name.endswith("_exps.weight")} == {"Q8_0"}
+    assert {kind for name, kind in kinds.items() if "gate_inp" in name or "_norm" in name} == {"F32"}
+    carried = export(tmp_path / "q8.gguf", tmp_path / "auto.gguf", settings(type="auto"))
+    assert carried.card.details["carried"] == sum(kind == "Q8_0" for kind in kinds.values())
+    same = decoded(tmp_path / "auto.gguf")
+    assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
+
+
+def test_an_eight_expert_model_gets_llama_cpps_types(tmp_path):
+    """llama.cpp keeps keys and values of eight-expert models in Q8_0."""
+    model = build("mixtral")
+    assert model.config.num_local_experts == 4
+    folder = saved("mixtral", tmp_path)
+    export(folder, tmp_path / "four.gguf", settings(type="Q4_0"))
+    config = json.loads((folder / "config.json").read_text())
+    state = stored(model)
+    for name in [name for name in state if ".experts." in name]:
+        prefix, _, rest = name.partition(".experts.")
+        number, _, leaf = rest.partition(".")
+        state[f"{prefix}.experts.{int(number) + 4}.{leaf}"] = state[name].clone()
+    for name in [name for name in state if name.endswith("block_sparse_moe.gate.weight")]:
+        state[name] = torch.cat([state[name], state[name] + 0.1])
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
+    export(folder, tmp_path / "eight.gguf", settings(type="Q4_0"))
+    four, eight = (
+        {name: info.kind for name, info in container.read_gguf(tmp_path / f"{name}.gguf").tensors.items()}
+        for name in ("four", "eight")
+    )
+    assert (four["blk.0.attn_v.weight"], eight["blk.0.attn_v.weight"]) == ("Q4_0", "Q8_0")
+    assert (four["blk.0.attn_k.weight"], eight["blk.0.attn_k.weight"]) == ("Q4_0", "Q8_0")
+    assert four["blk.0.ffn_up_exps.weight"] == eight["blk.0.ffn_up_exps.weight"] == "Q4_0"
+
+
+def test_each_expert_is_rounded_with_its_own_importance(tmp_path):
+    folder = saved("qwen3_moe", tmp_path)
+    name = "blk.0.ffn_up_exps.weight"
+    sums = torch.ones(4, 64)
+    sums[2, :8] = 1e4
+    counts = torch.tensor([[4.0], [4.0], [4.0], [0.0]])
+    imatrix.write_imatrix(tmp_path / "i.gguf", {name: ImportanceEntry(sums, counts)}, ["x"], 1, 4)
+    export(folder, tmp_path / "plain.gguf", settings(type="Q4_0"))
+    export(folder, tmp_path / "weighted.gguf", settings(type="Q4_0", imatrix=str(tmp_path / "i.gguf")))
+    plain, weighted = decoded(tmp_path / "plain.gguf")[name], decoded(tmp_path / "weighted.gguf")[name]
+    source = open_checkpoint(folder)
+    weight = source.load("model.layers.0.mlp.experts.2.up_proj.weight")
+    loss = [((one[2] - weight)[:, :8] ** 2).sum() for one in (plain, weighted)]
+    assert loss[1] < 0.9 * loss[0]
+    kinds = {key: info.kind for key, info in container.read_gguf(tmp_path / "weighted.gguf").tensors.items()}
+    assert kinds[name] == "Q4_0"
+    wrong = {name: ImportanceEntry(torch.ones(3, 64), torch.ones(3, 1))}
+    imatrix.write_imatrix(tmp_path / "w.gguf", wrong, ["x"], 1, 4)
+    with pytest.raises(SettingsError, match=r"has 256 inputs, 192 there"):
+        export(folder, tmp_path / "w8.gguf", settings(type="Q4_0", imatrix=str(tmp_path / "w.gguf")))
+
+
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
+    folder = saved("qwen3_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for change, words in (
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"num_local_experts": "four", "num_experts": "four"}, "whole number"),
+        ({"model_type": "phimoe"}, "cannot write 'phimoe'"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ModelError, match=words):
+            export(folder, tmp_path / "x.gguf", settings(type="F16"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
+    with pytest.raises(CheckpointError, match=r"is \[4, 64\], but the config asks for \[5, 64\]"):
+        export(folder, tmp_path / "x.gguf", settings(type="F16"))
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="types under a budget"):
+        export(folder, tmp_path / "x.gguf", settings(bits=5.0))
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+    folder = saved("glm4_moe", tmp_path)
+    state = stored(build("glm4_moe"))
+    more = {f"model.layers.3.{leaf}.weight": torch.ones(64) for leaf in ("enorm", "hnorm")}
+    save_file({**state, **more}, folder / "model.safetensors", {"format": "pt"})
+    exported = export(folder, tmp_path / "m.gguf", settings(type="F32"))
+    assert set(Decoded(exported).tensors) == set(state)
+    assert any("further tokens" in line for line in exported.card.details["limits"])
