@@ -20,9 +20,14 @@ FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 PREDICTING_AHEAD = ("glm4_moe",)  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
 ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"))
-Experts = tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]
+ExpertProducts = tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 SHARED = ("shared_expert.", "shared_experts.")
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor is a router's matrix, which stays float32."""
+    return name.endswith(tuple(f".{module}{gate}.weight" for module, gate in ROUTERS))
 
 
 class LayerTensors(Protocol):
@@ -51,10 +56,10 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     Raises:
         ModelError: tensors are missing, or the routing is not one that the library has.
     """
-    place = next((place for place in ROUTERS if layer.has(f"{''.join(place)}.weight")), None)
-    if place is None:
+    stored = next((names for names in ROUTERS if layer.has(f"{''.join(names)}.weight")), None)
+    if stored is None:
         return None
-    module, gate = place
+    module, gate = stored
     router = layer.tensor(f"{module}{gate}.weight").float().contiguous()
     if config.model_type == "gpt_oss":
         gate_up, down = _alternating(layer, f"{module}experts.")
@@ -62,13 +67,13 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
         gate_up, down = _experts(layer, f"{module}experts.", len(router))
     shared = next((name for name in SHARED if layer.has(f"{module}{name}down_proj.weight")), None)
     gates = {
-        name: layer.tensor(f"{module}{stored}").float().reshape(-1).contiguous()
-        for name, stored in (
+        name: layer.tensor(f"{module}{leaf}").float().reshape(-1).contiguous()
+        for name, leaf in (
             ("bias", f"{gate}.bias"),
             ("correction", f"{gate}.e_score_correction_bias"),
             ("shared_gate", "shared_expert_gate.weight"),
         )
-        if layer.has(f"{module}{stored}")
+        if layer.has(f"{module}{leaf}")
     }
     of_shared = {}
     if shared:
@@ -81,7 +86,7 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     )
 
 
-def _experts(layer: LayerTensors, module: str, count: int) -> Experts:
+def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
     """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
     if layer.has(f"{module}gate_up_proj"):
         both = (layer.tensor(f"{module}{name}") for name in ("gate_up_proj", "down_proj"))
@@ -94,7 +99,7 @@ def _experts(layer: LayerTensors, module: str, count: int) -> Experts:
     )
 
 
-def _alternating(layer: LayerTensors, module: str) -> Experts:
+def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
     """The same of gpt-oss: (E, K, N) with biases, rows of the gate and of up in turn."""
     parts = []
     for name in ("gate_up_proj", "down_proj"):
