@@ -122,6 +122,11 @@ class StepInput:
         ends = zip(self.spans, self.offsets[1:], strict=True)
         return _concatenate([np.arange(stop - span.wants, stop) for span, stop in ends])
 
+    def wanted_of(self, spans: Sequence[int]) -> IntArray:
+        """Rows of the logits of some spans, by their indices; int64."""
+        starts = (0, *accumulate(span.wants for span in self.spans))
+        return _concatenate([np.arange(starts[index], starts[index + 1]) for index in spans])
+
     def rows_of(self, adapter: str) -> IntArray:
         """Tokens of the step whose spans have an adapter; int64."""
         ranges = zip(self.spans, self.offsets, self.offsets[1:], strict=False)

@@ -19,7 +19,7 @@ from attar.runtime.runner.lora import LoraAdapter, LoraUpdate, read_lora
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
-from tests.runtime.test_loading import packed, save
+from tests.runtime.test_loading import compiled_only, packed, save
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 30, 7, 77, 12, 3, 44, 9, 9, 2, 18, 100, 101, 102, 103, 9], [8, 8, 8], [60, 61, 62, 63, 64]]
@@ -283,3 +283,107 @@ def test_modules_that_run_on_other_rows_are_an_error(adapted):
     assert "runs on 6 rows of 3" in str(events[-1].failure)
     layer.forward = forward
     adapted.engine.check()
+
+
+# in the compiled step
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A model in bfloat16, and two adapters; also with a tied head."""
+    place = tmp_path_factory.mktemp("compiled")
+    for name, family in (("model", "llama3"), ("tied", "qwen3")):
+        tiny_models.save(tiny_models.build(family).to(torch.bfloat16), place / name)
+        first, second = (tiny_models.build(family).to(torch.bfloat16).float() for _ in range(2))
+        write_adapter(place / f"{name}-a", first, 1, target_modules="all-linear")
+        targets = ["q_proj", "up_proj", "lm_head"]
+        write_adapter(place / f"{name}-b", second, 2, r=2, target_modules=targets)
+    return place
+
+
+def compiled_of(folder, adapters=(), **options):
+    limits = Limits(sequences=8, step_tokens=24)
+    llm = LLM(str(folder), runner="compiled", kv_tokens=2048, limits=limits, adapters=True, **options)
+    lora = llm.engine.runner.lora
+    for key, path in adapters:
+        lora.add(key, lora.prepare(read_lora(path)))
+    return llm
+
+
+def merged_in(folder, adapter, target):
+    """The model with an adapter in its weights, in bfloat16, on disk."""
+    view = AdaptedCheckpoint(open_checkpoint(folder), adapter)
+    config = json.loads((folder / "config.json").read_text())
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    config["tie_word_embeddings"] = view.config.get("tie_word_embeddings", False)
+    (target / "config.json").write_text(json.dumps(config))
+    save_file({name: view.load(name).contiguous() for name in view.tensors}, target / "model.safetensors")
+    return target
+
+
+@compiled_only
+@pytest.mark.parametrize("name", ["model", "tied"])
+def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name):
+    """Bit for bit in a mixed batch: chunked prompts, decoding, each adapter and none."""
+    adapters = [(key, dense / f"{name}-{key}") for key in "ab"]
+    llm = compiled_of(dense / name, adapters)
+    jobs = [(prompt, key) for prompt in PROMPTS for key in ("a", "", "b")]
+    expected = {"": generate(compiled_of(dense / name), [(prompt, "") for prompt in PROMPTS])}
+    for key, path in adapters:
+        merged = compiled_of(merged_in(dense / name, path, tmp_path / key))
+        expected[key] = generate(merged, [(prompt, "") for prompt in PROMPTS])
+    actual = generate(llm, jobs)
+    for column, key in enumerate(("a", "", "b")):
+        assert actual[column::3] == expected[key]
+    assert actual == generate(llm, jobs), "with cached prefixes too"
+    assert expected["a"] != expected[""] != expected["b"]
+
+
+@compiled_only
+def test_logits_of_a_mixed_step_are_in_the_order_of_its_spans(dense):
+    llm = compiled_of(dense / "model", [("a", dense / "model-a")])
+    runner = llm.engine.runner
+    spans = [(0, "a", 2), (1, "", 1), (2, "a", 3)]
+    tokens = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+
+    def step(rows):
+        parts = [TokenSpan(n, 0, 3, (n,), spans[n][2], None, spans[n][1]) for n in rows]
+        return StepInput([token for n in rows for token in tokens[n]], tuple(parts))
+
+    alone = torch.cat([runner.run(step([n])) for n in range(3)])
+    torch.testing.assert_close(runner.run(step(range(3))), alone)
+
+
+@compiled_only
+def test_compiled_adapters_come_and_go(dense):
+    llm = compiled_of(dense / "model", [("a", dense / "model-a")], speculate="suffix", drafts=3)
+    prompt = [7, 8, 9] * 6
+    plain = generate(compiled_of(dense / "model"), [(prompt, "")])
+    adapted_ids = generate(llm, [(prompt, "a")])
+    assert generate(llm, [(prompt, "")]) == plain != adapted_ids
+    lora = llm.engine.runner.lora
+    lora.remove("a")
+    with pytest.raises(SettingsError, match="one that is loaded"):
+        llm.engine.add(prompt, GREEDY, adapter="a")
+    lora.add("a", lora.prepare(read_lora(dense / "model-a")))
+    assert generate(llm, [(prompt, "a")]) == adapted_ids and generate(llm, [(prompt, "")]) == plain
+
+
+@compiled_only
+def test_what_the_compiled_step_cannot_add(dense, tmp_path):
+    lora = compiled_of(dense / "model").engine.runner.lora
+    with pytest.raises(ModelError, match=r"inputs and .* outputs for"):
+        lora.prepare(read_lora(dense / "tied-a"))
+    model = tiny_models.build("llama3")
+    wrapped = write_adapter(tmp_path / "norm", model, 1, target_modules=["q_proj"], modules_to_save=["norm"])
+    with torch.no_grad():
+        wrapped.base_model.model.model.norm.modules_to_save["default"].weight.mul_(2)
+    wrapped.save_pretrained(tmp_path / "norm")
+    with pytest.raises(ModelError, match="a whole tensor"):
+        lora.prepare(read_lora(tmp_path / "norm"))
+    source = save(tmp_path / "model", "llama3", hidden_size=128)
+    loaded = LLM(packed(tmp_path, source, "W4A16"), kv_tokens=256, adapters=True)
+    assert "only modules add LoRA adapters" in loaded.describe().why

@@ -21,13 +21,14 @@ from attar.runtime.server import serve
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.embeddings.embedders import EngineEmbedder
-from attar.runtime.server.lora_adapters import first_adapters, modules_options
+from attar.runtime.server.lora_adapters import first_adapters
 from attar.runtime.server.settings import LoraSettings, ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
 from tests.runtime.runner.test_lora import broken, generate, write_adapter
 from tests.runtime.server.real import refused
 from tests.runtime.server.test_live import running_app, until
+from tests.runtime.test_loading import compiled_only
 
 HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
 PROMPT = [5, 9, 30, 7, 77, 12, 3, 44, 9, 9, 2, 18, 100, 101, 102, 103, 9]
@@ -46,10 +47,12 @@ def folders(tmp_path_factory):
 
 
 @contextmanager
-def serving(folders, lora=("a",), folder=True, max_loras=3, embeddings=False, limits=None, **settings):
+def serving(folders, lora=("a",), folder=True, max_loras=3, embeddings=False, options=None, **settings):
     """A server of the model: address, engine, server."""
-    options = {"runner": "modules", "kv_tokens": 1024, "embeddings": embeddings}
-    llm = LLM(str(folders / "model"), limits=limits or Limits(sequences=8, step_tokens=24), **options)
+    options = {"runner": "modules"} if options is None else options
+    limits = Limits(sequences=8, step_tokens=24)
+    model = str(folders / "model")
+    llm = LLM(model, limits=limits, kv_tokens=1024, embeddings=embeddings, adapters=True, **options)
     named = tuple(f"{name}={folders / 'all' / name}" for name in lora)
     where = str(folders / "all") if folder else ""
     loras = LoraSettings(lora=named, lora_folder=where, max_loras=max_loras)
@@ -295,9 +298,6 @@ def test_servers_that_have_no_adapters_are_refused(folders):
     loras = LoraSettings(lora_folder=str(folders / "all"))
     with pytest.raises(SettingsError, match="a key"):
         serve(str(folders / "model"), ServerSettings(host="0.0.0.0"), lora=loras)
-    with pytest.raises(SettingsError, match="auto or modules"):
-        modules_options(loras, {"runner": "compiled"})
-    assert modules_options(LoraSettings(), {"runner": "compiled"}) == {"runner": "compiled"}
     with pytest.raises(CheckpointError, match="no adapter_config"):
         serve(
             str(folders / "model"),
@@ -312,3 +312,33 @@ def test_servers_that_have_no_adapters_are_refused(folders):
             backend, tokenizer=ServerTokenizer(llm.tokenizer), model="base", lora=loras, adapters=adapters
         )
     asyncio.run(backend.close())
+
+
+@compiled_only
+def test_the_compiled_step_prepares_an_adapter_while_it_runs(folders):
+    """Merging weights takes a while: other requests go on meanwhile."""
+    options = {"runner": "compiled", "dtype": "bfloat16"}
+    with serving(folders, options=options) as (url, engine, _):
+        lora, gate = engine.runner.lora, threading.Event()
+        prepare, results = lora.prepare, []
+
+        def slow_prepare(adapter):
+            assert threading.current_thread().name == "attar-lora"
+            gate.wait(10)
+            return prepare(adapter)
+
+        lora.prepare = slow_prepare
+        thread = threading.Thread(target=lambda: results.append(load(url, "b", "b")))
+        thread.start()
+        base, first = ask(url, "base"), ask(url, "a")
+        assert base != first and not results
+        gate.set()
+        thread.join(20)
+        assert results[0].status_code == 200
+        hits = engine.scheduler.manager.stats.hit
+        second = ask(url, "b")
+        assert engine.scheduler.manager.stats.hit == hits and second not in (base, first)
+        assert [ask(url, name) for name in ("base", "a", "b")] == [base, first, second]
+        assert unload(url, "a").status_code == 200
+        until(lambda: list(engine.runner.adapters) == ["b 1"])
+        assert [ask(url, name) for name in ("base", "b")] == [base, second]

@@ -240,7 +240,7 @@ def _expert_bias(part: str, stored: str, half: str) -> ModuleMapping:
         matrix=False,
         leaves=(".bias", "_bias"),
         experts=True,
-        stacked=True,
+        stacked=f"layers.{{}}.mlp.experts.{{{{}}}}.{part}_proj",
         part=half,
     )
 
@@ -267,6 +267,7 @@ GPT_OSS = Architecture(
             width="expert_ff",
             halves=("even", "odd"),
             transposed=True,
+            modules="",
         ),
         _expert_bias("gate", "gate_up_proj", "even"),
         _expert_bias("up", "gate_up_proj", "odd"),

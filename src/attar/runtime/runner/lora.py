@@ -85,12 +85,12 @@ def read_lora(folder: Path) -> LoraAdapter:
     config = read_adapter_config(folder)
     tensors = read_tensors(folder)
     if config.get("use_dora"):
-        raise _unsupported(folder, "DoRA's magnitudes (use_dora)")
+        raise unsupported(folder, "DoRA's magnitudes (use_dora)")
     updates = {}
     for module, factors in sorted(tensors.factors.items()):
         other = sorted(set(factors) - _NAMES)
         if other:
-            raise _unsupported(folder, f"{other[0]} of {module!r}")
+            raise unsupported(folder, f"{other[0]} of {module!r}")
         updates[module] = _update(folder, config, module, factors)
     if not updates:
         raise ModelError(f"{folder}: the adapter changes nothing")
@@ -98,7 +98,8 @@ def read_lora(folder: Path) -> LoraAdapter:
     return LoraAdapter(folder.name, updates, hashlib.sha256(content).hexdigest(), tensors.replacements)
 
 
-def _unsupported(where: str | Path, what: str) -> ModelError:
+def unsupported(where: str | Path, what: str) -> ModelError:
+    """The error for what only a merge can add."""
     message = f"{where}: the adapter has {what}, which cannot be added while the model runs"
     return ModelError(message, hint="serve the merged model: attar merge, with MODEL+ADAPTER")
 
@@ -142,6 +143,10 @@ class LoraRows:
         self._counts = (0, 0)  # tokens, wanted rows
         self._applied: set[tuple[str, str]] = set()
 
+    def prepare(self, adapter: LoraAdapter) -> LoraAdapter:
+        """Nothing has to be made before ``add``."""
+        return adapter
+
     def add(self, key: str, adapter: LoraAdapter) -> None:
         """Make an adapter ready.
 
@@ -157,7 +162,7 @@ class LoraRows:
             _check_module(adapter, path, modules.get(path), update)
         for name, info in adapter.whole.items():
             if not _is_equal(self._model, name, info):
-                raise _unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
+                raise unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         self.adapters[key] = adapter
         for path, update in adapter.updates.items():
             self._updates.setdefault(path, {})[key] = update.to(self._model.device)
@@ -223,14 +228,14 @@ def _check_module(adapter: LoraAdapter, path: str, module: Any, update: LoraUpda
     if not isinstance(module, LINEARS):
         kind = "the model has no such module" if module is None else f"it is a {type(module).__name__}"
         raise ModelError(f"the adapter {adapter.name} changes {path!r}, and {kind}")
-    inputs, outputs = _shape(module)
-    shapes = (
-        update.A.shape[1],
-        update.B.shape[0],
-        len(update.B) if update.bias is None else len(update.bias),
-    )
-    if shapes != (inputs, outputs, outputs):
-        message = f"the adapter {adapter.name} has {shapes[0]} inputs and {shapes[1]} outputs for {path!r}"
+    check_shapes(adapter, path, update, *_shape(module))
+
+
+def check_shapes(adapter: LoraAdapter, path: str, update: LoraUpdate, inputs: int, outputs: int) -> None:
+    """Raise ModelError where an update is not of a Linear's inputs and outputs."""
+    own = (update.A.shape[1], update.B.shape[0], len(update.B) if update.bias is None else len(update.bias))
+    if own != (inputs, outputs, outputs):
+        message = f"the adapter {adapter.name} has {own[0]} inputs and {own[1]} outputs for {path!r}"
         raise ModelError(f"{message}, which has {inputs} and {outputs}")
 
 

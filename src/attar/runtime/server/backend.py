@@ -14,7 +14,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 if TYPE_CHECKING:
-    from attar.runtime.runner.lora import LoraAdapter, LoraRows
+    from attar.runtime.runner.lora import LoraAdapter
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,16 @@ class EngineBackend:
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options
         )
 
-    async def add_adapter(self, key: str, adapter: LoraAdapter) -> None:
-        """Make an adapter ready, between two steps.
+    def prepare(self, adapter: LoraAdapter) -> Any:
+        """What ``add_adapter`` takes; may take long, and is called in another thread.
+
+        Raises:
+            ModelError: the adapter does not fit the model.
+        """
+        return self._lora.prepare(adapter)
+
+    async def add_adapter(self, key: str, adapter: Any) -> None:
+        """Add a prepared adapter between two steps.
 
         Raises:
             ModelError: it does not fit the model.
@@ -178,10 +186,10 @@ class EngineBackend:
         return await self._streams.call(remove)
 
     @property
-    def _lora(self) -> LoraRows:
+    def _lora(self) -> Any:
+        """A :class:`LoraRows` or :class:`CompiledLora`."""
         runner: Any = self._streams.engine.runner
-        rows: LoraRows = runner.lora
-        return rows
+        return runner.lora
 
     def score(
         self,

@@ -15,7 +15,6 @@ from attar.runtime.model_bytes import model_bytes
 from attar.runtime.server.backend import Backend, EngineBackend
 from attar.runtime.server.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.runtime.server.generation_config import sampling_defaults
-from attar.runtime.server.lora_adapters import modules_options
 from attar.runtime.server.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.runtime.server.serve_command import ServeCommand
 from attar.runtime.server.settings import EmbeddingSettings
@@ -56,7 +55,7 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
         raise SettingsError("named_model", command.services.role, "a server without --role")
     if command.settings.compare:
         kept_names.append(command.settings.compare)
-    first = replace(command, options=modules_options(command.lora, command.options))
+    first = replace(command, options=first_options(command))
     sizes = [estimated_bytes(one, name) for one, name in zip((first, command), kept_names, strict=False)]
     budget = MemoryBudget(total, sum(sizes))
     if budget.excess(0):
@@ -109,6 +108,11 @@ def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:
     embedder = engine_embedder(llm, backend, command.embeddings)
     words = ServerTokenizer(llm.tokenizer, special=special)
     return ServedModel(name, backend, words, llm.describe().to_dict(), embedder, defaults)
+
+
+def first_options(command: ServeCommand) -> dict[str, Any]:
+    """The engine's options of the first model."""
+    return {**command.options, "adapters": True} if command.lora else command.options
 
 
 def load_encoder(command: ServeCommand, path: str) -> Encoder:

@@ -25,7 +25,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from attar.errors import AttarError, SettingsError
+from attar.errors import AttarError
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -171,7 +171,8 @@ class LoraTable:
             try:
                 adapter = await run_in_daemon_thread(lambda: read_lora(folder), "attar-lora")
                 loaded = LoadedAdapter(name, path, f"{name} {next(self._numbers)}", adapter.digest)
-                await self._backend.add_adapter(loaded.key, adapter)
+                prepared = await run_in_daemon_thread(lambda: self._backend.prepare(adapter), "attar-lora")
+                await self._backend.add_adapter(loaded.key, prepared)
             except AttarError as error:
                 logging.getLogger(LOGGER).error("the adapter %r cannot be loaded: %s", name, error)
                 raise _refused("lora_path", error.message.replace(str(folder), path)) from error
@@ -271,20 +272,9 @@ def first_adapters(settings: LoraSettings, runner: Any) -> list[LoadedAdapter]:
     for number, (name, path) in enumerate(settings.paths.items()):
         adapter = read_lora(Path(path))
         loaded = LoadedAdapter(name, path, f"{name} {number}", adapter.digest)
-        runner.lora.add(loaded.key, adapter)
+        runner.lora.add(loaded.key, runner.lora.prepare(adapter))
         adapters.append(loaded)
     return adapters
-
-
-def modules_options(settings: LoraSettings, options: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options for a model with adapters, which runs through its modules.
-
-    Raises:
-        SettingsError: the options ask for something else.
-    """
-    if settings and options.get("runner") == "compiled":
-        raise SettingsError("runner", "compiled", "auto or modules with --lora")
-    return {**options, "runner": "modules"} if settings else options
 
 
 def _refused(param: str, message: str) -> ApiError:

@@ -31,10 +31,11 @@ from attar.runtime.server.load_models import (
     compared_model,
     encoder_facts,
     engine_embedder,
+    first_options,
     load_encoder,
     named_models,
 )
-from attar.runtime.server.lora_adapters import LoadedAdapter, first_adapters, modules_options
+from attar.runtime.server.lora_adapters import LoadedAdapter, first_adapters
 from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.run import run
 from attar.runtime.server.serve_command import ServeCommand
@@ -49,7 +50,7 @@ def serve_ordinary(command: ServeCommand) -> None:
             raise SettingsError("lora", command.model, "adapters of a causal model")
         serve_encoder(command)
         return
-    first = replace(command, options=modules_options(command.lora, command.options))
+    first = replace(command, options=first_options(command))
     pooling = command.embeddings.of_causal
     with ExitStack() as stack:
         samples: Callable[[], Sequence[MetricSample]] = tuple
@@ -277,7 +278,7 @@ def _serve_engine(
         command.show(f"{'sampling':<12}{values}, where a request has none")
     if command.lora:
         names = ", ".join(adapter.name for adapter in adapters) or "none yet"
-        command.show(f"{'adapters':<12}{names}; the model runs through its modules, which add them")
+        command.show(f"{'adapters':<12}{names}")
     second = compared_model(command) if command.settings.compare else None
     embedder = engine_embedder(llm, backend, command.embeddings)
     _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder, adapters)
