@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from attar.checkpoint import remote
+from attar.errors import UsageError
 from attar.progress import SILENT, Progress
 from attar.recipe.settings import PythonOrigin, parse
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
@@ -19,6 +21,7 @@ from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SET
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
+    from attar.cluster.settings import ClusterSettings
     from attar.distillation.collection.collect import CollectionResult
     from attar.distillation.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
@@ -295,9 +298,10 @@ def run_stage(
     if verb == "quantize":
         model = _dense(model)
     function = STAGES[verb].run()
-    checkpoint: Checkpoint = function(
-        model, Path(out), settings, **teacher_option, progress=progress or SILENT, force=force
-    )
+    with remote.output(out, force) as (folder, replace):
+        checkpoint: Checkpoint = function(
+            model, folder, settings, **teacher_option, progress=progress or SILENT, force=replace
+        )
     return checkpoint
 
 
@@ -325,9 +329,10 @@ def run_merge(
     )  # a wrong path is refused before torch is imported
     function = STAGES["merge"].run()
     draw = load("attar.measure.report.conflicts:conflicts_svg")
-    checkpoint: Checkpoint = function(
-        Path(out), settings, models=models or {}, draw=draw, progress=progress or SILENT, force=force
-    )
+    with remote.output(out, force) as (folder, replace):
+        checkpoint: Checkpoint = function(
+            folder, settings, models=models or {}, draw=draw, progress=progress or SILENT, force=replace
+        )
     return checkpoint
 
 
@@ -348,6 +353,7 @@ def run_collect(
     teacher: ModelSource,
     settings: Any,
     *,
+    cluster: ClusterSettings | None = None,
     offline: bool = False,
     force: bool = False,
     progress: Progress | None = None,
@@ -356,7 +362,14 @@ def run_collect(
     _check_teacher(teacher)
     function = load("attar.distillation.collection.collect:collect")
     result: CollectionResult = function(
-        Path(prompts), Path(out), teacher, settings, offline=offline, force=force, progress=progress or SILENT
+        Path(prompts),
+        Path(out),
+        teacher,
+        settings,
+        cluster=cluster,
+        offline=offline,
+        force=force,
+        progress=progress or SILENT,
     )
     return result
 
@@ -399,8 +412,26 @@ def run_extract(
     """Call the extraction with settings that are checked already."""
     check_models(model, base)
     function = load("attar.merging.adapters.extract:extract")
-    adapter: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
+    with remote.output(out, force) as (folder, replace):
+        adapter: Path = function(model, base, folder, settings, progress=progress or SILENT, force=replace)
     return adapter
+
+
+def upload(model: ModelSource, address: str) -> None:
+    """Upload a checkpoint to a store (``s3://...``) or the hub (``hf://org/name``), its card last.
+
+    Files that an earlier call uploaded are not sent again.
+
+    Raises:
+        UsageError: not an address.
+        OutputError: the store refuses.
+    """
+    if not remote.is_remote(address):
+        raise UsageError(f"{address}: is no address", hint="s3://BUCKET/FOLDER or hf://ORG/NAME")
+    checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
+    if checkpoint.source.is_file():
+        raise UsageError(f"{model}: is a single file", hint="upload the folder of a model")
+    remote.upload(checkpoint.path, address.rstrip("/"))
 
 
 def run_evaluate(

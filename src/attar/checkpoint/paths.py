@@ -1,6 +1,6 @@
 """The names of models: a folder, a single-file model, a hub id (``org/name@revision``), an embedded model
 (``attar:tiny``; what drafts for it, ``attar:draft`` and ``attar:head``), one that a script trains
-(``attar:tiny-moe``), or one of a package (``attar:smollm2``)."""
+(``attar:tiny-moe``), one of a package (``attar:smollm2``), or an address in a store (``remote.py``)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from attar.checkpoint import remote
 from attar.checkpoint.hashing import cache_folder
 from attar.errors import CheckpointError, nearest
 
@@ -57,11 +58,16 @@ def resolve(model: str | Path) -> Path:
         CheckpointError: there is no such folder, file, embedded model or repository, or it cannot be fetched.
     """
     local = find(model)
-    return local if local is not None else _fetch(*_repository(str(model)))
+    if local is not None:
+        return local
+    text = str(model)
+    if remote.is_remote(model) and not text.startswith(remote.HUB):
+        return remote.download(text, WANTED)
+    return _fetch(*_repository(remote.hub_id(text)))
 
 
 def find(model: str | Path) -> Path | None:
-    """The folder or file of a model on this machine; None for a hub id. Fetches nothing.
+    """The folder or file of a model on this machine; None for a hub id or an address. Fetches nothing.
 
     Raises:
         CheckpointError: it is none of them.
@@ -69,6 +75,10 @@ def find(model: str | Path) -> Path | None:
     text = str(model)
     if isinstance(model, str) and model.startswith("attar:"):
         return _embedded(model)
+    if remote.is_remote(model):
+        if text.startswith(remote.HUB) and not _HUB_ID.fullmatch(remote.hub_id(text)):
+            raise CheckpointError(f"{text}: is no repository of the hub", hint="hf://org/name@revision")
+        return None
     path = Path(os.path.expanduser(text))  # noqa: PTH111 (never raises)
     if path.is_dir():
         return Path(os.path.realpath(path))
@@ -97,8 +107,8 @@ def model_name(model: str | Path, folder: Path) -> str:
 
     A hub id without a revision gets the commit that was fetched, so that the name identifies the weights.
     """
-    text = str(model)
-    if text.startswith("attar:"):
+    text = remote.hub_id(str(model))
+    if text.startswith("attar:") or remote.is_remote(text):
         return text
     if Path(os.path.expanduser(text)).is_dir() or not _HUB_ID.fullmatch(text):  # noqa: PTH111
         return folder.name

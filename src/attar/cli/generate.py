@@ -19,6 +19,7 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
+from attar.cluster.settings import ClusterSettings
 from attar.errors import DataError, UsageError
 from attar.progress import Progress
 from attar.runtime.settings import EngineSettings, TextSettings
@@ -34,9 +35,15 @@ def build_generate(verb: str) -> Any:
         many_argument("prompts", "text to continue; - or none at all: standard input", "[PROMPT]..."),
         many_option("prompt", "--prompt", "-p", help="text to continue"),
         text_option("file", "--file", "-f", help="a file of prompts, one in each line", metavar="FILE"),
+        text_option("out", "--out", "-o", help="write a line for each prompt", metavar="OUT.jsonl"),
+        flag("force", "--force", help="replace an existing file; its journal stays"),
+        text_option(
+            "batch_rows", "--batch-rows", help="with -o: prompts of a task  [default: 32]", metavar="N"
+        ),
         flag("chat", "--chat", help="each prompt is a user's message, put into the model's chat template"),
         *settings_options(TextSettings),
         *settings_options(EngineSettings),
+        *settings_options(ClusterSettings),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
@@ -44,6 +51,11 @@ def build_generate(verb: str) -> Any:
         params = read_settings(TextSettings, verb, values).params()
         options = read_settings(EngineSettings, verb, values).options()
         prompts = list(_prompts(values))
+        cluster = read_settings(ClusterSettings, verb, values)
+        if values["out"]:
+            return _to_file(verb, values, prompts, cluster, progress)
+        if cluster.on or cluster.jobs > 1:
+            raise UsageError("--on and --jobs need a file for the answers", hint="-o OUT.jsonl")
         from attar.runtime.llm import LLM
 
         llm = LLM(values["model"], **options)
@@ -60,6 +72,28 @@ def build_generate(verb: str) -> Any:
         )
 
     return build_command(verb, "Continue one or more prompts.", _EXAMPLE, parameters, act)
+
+
+def _to_file(
+    verb: str, values: dict[str, Any], prompts: list[str], cluster: ClusterSettings, progress: Progress
+) -> Answer:
+    from attar.runtime.batch import generate_to_file
+
+    size = values["batch_rows"] or "32"
+    result = generate_to_file(
+        values["model"],
+        prompts,
+        Path(values["out"]),
+        read_settings(TextSettings, verb, values),
+        read_settings(EngineSettings, verb, values),
+        cluster,
+        chat=values["chat"],
+        batch=int(size) if size.isdigit() else 0,
+        force=values["force"],
+        progress=progress,
+    )
+    errors = f", {result.errors} of them with an error" if result.errors else ""
+    return Answer(result.to_dict(), f"{result.path}: {result.prompts} prompts{errors}")
 
 
 def _prompts(values: dict[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from attar.cli.guard import error_lines, print_lines
+from attar.cli.launch import end_with_launcher, launched
 from attar.errors import AttarError, UsageError, did_you_mean, nearest
 from attar.recipe.stages import STAGES, load
 
@@ -31,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     },
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.stage:build_extract"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build_evaluate"),
+    "upload": ("Upload a checkpoint to an object store or the hub.", "attar.cli.upload:build_upload"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build_generate"),
     "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),
@@ -139,6 +141,8 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "--debug" not in sys.argv:
         warnings.simplefilter("ignore")
+    if launched():
+        end_with_launcher()
     sys.exit(call(sys.argv[1:]))
 
 

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from attar.checkpoint.remote import check_local
 from attar.cli.command import (
     Answer,
     argument,
@@ -81,6 +82,7 @@ def _run(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
 
     recipe = load_recipe(path, values["changes"] or ())
     out = Path(values["out"]) if values["out"] else default_folder(path)
+    check_local(values["out"] or out)
     if values["dry_run"]:
         return _plan(recipe, out, values["fresh"])
     cluster = read_settings(ClusterSettings, "run", values)

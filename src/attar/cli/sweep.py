@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from attar.checkpoint.remote import check_local
 from attar.cli.command import (
     Answer,
     argument,
@@ -44,6 +45,7 @@ def build_sweep(verb: str) -> Any:
         recipe = Path(values["recipe"])
         folder = default_folder(recipe)
         out = Path(values["out"]) if values["out"] else folder.with_name(f"{folder.name}-sweep")
+        check_local(values["out"] or out)
         settings = read_settings(ClusterSettings, verb, values)
         changes = values["changes"] or ()
         result = run_sweep(recipe, out, changes, settings, fresh=values["fresh"], progress=progress)

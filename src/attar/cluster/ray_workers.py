@@ -51,15 +51,27 @@ def connect(on: str) -> Any:
     return ray
 
 
-def check_resources(ray: Any, asked: Resources) -> None:
-    """Refuse what no machine of the cluster has: Ray would wait for it without end. Raises EndpointError."""
+def check_resources(ray: Any, asked: Resources, count: int = 1) -> None:
+    """Refuse what the cluster does not have: Ray would wait for it without end.
+
+    Args:
+        count: how many at the same time.
+
+    Raises:
+        EndpointError: names what the machines have.
+    """
     wanted = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_bytes}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
+    fits = sum(
+        min((int(node.get(name, 0) / amount) for name, amount in wanted.items() if amount), default=count)
+        for node in nodes
+    )
+    if fits < count:
         has = "; ".join(", ".join(f"{name} {node.get(name, 0):g}" for name in wanted) for node in nodes)
-        needs = ", ".join(f"{name} {count:g}" for name, count in wanted.items() if count)
-        hint = "ask for less with --cpus, --gpus and --memory-gb"
-        raise EndpointError(f"no machine of the cluster has {needs} (they have {has})", hint=hint)
+        needs = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items() if amount)
+        hint = "ask for less with --jobs, --cpus, --gpus and --memory-gb"
+        times = f"{count} times " if count > 1 else ""
+        raise EndpointError(f"no machine of the cluster has {times}{needs} (they have {has})", hint=hint)
 
 
 def options_of(task: ClusterTask) -> dict[str, Any]:
@@ -106,6 +118,57 @@ class RayWorkers:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.cancel(reference, force=True)
         self._tasks.clear()
+
+
+class RayActors:
+    """``count`` actors, each with one task; one that dies is replaced. Raises as :class:`RayWorkers`."""
+
+    def __init__(self, on: str, asked: Resources, count: int) -> None:
+        self._ray = connect(on)
+        check_resources(self._ray, asked, count)
+        options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "max_restarts": 0}
+        options |= {"memory": asked.memory_bytes} if asked.memory_bytes else {}
+        self._class = self._ray.remote(**options)(_Actor)
+        self._idle = [self._class.remote() for _ in range(count)]
+        self._tasks: dict[Any, tuple[str, Any]] = {}
+
+    def free(self) -> bool:
+        """Whether an actor has no task."""
+        return bool(self._idle)
+
+    def submit(self, task: ClusterTask) -> None:
+        """Give a task to an actor."""
+        actor = self._idle.pop()
+        self._tasks[actor.perform.remote(task.id, task.function, dict(task.arguments))] = task.id, actor
+
+    def wait(self) -> TaskOutcome:
+        """Wait for one of them; a dead actor is a lost task."""
+        ended, _ = self._ray.wait(list(self._tasks), num_returns=1)
+        task, actor = self._tasks.pop(ended[0])
+        try:
+            outcome = TaskOutcome(**self._ray.get(ended[0]))
+        except self._ray.exceptions.RayError as error:
+            self._idle.append(self._class.remote())
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+            return TaskOutcome(task, LOST, message=f"its actor died ({type(error).__name__})")
+        self._idle.append(actor)
+        return outcome
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in [*self._idle, *(actor for _, actor in self._tasks.values())]:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+        self._idle.clear()
+        self._tasks.clear()
+
+
+class _Actor:
+    """A process that keeps what its functions have loaded."""
+
+    def perform(self, task: str, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return _perform(task, function, arguments)
 
 
 def _perform(task: str, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,14 @@ class ClusterSettings:
 
         return RayWorkers(self.on, self.resources)
 
+    def actors(self) -> Workers:
+        """``jobs`` workers that keep what they loaded from task to task. Raises as :meth:`workers`."""
+        if not self.on:
+            return self.workers()
+        from attar.cluster.ray_workers import RayActors
+
+        return RayActors(self.on, self.resources, self.jobs)
+
 
 def processors() -> int:
     """Processors that this process may use."""

@@ -66,15 +66,20 @@ class Workers(Protocol):
 def run_tasks(
     tasks: Iterable[ClusterTask],
     workers: Workers,
-    journal: TaskJournal,
+    journal: TaskJournal | None,
     *,
     before: Callable[[ClusterTask], None] = lambda task: None,
+    after: Callable[[TaskOutcome], None] = lambda outcome: None,
+    attempts: int = ATTEMPTS,
     progress: Progress = SILENT,
 ) -> dict[str, TaskOutcome]:
     """Run tasks, in their order where several could start.
 
     Args:
+        journal: None: no events are kept.
         before: called by the driver before a task starts.
+        after: called by the driver with the end of a task, before others start.
+        attempts: how often a task is started whose worker dies.
 
     Returns:
         the outcome of each task, by its id.
@@ -86,7 +91,7 @@ def run_tasks(
     waiting = {task.id: task for task in tasks}
     _check(waiting)
     running: dict[str, ClusterTask] = {}
-    attempts: dict[str, int] = {}
+    starts: dict[str, int] = {}
     outcomes: dict[str, TaskOutcome] = {}
     with progress.task("tasks", total=len(waiting)) as shown:
         while waiting or running:
@@ -95,25 +100,30 @@ def run_tasks(
             while ready and workers.free():
                 task = ready.pop(0)
                 before(task)
-                attempts[task.id] = attempts.get(task.id, 0) + 1
-                journal.event(task.id, "started", attempt=attempts[task.id])
-                progress.log(f"{task.id}: starts")
+                starts[task.id] = starts.get(task.id, 0) + 1
+                _event(journal, task.id, "started", attempt=starts[task.id])
                 workers.submit(waiting.pop(task.id))
                 running[task.id] = task
             if not running:
                 continue  # all that waited was skipped
             outcome = workers.wait()
             task = running.pop(outcome.task)
-            journal.event(task.id, outcome.state, message=outcome.message, worker=outcome.worker)
-            if outcome.state == LOST and attempts[task.id] < ATTEMPTS:
+            _event(journal, task.id, outcome.state, message=outcome.message, worker=outcome.worker)
+            if outcome.state == LOST and starts[task.id] < attempts:
                 progress.log(f"{task.id}: {outcome.message}; starts again")
                 waiting = {task.id: task} | waiting
                 continue
             if outcome.state != DONE:
                 progress.log(f"{task.id}: {outcome.message}")
+            after(outcome)
             outcomes[task.id] = outcome
             shown.advance()
     return outcomes
+
+
+def _event(journal: TaskJournal | None, task: str, state: str, **details: Any) -> None:
+    if journal is not None:
+        journal.event(task, state, **details)
 
 
 def _check(tasks: Mapping[str, ClusterTask]) -> None:
@@ -127,7 +137,7 @@ def _check(tasks: Mapping[str, ClusterTask]) -> None:
 
 
 def _skip(
-    waiting: dict[str, ClusterTask], outcomes: dict[str, TaskOutcome], journal: TaskJournal, shown: Any
+    waiting: dict[str, ClusterTask], outcomes: dict[str, TaskOutcome], journal: TaskJournal | None, shown: Any
 ) -> None:
     """Give up the tasks that need one without a result."""
     missed = True
@@ -138,6 +148,6 @@ def _skip(
             if reasons:
                 message = f"needs {reasons[0]}, which has no result"
                 outcomes[task.id] = TaskOutcome(waiting.pop(task.id).id, SKIPPED, message=message)
-                journal.event(task.id, SKIPPED, message=message)
+                _event(journal, task.id, SKIPPED, message=message)
                 shown.advance()
                 missed = True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.deployment.gguf_types import FLOATS, TensorTypes
+from attar.deployment.gguf_types import FLOATS, TensorTypes, stored_codes
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
@@ -146,13 +146,18 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
     from attar.models.stored import stored_names
     from attar.quantization.plan import LayerPlan, QuantizationPlan
 
-    model = empty_model(view.config)
+    model = empty_model(view.config, unstacked=True)
     names = stored_names(model, view)
     linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}
     sites = {}
     for one in placed:
         kind = kinds.of[one.gguf]
-        if one.stored in linears and kind not in FLOATS and one.gguf not in kinds.carried:
+        if (
+            one.stored in linears
+            and one.part is None
+            and kind not in FLOATS
+            and one.gguf not in kinds.carried
+        ):
             module = linears[one.stored]
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)
@@ -213,7 +218,7 @@ class _Maker:
         if mine is not None:  # its rows are in the file's order already
             rows, (codes, stored) = None, packed.blocks(mine)
         else:
-            coded = packed.codes(self.view.tensors[one.stored].stored)
+            coded = stored_codes(packed, self.view.tensors[one.stored].stored, one)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)

@@ -21,18 +21,20 @@ from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.buffer import RolloutBuffer
 from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
+from attar.distillation.router_loss import router_loss
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.task import Task
-from attar.errors import DataError
+from attar.errors import DataError, SettingsError
 from attar.models.device import resolve
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.models.load import load_tokenizer
 from attar.models.plain_config import end_tokens
 from attar.progress import Progress
+from attar.walks.distributed import shards
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
 from attar.walks.train import BatchSource, TrainHistory, train
@@ -64,6 +66,8 @@ def learn(
         masks: weights that are zero and stay zero.
         details: of the card; a learned layer map is added.
     """
+    inside = settings.features
+    routers = router_loss(student, inside.router_balance, inside.router_z)
     count = training_rows(settings)
     rows: Examples | BatchSource = task.training(text, settings, count)
     held_out = task.held_out(text, settings) if rollouts is None else rollouts.held_out_rows()
@@ -82,12 +86,15 @@ def learn(
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
     if settings.student_share:
         assert isinstance(rows, Examples), "the causal task has rows"
+        if shards():
+            allowed = "0 with --shard: a student writes with its whole model"
+            raise SettingsError("student_share", settings.student_share, allowed)
         rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None and rollouts is None:
         _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
     weight = settings.features.prediction_weight
-    loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
+    loss = DistillationLoss(signal, alpha, features, head_of(student), weight, routers)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
     if masks is not None and projections:

@@ -45,7 +45,8 @@ class ModuleMapping:
         needs: a size that must not be 0; lacks: one that must be 0; flag: a key of the config that must be
             true. Elsewhere the module is left out.
         experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
-        stacked: the checkpoint stacks the experts too.
+        stacked: the checkpoint stacks the experts too; then the expert's name in a model whose experts are
+            modules (models/experts.py), ``{}`` as in ``stored``.
         part: what it is of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """
@@ -64,7 +65,7 @@ class ModuleMapping:
     lacks: str = ""
     flag: str = ""
     experts: bool = False
-    stacked: bool = False
+    stacked: str = ""
     part: str = ""
 
 
@@ -77,7 +78,7 @@ class ConfigCount:
         gguf: key of the file; empty: it is not written.
         keys: keys of the config, the usual one first.
         default: of transformers; 0: it must be stated.
-        zero: it may be 0 or null, and then is not written unless it is 0 in the config.
+        zero: it may be 0 or null, and is 0 in the file then.
     """
 
     size: str
@@ -123,6 +124,7 @@ class Architecture:
             are left out.
         grouped: its config has a number of KV heads.
         square: heads times their width must be the hidden size.
+        equal_heads: there must be as many KV heads as heads.
         ropes: kinds of rotary embedding; none: there is no rotary embedding.
         window: ``all``: every block has the sliding window; ``marked``: those that the config marks; a number
             n: every block but each n-th, where the config marks none; None: there is none.
@@ -151,6 +153,7 @@ class Architecture:
     further_blocks: bool = False
     grouped: bool = True
     square: bool = False
+    equal_heads: bool = False
     ropes: tuple[str, ...] = ROPES
     window: str | int | None = None
     window_applied: bool = False
@@ -303,6 +306,12 @@ def _check_sizes(measured: Sizes, architecture: Architecture) -> None:
     if measured.heads % measured.kv_heads:
         raise ModelError(
             f"config of {family}: {measured.heads} heads are no multiple of {measured.kv_heads} KV heads"
+        )
+    if architecture.equal_heads and measured.heads != measured.kv_heads:
+        raise ModelError(
+            f"{family}: llama.cpp's {architecture.arch} needs as many KV heads as heads, not "
+            f"{measured.kv_heads} for {measured.heads}",
+            hint="export to another format",
         )
     if architecture.ropes and measured.head % 2:
         raise ModelError(

@@ -27,6 +27,8 @@ from attar.formats.gguf.families import ARCHITECTURES
 from attar.formats.gguf.placement import Placement, StoredPart
 from attar.formats.gguf.rope import read_rope, rope_tensors
 
+UNRANKED = (26, 27)
+"""Blocks of DeepSeek-V2-Lite and its kin, by which llama.cpp's deepseek2 knows them."""
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
@@ -72,6 +74,12 @@ def _check(config: Mapping[str, Any], arch: Architecture) -> None:
     measured = sizes(config, arch)
     _check_scale(config, arch, measured)
     _check_no_rope(config, arch, measured.layers)
+    if arch.latent and measured.of("q_rank") and measured.layers in UNRANKED:
+        raise ModelError(
+            f"config of {arch.family}: llama.cpp takes one of {measured.layers} blocks for a model without "
+            "q_lora_rank",
+            hint="this comes from removing layers; remove others too",
+        )
     read_rope(config, arch, measured)
     if not window(config, arch, measured.layers) and arch.window_needed:
         raise ModelError(
@@ -211,7 +219,12 @@ def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
 
 
 def _in_block(module: ModuleMapping, index: int) -> ModuleMapping:
-    return replace(module, gguf=module.gguf.format(index), stored=module.stored.format(index))
+    return replace(
+        module,
+        gguf=module.gguf.format(index),
+        stored=module.stored.format(index),
+        stacked=module.stacked.format(index),
+    )
 
 
 def _orders(arch: Architecture, measured: Sizes) -> dict[str, Tensor]:
@@ -263,7 +276,10 @@ def _tensors(
         for expert in range(count):
             part = _part(module, shape, measured, expert if module.stacked else None)
             name = str(weight.stored).format(expert)
-            yield replace(weight, stored=name, part=part, expert=expert, experts=count)
+            single = (
+                f"{arch.prefix}{module.stacked.format(expert)}{module.leaves[0]}" if module.stacked else ""
+            )
+            yield replace(weight, stored=name, part=part, expert=expert, experts=count, single=single)
     else:
         yield replace(weight, part=_part(module, shape, measured, None))
     if _biased(config, module):
@@ -296,7 +312,7 @@ def _part(
         "": None,
     }[module.part]
     whole: tuple[int, ...] = (count * 2 if module.part else count, *shape[1:])
-    turned = module.transposed and module.stacked
+    turned = module.transposed and bool(module.stacked)
     if turned:
         whole = whole[::-1]
     stack = (measured.of("experts"),) if expert is not None else ()

@@ -20,6 +20,7 @@ from attar.models.device import pick_device
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.runner.compiled import KV_DTYPES
 from attar.runtime.runner.compiled_weights import check_config
+from attar.runtime.runner.expert_weights import is_router
 from attar.runtime.runner.step_config import step_config
 
 RUNNERS = ("auto", "compiled", "modules")
@@ -46,6 +47,7 @@ class RunnerSettings:
             processor has instructions for it, else 8 (docs/runtime.md).
         hidden_layers: layers whose hidden states a draft head will read; the default of ``kv_tokens`` counts
             them.
+        adapters: it may have LoRA adapters.
 
     Raises:
         SettingsError: a setting out of range.
@@ -61,6 +63,7 @@ class RunnerSettings:
     weights: str | None = None
     activations: int | str = "auto"
     hidden_layers: tuple[int, ...] = ()
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         choices: dict[str, tuple[Any, ...]] = {
@@ -115,12 +118,14 @@ def _model(checkpoint: Any, settings: RunnerSettings) -> str:
         return problem.message
     view = Decoded(checkpoint)
     packed = any(view.is_coded(name) for name in view.tensors)
+    if packed and settings.adapters:
+        return "weights are stored as codes, to which only modules add LoRA adapters"
     if packed and settings.weights:
         return f"weights is {settings.weights}, but the checkpoint is quantized already"
     if packed or settings.weights or settings.dtype == "bfloat16":
         return ""
     for info in view.tensors.values():
-        if len(info.shape) == 2 and info.dtype != "BF16":
+        if len(info.shape) > 1 and info.dtype != "BF16" and not is_router(info.name):
             return f"{info.name} is {info.dtype}, which bfloat16 would round; dtype='bfloat16' allows it"
     return ""
 

@@ -9,14 +9,14 @@ Both return the dtype of their input. The activations of W8A8 are those of Packe
 activations that a scheme asks for is not done (``dtype="float32"`` loads a model that does it).
 
 The module tree is created without weights, and tensors are read one at a time: a coded weight becomes one of
-these Linears, everything else an ordinary parameter. Models whose tensors do not map one to one (experts that
-transformers stacks while loading) are refused, and ``models/load.py`` loads them dense.
+these Linears, everything else an ordinary parameter. Experts are Linears of their own (models/experts.py).
+Models whose tensors do not map one to one are refused, and ``models/load.py`` loads them dense.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.in_features, self.out_features = self.packed.columns, self.packed.rows
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.numel():  # an expert without tokens
+            return x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             rows = rows[:, self.order]
@@ -64,12 +66,16 @@ class DecodedLinear(nn.Module):  # type: ignore[misc]
     Args:
         weight: decodes W (N, K), or (K, N) where ``transposed``.
         bias: (N,) or None.
+        shape: of what ``weight`` decodes.
         transposed: W is that of a Conv1D.
     """
 
-    def __init__(self, weight: Callable[[], Tensor], bias: Tensor | None, transposed: bool) -> None:
+    def __init__(
+        self, weight: Callable[[], Tensor], bias: Tensor | None, shape: Sequence[int], transposed: bool
+    ) -> None:
         super().__init__()
         self._weight, self._bias, self._transposed = weight, bias, transposed
+        self.out_features, self.in_features = shape[::-1] if transposed else shape
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._weight().to(x.dtype)
@@ -111,7 +117,7 @@ def packed_model(
     config = load_config(checkpoint.path, checkpoint.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = empty_model(config)
+    model = empty_model(config, unstacked=True)
     loader = _WeightLoader(model, checkpoint, dtype, ThreadPool(threads), bits)
     weakref.finalize(model, loader.threads.close)
     for name in loader.decoded.tensors:
@@ -178,7 +184,12 @@ class _WeightLoader:
         grid = self.decoded.uniform(name)
         codes = None if grid is None else codes_of(grid)
         linear = (
-            DecodedLinear(lambda: self.cached.load(name), bias, not isinstance(module, nn.Linear))
+            DecodedLinear(
+                lambda: self.cached.load(name),
+                bias,
+                self.decoded.tensors[name].shape,
+                not isinstance(module, nn.Linear),
+            )
             if codes is None
             else PackedLinear(codes, bias, self.threads, self.bits)
         )

@@ -39,6 +39,7 @@ from attar.runtime.services.messages import (
     ServiceMessage,
     Submit,
     TargetLoad,
+    too_large,
 )
 from attar.runtime.services.offers import Outcome
 from attar.runtime.services.trace import log_request
@@ -75,10 +76,15 @@ class TargetService:
         self.hello, self.receive = hello, receive
         return self
 
+    def ready_for(self, request: str) -> bool:
+        """Whether a coordinator submitted the request, and has drafters; called from the engine's thread."""
+        owner = self.owners.get(request)
+        return owner is not None and owner.drafters > 0 and not owner.closed
+
     def choose(self, opening: Open) -> Drafter | None:
         """The drafters of the coordinator that submitted the request; called from the engine's thread."""
         owner = self.owners.get(opening.trace)
-        if owner is None or not owner.drafters or owner.closed:
+        if owner is None or not self.ready_for(opening.trace):
             return None
         drafter = RemoteDrafter(owner, opening.request)
         owner.remote[opening.request] = drafter
@@ -133,7 +139,10 @@ class CoordinatorStream:
             self._waking = False
             while self._outbox:
                 count = min(len(self._outbox), MOST_MESSAGES)
-                await stream.write([self._outbox.popleft() for _ in range(count)])
+                for message in await stream.write([self._outbox.popleft() for _ in range(count)]):
+                    if isinstance(message, EventMessage):
+                        self.send(Refusal.of(message.request, too_large("answer", "ask for fewer logprobs")))
+                        self._cancel(message.request)
 
     async def report(self) -> None:
         """Send the load, for ever.
