@@ -14,7 +14,13 @@ from attar.cluster.settings import ClusterSettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
-from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import (
+    EmbeddingSettings,
+    LoraSettings,
+    ModelsSettings,
+    ServerSettings,
+    TemplateSettings,
+)
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
@@ -54,6 +60,7 @@ def page() -> str:
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
     parts.append(_section("serve: several models", ModelsSettings))
+    parts.append(_section("serve: LoRA adapters", LoraSettings))
     parts.append(_section("serve: conversations and answers", TemplateSettings))
     parts.append(_section("serve: connections", ConnectionSettings))
     parts.append(_section("serve: embeddings", EmbeddingSettings))

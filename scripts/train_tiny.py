@@ -75,8 +75,7 @@ WIDE = replace(
     seed=SEED + 1,
 )
 SIBLING = replace(LONG, steps=1500, evaluate_every=500)
-MIXTURE = replace(LONG, steps=400, learning_rate=2e-3, evaluate_every=200)
-WIDE_MIXTURE = replace(WIDE, steps=40, evaluate_every=40)
+MIXTURE = replace(LONG, steps=210, learning_rate=2e-3, evaluate_every=210)
 UPCYCLED = (0, 2, 5, 7)  # attar:tiny's layers that the mixture starts from
 BALANCE = 0.01  # of the load-balancing loss: Switch Transformers' (arXiv 2101.03961, section 2.2)
 
@@ -264,14 +263,14 @@ def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded)
         out = args.out or cache_folder() / "tiny-moe"
         mixture = build_mixture(embedded)
-        phases = []
-        for settings, what in ((MIXTURE, "long"), (WIDE_MIXTURE, "wide")):
-            work = args.work / f"mixture-{what}"
-            phases.append((settings, phase(mixture, tokenizer, settings, work, what, balanced_loss)))
+        work = args.work / "mixture-long"
+        history = phase(mixture, tokenizer, MIXTURE, work, "mixture", balanced_loss)
         save(mixture, tokenizer, out)
-        write_card(
-            out, "attar:tiny-moe", phases, "--family qwen3_moe", f"load-balancing loss times {BALANCE}"
+        notes = (
+            f"starts from attar:tiny's layers {', '.join(map(str, UPCYCLED))} (embedding, norms, attention;"
+            f" an expert is a third of a layer's neurons); load-balancing loss times {BALANCE}"
         )
+        write_card(out, "attar:tiny-moe", [(MIXTURE, history)], "--family qwen3_moe", notes)
         return
     args.out = args.out or embedded
     if (args.work / "tokenizer/tokenizer.json").exists():
@@ -297,7 +296,7 @@ def write_card(
     folder: Path, name: str, phases: list[tuple[TrainSettings, TrainHistory]], options: str, notes: str
 ) -> None:
     """The card: script, data rule, seed, settings, tokens seen, held-out losses."""
-    loss_512, loss_2048 = (_held_out(history)[-1]["held_out"] for _, history in phases)
+    losses = {settings.sequence_length: _held_out(history)[-1]["held_out"] for settings, history in phases}
     Card(
         name=name,
         stage="original",
@@ -308,9 +307,8 @@ def write_card(
             path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.name != "attar.json"
         },
         measurements={
-            "held_out_loss_512": loss_512,
-            "held_out_loss_2048": loss_2048,
-            "held_out_perplexity_2048": math.exp(loss_2048),
+            **{f"held_out_loss_{length}": loss for length, loss in losses.items()},
+            f"held_out_perplexity_{max(losses)}": math.exp(losses[max(losses)]),
             "tokens_seen": sum(history.tokens for _, history in phases),
         },
         details={

@@ -16,9 +16,11 @@ from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.gguf import container, imatrix
 from attar.formats.gguf.imatrix import ImportanceEntry
+from attar.formats.gguf.tensor_map import architecture
 from attar.formats.readers import Decoded, dequantize_state
 from tests import tiny_models
-from tests.formats.gguf.variants import build, stored
+from tests.formats.gguf import variants
+from tests.formats.gguf.variants import build, said, stored
 
 PER_EXPERT = ("mixtral", "qwen3_moe", "deepseek_v3")
 STACKED = ("granitemoe", "gpt_oss")
@@ -166,6 +168,14 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=words):
             export(folder, tmp_path / "x.gguf", settings(type="F16"))
+    for variant, change, words in (
+        ("olmoe", {"num_key_value_heads": 2}, "needs as many KV heads"),
+        ("deepseek_v3", {"num_hidden_layers": 27}, "takes one of 27 blocks"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            architecture(said(variants.config(variant)) | change)
     (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
     with pytest.raises(CheckpointError, match=r"is \[4, 64\], but the config asks for \[5, 64\]"):
         export(folder, tmp_path / "x.gguf", settings(type="F16"))

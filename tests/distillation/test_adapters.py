@@ -14,7 +14,7 @@ from attar.distillation.adapters import add_adapters
 from attar.distillation.settings import recover_settings
 from attar.distillation.stage import recover
 from attar.errors import MissingExtraError, SettingsError
-from attar.merging.adapters.files import read_adapter_config
+from attar.models.adapter_files import read_adapter_config
 from attar.models.anatomy import discover
 from attar.models.load import load_model
 from attar.models.parts import weight_of

@@ -24,7 +24,7 @@ from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.tensor_map import architecture, placements
 from attar.models.load import load_model
 from attar.models.surgery import keep_heads, keep_layers, keep_neurons
-from tests.formats.gguf.variants import VARIANTS, build, said, stored
+from tests.formats.gguf.variants import VARIANTS, build, given_back, placed_tensors, said, stored, unstacked
 
 pytestmark = pytest.mark.peers
 PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "llama-cpp" / "bin" / "python"
@@ -65,12 +65,16 @@ def write(model, path, kind="F32"):
     """A GGUF file of a model."""
     config, state = said(model), stored(model)
     placed = placements(config, state)
-    slots = [GGUFTensorInfo(item.gguf, kind if item.matrix else "F32", item.shape) for item in placed]
+    tensors = placed_tensors(placed, {name: tensor.float() for name, tensor in state.items()})
+    matrices = {item.gguf for item in placed if item.matrix}
+    slots = [
+        GGUFTensorInfo(name, kind if name in matrices else "F32", tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
     keys = metadata(config, "tiny") | vocabulary(config["vocab_size"])
     writer = GGUFWriter(path, keys, slots)
-    for item, slot in zip(placed, slots, strict=True):
-        tensor = item.apply(state[item.stored].float()) if item.stored else item.value
-        writer.add(item.gguf, tensor.half() if slot.kind == "F16" else tensor)
+    for slot in slots:
+        writer.add(slot.name, tensors[slot.name].half() if slot.kind == "F16" else tensors[slot.name])
     writer.finish()
     return path
 
@@ -180,9 +184,8 @@ def test_files_are_read_back_as_the_model(tmp_path, name):
     file = read_gguf(write(model, tmp_path / "m.gguf"))
     config = hf_config(file.metadata, file.tensors, file.load)
     state = stored(model)
-    for file_placement in file_placements(config, file.tensors):
-        if file_placement.stored in state and not file_placement.plus:
-            assert torch.equal(
-                file_placement.undo(file.load(file_placement.gguf)), state[file_placement.stored]
-            ), file_placement.gguf
+    tensors = unstacked({name: file.load(name) for name in file.tensors})
+    placed = [one for one in file_placements(config, tensors) if one.stored in state and not one.plus]
+    for name, tensor in given_back(placed, tensors).items():
+        assert torch.equal(tensor, state[name]), name
     assert config["bos_token_id"] == 0 and config["dtype"] == "float32"

@@ -1,5 +1,5 @@
-"""Several processes of one run (``torchrun -m attar``, ``accelerate launch -m attar``): all do the same work
-in step with each other, and the first one writes the output.
+"""Several processes of one run (``--launch N``, ``torchrun -m attar``, ``accelerate launch -m attar``): all
+do the same work in step with each other, and the first one writes the output.
 
     RANK     of a process, from 0; the launcher sets it
     NAME             the output, the first process's
@@ -20,6 +20,7 @@ from attar.checkpoint.card import Card
 from attar.errors import AttarError, OutputError
 
 POLL = 0.2  # seconds
+SHARD = "ACCELERATE_USE_FSDP"  # "true": what is trained is divided, as accelerate launch has it
 
 
 class LeftToFirst(Exception):  # noqa: N818 (it is no error)
@@ -30,6 +31,11 @@ def rank() -> int:
     """Of this process; 0: the first, or the only one."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdigit() and int(os.environ.get("WORLD_SIZE") or 1) > 1 else 0
+
+
+def count() -> int:
+    """Processes of the run."""
+    return int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK", "").isdigit() else 1
 
 
 def own_output(final: Path) -> Path:

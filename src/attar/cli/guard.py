@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import typer
 
+from attar.cli.launch import launched, report
 from attar.errors import AttarError, SettingsError
 from attar.recipe.settings import option
 
@@ -33,13 +34,18 @@ def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        print_lines(f"stopped; to go on: {_command_line()}" if resumes else "stopped")
+        if not launched():  # the launcher says it
+            print_lines(f"stopped; to go on: {_command_line()}" if resumes else "stopped")
         raise typer.Exit(130) from None
     except Exception as error:
         if debug:
             traceback.print_exc(file=sys.stderr)
-        print_lines(*error_lines(error))
-        raise typer.Exit(error.exit_code if isinstance(error, AttarError) else 1) from None
+        code = error.exit_code if isinstance(error, AttarError) else 1
+        if launched():
+            report(error_lines(error), code)
+        else:
+            print_lines(*error_lines(error))
+        raise typer.Exit(code) from None
 
 
 def print_lines(*lines: str) -> None:

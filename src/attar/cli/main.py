@@ -13,6 +13,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from attar.cli.guard import error_lines, print_lines
+from attar.cli.launch import end_with_launcher, launched
 from attar.errors import AttarError, UsageError, did_you_mean, nearest
 from attar.recipe.stages import STAGES, load
 
@@ -140,6 +141,8 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "--debug" not in sys.argv:
         warnings.simplefilter("ignore")
+    if launched():
+        end_with_launcher()
     sys.exit(call(sys.argv[1:]))
 
 

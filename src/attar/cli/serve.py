@@ -7,7 +7,13 @@ from typing import Any
 
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
-from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import (
+    EmbeddingSettings,
+    LoraSettings,
+    ModelsSettings,
+    ServerSettings,
+    TemplateSettings,
+)
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 from attar.runtime.settings import EngineSettings
@@ -20,6 +26,7 @@ def build_serve(verb: str) -> Any:
         argument("model", MODEL_HELP),
         *settings_options(ServerSettings),
         *settings_options(ModelsSettings),
+        *settings_options(LoraSettings),
         *settings_options(TemplateSettings),
         *settings_options(ServiceSettings),
         *settings_options(ConnectionSettings),
@@ -38,7 +45,8 @@ def build_serve(verb: str) -> Any:
         embeddings = read_settings(EmbeddingSettings, verb, values)
         models = read_settings(ModelsSettings, verb, values)
         options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
-        parts = (settings, answers, services, transport, embeddings, models)
+        lora = read_settings(LoraSettings, verb, values)
+        parts = (settings, answers, services, transport, embeddings, models, lora)
         serve(values["model"], *parts, show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 

@@ -18,6 +18,7 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
+from attar.cli.launch import launch_if_asked
 from attar.errors import UsageError
 from attar.progress import Progress
 from attar.recipe.stages import EXTRACT_SETTINGS, STAGES, load
@@ -67,12 +68,23 @@ def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
         help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
         parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
+    if verb in ("distill", "recover"):
+        parameters += _launch_options(shard=True)
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters
 
 
+def _launch_options(*, shard: bool = False) -> list[Any]:
+    """How many processes work, and whether they divide the model."""
+    help = "processes on this machine that share the work"
+    options = [text_option("launch", "--launch", help=help, metavar="N")]
+    help = "divide what is trained over the processes, with its gradients and optimizer (FSDP2)"
+    return [*options, flag("shard", "--shard", help=help)] if shard else options
+
+
 def _run_stage(verb: str, values: dict[str, Any], progress: Progress) -> Answer:
     settings = read_settings(STAGES[verb].settings_class(), verb, values)
+    launch_if_asked(values)
     start = time.monotonic()
     checkpoint = run_stage(
         verb,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.deployment.gguf_types import FLOATS, TensorTypes
+from attar.deployment.gguf_types import FLOATS, TensorTypes, stored_codes
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
@@ -213,7 +213,7 @@ class _Maker:
         if mine is not None:  # its rows are in the file's order already
             rows, (codes, stored) = None, packed.blocks(mine)
         else:
-            coded = packed.codes(self.view.tensors[one.stored].stored)
+            coded = stored_codes(packed, self.view.tensors[one.stored].stored, one)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)

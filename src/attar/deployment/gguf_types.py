@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
+from attar.formats.coded import Coded
 from attar.formats.gguf.architecture import sizes
 from attar.formats.gguf.codes import exact_type
 from attar.formats.gguf.mixes import canonical, mix, overridden
+from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.reader import GGUFReader
 from attar.formats.gguf.tensor_map import architecture
 from attar.formats.gguf.types import FILE_TYPES, TYPES
+from attar.formats.mxfp4 import ExpertMXFP4Reader
 from attar.formats.readers import FormatReader, quant_method, reader
+from attar.formats.rules import WeightRule
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -159,8 +163,22 @@ def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None,
     has no codes). Blocks of a GGUF file stay as they are."""
     if isinstance(packed, GGUFReader) and (mine := packed.same_blocks(one)):
         return packed.checkpoint.tensors[mine].block, ""
-    coded = packed.codes(name)
-    return (None, "") if coded is None or one.transposed else exact_type(*coded)
+    coded = stored_codes(packed, name, one)
+    return (None, "") if coded is None else exact_type(*coded)
+
+
+def stored_codes(packed: FormatReader, name: str, one: Placement) -> tuple[Coded, WeightRule] | None:
+    """Codes (N, K) of a placement, rows in the checkpoint's order, and their rule; None where it has none.
+
+    Args:
+        name: of the stored tensor.
+    """
+    if one.part is None:
+        return None if one.transposed else packed.codes(name)
+    if one.part.index is None or not isinstance(packed, ExpertMXFP4Reader) or not packed.is_coded(name):
+        return None
+    (stack, rule), rows = packed.expert_codes(name, one.part.index), one.part.rows or slice(None)
+    return replace(stack, codes=stack.codes[rows], scale=stack.scale[rows]), rule
 
 
 def _float_kind(view: Any, one: Any) -> str:

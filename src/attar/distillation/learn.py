@@ -26,13 +26,14 @@ from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.task import Task
-from attar.errors import DataError
+from attar.errors import DataError, SettingsError
 from attar.models.device import resolve
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.models.load import load_tokenizer
 from attar.models.plain_config import end_tokens
 from attar.progress import Progress
+from attar.walks.distributed import shards
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
 from attar.walks.train import BatchSource, TrainHistory, train
@@ -82,6 +83,9 @@ def learn(
     signal = SIGNALS[settings.teacher_signal](source, student, settings)
     if settings.student_share:
         assert isinstance(rows, Examples), "the causal task has rows"
+        if shards():
+            allowed = "0 with --shard: a student writes with its whole model"
+            raise SettingsError("student_share", settings.student_share, allowed)
         rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None and rollouts is None:
         _save_memory(source, settings)

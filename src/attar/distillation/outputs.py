@@ -129,7 +129,7 @@ def run_model(
     if head is None:
         predictions = outputs.logits[batch.predicted]
     else:
-        predictions = head_inputs[-1][batch.predicted]
+        predictions, head = head_inputs[-1][batch.predicted], head.of(model)
         if not torch.is_grad_enabled():  # products as the pass would have made them, here and now
             dtype = product_type(predictions)
             predictions, head = predictions.to(dtype), head.to(dtype)

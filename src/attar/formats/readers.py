@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt
+from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt, mxfp4
 from attar.formats.coded import Coded, UniformWeight, uniform_weight
 from attar.formats.gguf import reader as gguf
 from attar.formats.quantization_config import read_quantization_config
@@ -69,6 +69,7 @@ READERS: dict[str, Callable[[Any], FormatReader]] = {
     awq.METHOD: awq.AWQReader,
     modelopt.METHOD: modelopt.ModelOptReader,
     exl2.METHOD: exl2.EXL2Reader,
+    mxfp4.METHOD: mxfp4.ExpertMXFP4Reader,
     gguf.METHOD: gguf.GGUFReader,
 }
 """Readers by ``quant_method``."""

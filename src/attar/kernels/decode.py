@@ -149,6 +149,7 @@ class Program:
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale per token and head.
         threads_of: a program whose threads run this one too, never both at a time; None: threads of its own.
+        pool: of another program of the same shapes, which both use; None: its own.
 
     Raises:
         ModelError: the library does not support these shapes.
@@ -165,12 +166,15 @@ class Program:
         bits: int = 16,
         kv_dtype: str = "bfloat16",
         threads_of: Program | None = None,
+        pool: Tensor | None = None,
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
         self.threads: int = threads or default_threads() if threads_of is None else threads_of.threads
         self.bits, self.kv_dtype = bits, kv_dtype
-        self.pool = huge_pages(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
+        nbytes = pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype)
+        assert pool is None or len(pool) >= nbytes, "a pool of another shape"
+        self.pool = huge_pages(nbytes) if pool is None else pool
         self._mixtures = [mixture_struct(layer.mixture) for layer in weights.layers]
         layers = map(_layer, weights.layers, self._mixtures)
         self._layers = (structures.LayerStruct * len(weights.layers))(*layers)
@@ -224,6 +228,11 @@ class Program:
         self._hidden = np.asarray(layers, dtype=np.int64), pool
         self._model.hidden_layer, self._model.hidden_pool = self._hidden[0].ctypes.data, pool.data_ptr()
         self._model.hidden_states = len(layers)
+
+    def share_hidden(self, other: Program) -> None:
+        """Write hidden states where another program of the same shapes does, if it does."""
+        if other._model.hidden_states:
+            self.keep_hidden(other._hidden[0].tolist(), other._hidden[1])
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy keys, values and hidden states between slots, (from, to), one after the other."""

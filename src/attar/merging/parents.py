@@ -18,10 +18,10 @@ from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
 from attar.formats.readers import Decoded, quant_method
 from attar.merging.adapters.apply import AdaptedCheckpoint
-from attar.merging.adapters.files import CONFIG, WEIGHTS
 from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import ModelReference
 from attar.merging.planning.model import ModelView
+from attar.models.adapter_files import CONFIG, WEIGHTS
 
 
 @dataclass

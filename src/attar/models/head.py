@@ -43,6 +43,12 @@ class Head:
     scale: float = 1.0
     softcap: float = 0.0
 
+    def of(self, model: Any) -> Head:
+        """The same with the weight and bias that the model has now: where processes divide it, they are whole
+        only from its forward pass to its backward one."""
+        linear = output_linear(model)
+        return self if linear is None else replace(self, weight=linear.weight, bias=linear.bias)
+
     def to(self, dtype: torch.dtype) -> Head:
         """The same, detached, with its numbers in a type."""
         bias = None if self.bias is None else self.bias.detach().to(dtype)

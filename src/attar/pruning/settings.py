@@ -231,6 +231,27 @@ class LayerSettings(UnitSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """Remove or merge experts of every mixture, or let fewer of them work on a token."""
+
+    ratio: float = _option(0.25, "fraction of each layer's experts removed, 0 to below 1; without experts")
+    experts: int = _option(0, "experts of a layer that stay; 0: by ratio")
+    active: int = _option(0, "experts of a token; 0: as many as before")
+    criterion: str = _option(
+        "auto",
+        "reap: gate times length of the output; frequency: tokens that chose the expert; gates: sum of its "
+        "gates; cluster: experts with similar outputs are merged; auto: reap",
+        ("auto", "reap", "frequency", "gates", "cluster"),
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range("ratio", self.ratio, 0.0, 0.9999, "the fraction removed: at least 0 and below 1")
+        check_range("experts", self.experts, 0, 2**20, "0 (by ratio) or more")
+        check_range("active", self.active, 0, 2**20, "0 (as before) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixedSettings:
     """Remove heads, neurons, channels and layers together, as much of each as costs least quality."""
 
@@ -280,11 +301,12 @@ METHOD_SETTINGS: dict[str, type] = {
     "neurons": NeuronSettings,
     "hidden": HiddenSettings,
     "layers": LayerSettings,
+    "experts": ExpertSettings,
     "mixed": MixedSettings,
 }
 """The options of each method. What the methods do is in stage.METHODS."""
 
-PruneMethodSettings = UnitSettings | ZerosSettings | MixedSettings
+PruneMethodSettings = UnitSettings | ZerosSettings | ExpertSettings | MixedSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,8 +319,8 @@ class PruneSettings:
         "magnitude, wanda: zeros where weights are small, or small for their inputs; sparsegpt, alps: where "
         "others compensate them, found column by column, or by ADMM, better and slower; "
         "heads: groups of query heads with their KV head; query-heads: as many of each KV head; neurons: of "
-        "the MLP; hidden: channels of the residual stream; layers: whole ones; mixed: as much of each as "
-        "costs least quality, by a scan",
+        "the MLP; hidden: channels of the residual stream; layers: whole ones; experts: of a mixture; "
+        "mixed: as much of each as costs least quality, by a scan",
         tuple(METHOD_SETTINGS),
     )
     options: PruneMethodSettings = field(
@@ -308,7 +330,7 @@ class PruneSettings:
         "auto",
         "give back what was lost, layer by layer: linear (least squares for the weights that stay), block "
         "(linear, then each block is trained to the original's outputs), none; auto: linear, but none for "
-        "magnitude, hidden, layers and mixed",
+        "magnitude, hidden, layers, experts and mixed",
         ("auto", "none", "linear", "block"),
     )
     reconstruct_epochs: int = _option(4, "of block: passes over the calibration sequences")
@@ -335,13 +357,17 @@ class PruneSettings:
         if self.method == "hidden" and self.reconstruct in ("linear", "block"):
             allowed = "none or auto with method hidden, which leaves no layer its inputs; use attar recover"
             raise SettingsError("reconstruct", self.reconstruct, allowed)
+        if self.method == "experts" and self.reconstruct in ("linear", "block"):
+            allowed = "none or auto with method experts; use attar recover"
+            raise SettingsError("reconstruct", self.reconstruct, allowed)
 
     @property
     def reconstruction(self) -> str:
         """What is reconstructed: none, linear or block."""
         if self.reconstruct != "auto":
             return self.reconstruct
-        return "none" if self.method in ("magnitude", "hidden", "layers", "mixed") else "linear"
+        dense = ("magnitude", "hidden", "layers", "experts", "mixed")
+        return "none" if self.method in dense else "linear"
 
 
 def prune_settings(**options: Any) -> PruneSettings:

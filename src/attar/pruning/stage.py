@@ -13,6 +13,7 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
+from attar.pruning.experts.prune import prune_experts
 from attar.pruning.linears import pruned_linears
 from attar.pruning.mixed import prune_mixed
 from attar.pruning.settings import VERSION, PruneSettings, ZerosSettings
@@ -58,6 +59,7 @@ def prune(
 METHODS: dict[str, Callable[[PruneTask], None]] = {
     **dict.fromkeys(ZEROS, prune_zeros),
     **dict.fromkeys(STRUCTURES, prune_units),
+    "experts": prune_experts,
     "mixed": prune_mixed,
 }
 """What each method does; its options are in settings.METHOD_SETTINGS."""

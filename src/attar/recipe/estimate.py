@@ -125,6 +125,7 @@ PRUNE_COSTS = {
     "neurons": PruneCost(passes=1),
     "hidden": PruneCost(passes=1),
     "layers": PruneCost(passes=1),
+    "experts": PruneCost(passes=1),
     "mixed": PruneCost(passes=1, scanned=6),
 }
 """By the methods of attar.pruning.stage.METHODS, with the first criterion of each."""

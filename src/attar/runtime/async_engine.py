@@ -64,6 +64,7 @@ class AsyncEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
+        adapter: str = "",
         observe: tuple[int, PromptObserver] | None = None,
     ) -> AsyncIterator[Event]:
         """The events of a request, those of its n completions interleaved; see :meth:`Engine.add`.
@@ -73,7 +74,7 @@ class AsyncEngine:
         """
         reader: tuple[Loop, EventInbox] = asyncio.get_running_loop(), asyncio.Queue()
         options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
-        options["observe"] = observe
+        options |= {"adapter": adapter, "observe": observe}
         if params.guide is not None and self.engine.grammars is not None:
             options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
 

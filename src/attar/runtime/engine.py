@@ -103,6 +103,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
+        adapter: str = "",
         matcher: Matcher | None = None,
         observe: tuple[int, PromptObserver] | None = None,
     ) -> str:
@@ -113,7 +114,9 @@ class Engine:
             id: its name; None: a number.
             priority: smaller goes first.
             deadline_s: seconds from now after which the request is ended.
-            salt: the tenant; prefixes are shared inside a salt only.
+            salt: the tenant; prefixes are shared inside a salt only, and requests with different adapters
+                have different ones.
+            adapter: key of a LoRA adapter of the runner; empty: none.
             matcher: of the parameters' grammar where it is compiled already; None: it is compiled now.
             observe: a token of the prompt, and what is called with the logits of it and of those after it.
 
@@ -126,6 +129,8 @@ class Engine:
         """
         now = self.clock()
         self._check_request(prompt, params, id)
+        if adapter and adapter not in getattr(self.runner, "adapters", ()):
+            raise SettingsError("adapter", adapter, "one that is loaded")
         if matcher is None and self.grammars is not None:
             matcher = self.grammars.matcher(params)
         logits_from = observe[0] if observe else None if params.prompt_logprobs is None else 0
@@ -138,6 +143,7 @@ class Engine:
             arrival=now,
             deadline=None if deadline_s is None else now + deadline_s,
             salt=salt,
+            adapter=adapter,
             logits_from=logits_from,
         )
         sequence = self.scheduler.add(request)
@@ -178,6 +184,10 @@ class Engine:
         """End what is left of a request; unknown and finished ones are no error."""
         sequences = self.scheduler.cancel(id)
         return self._after_step([event for sequence in sequences for event in self._last_events(sequence)])
+
+    def uses(self, adapter: str) -> bool:
+        """Whether a request has an adapter."""
+        return any(state.request.adapter == adapter for state in self._requests.values())
 
     def check_idle(self) -> float | None:
         """Check the bookkeeping of an idle engine: count its blocks, or run the full :meth:`check` if the

@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from attar.errors import ModelError
 from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
-from attar.kernels.decode import pool_bytes
+from attar.kernels.decode import ModelWeights, pool_bytes
 from attar.kernels.product import default_threads
 from attar.models.device import pick_device
 from attar.models.draft_heads.kind import refuse_draft_head
@@ -139,11 +139,15 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
         return None if grid is None else codes_of(grid)
 
     kind: Any = settings.weights or "bf16"
+
+    def build(names: Collection[str], load: Callable[[str], Tensor]) -> ModelWeights:
+        return model_weights(config, names, load, coded, weights=kind, embedding=embedding, pays=pays)
+
     embedding = torch.bfloat16 if packed or settings.dtype == "bfloat16" else None
     if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
         embedding = torch.float16  # nearer to codes times a scale
     pays = sparse_pays(settings.bits, default_threads())
-    model = model_weights(config, view.tensors, load, coded, weights=kind, embedding=embedding, pays=pays)
+    model = build(view.tensors, load)
     kv_dtype = (
         {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
     )
@@ -153,7 +157,10 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     tokens = settings.kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
     blocks = -(-tokens // settings.block_size)
     size, bits = settings.block_size, settings.bits
-    return Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)
+    runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)
+    if settings.adapters:
+        runner.with_adapters(build, view.tensors, load)
+    return runner
 
 
 def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:

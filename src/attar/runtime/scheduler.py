@@ -421,7 +421,8 @@ def make_step(planned: Planned, manager: BlockManager) -> StepInput:
         sequence.cut_drafts(stop - len(sequence.tokens))
         table = manager.table(sequence.id)
         kept = table.length if table.packed else None
-        spans.append(TokenSpan(sequence.id, start, stop, table.row, sequence.wants(stop), kept))
+        wants, adapter = sequence.wants(stop), sequence.request.adapter
+        spans.append(TokenSpan(sequence.id, start, stop, table.row, wants, kept, adapter))
         tokens += sequence.tokens[start:stop] + sequence.drafts
         tree = sequence.parents if sequence.drafts else None
         trees.append(None if tree is None else (-1, *tree))

@@ -30,7 +30,8 @@ class Request:
         priority: smaller goes first.
         arrival: seconds on the engine's clock; earlier goes first.
         deadline: seconds on the same clock after which the request is ended; None: never.
-        salt: the tenant: prefixes are shared only inside a salt.
+        salt: the tenant, and the adapter: prefixes are shared only inside a salt.
+        adapter: key of its LoRA adapter in the runner; empty: none.
         logits_from: the logits of the prompt's tokens from this one on are needed, so the prefix cache serves
             those before it at most; None: no logits of the prompt.
     """
@@ -43,6 +44,7 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     salt: str = ""
+    adapter: str = ""
     logits_from: int | None = None
 
 

@@ -42,6 +42,7 @@ class TokenSpan:
         wants: logits of the last ``wants`` tokens of the span are returned: 0 during chunked prefill, 1 to
             decode, n + 1 to verify n drafts, more for the log-probabilities of a prompt.
         kept: entries in use before the span where eviction has packed the cache; None: ``start``.
+        adapter: key of the LoRA adapter that its tokens run with; empty: none.
     """
 
     sequence: int
@@ -50,6 +51,7 @@ class TokenSpan:
     blocks: tuple[int, ...]
     wants: int = 0
     kept: int | None = None
+    adapter: str = ""
 
     @property
     def count(self) -> int:
@@ -119,6 +121,18 @@ class StepInput:
         """Tokens of the step whose logits are wanted, in the order of the spans; int64 (W,)."""
         ends = zip(self.spans, self.offsets[1:], strict=True)
         return _concatenate([np.arange(stop - span.wants, stop) for span, stop in ends])
+
+    def wanted_of(self, spans: Sequence[int]) -> IntArray:
+        """Rows of the logits of some spans, by their indices; int64."""
+        starts = (0, *accumulate(span.wants for span in self.spans))
+        return _concatenate([np.arange(starts[index], starts[index + 1]) for index in spans])
+
+    def rows_of(self, adapter: str) -> IntArray:
+        """Tokens of the step whose spans have an adapter; int64."""
+        ranges = zip(self.spans, self.offsets, self.offsets[1:], strict=False)
+        return _concatenate(
+            [np.arange(start, stop) for span, start, stop in ranges if span.adapter == adapter]
+        )
 
     def slots(self, block_size: int) -> IntArray:
         """Slot that each token's key and value are written to; int64 (T,)."""

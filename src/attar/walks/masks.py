@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError
+from attar.walks.distributed import like, own_part
 
 MaskOf = Callable[[Tensor], Tensor | None]
 
@@ -56,9 +57,13 @@ class Masks:
         return 1.0 - sum(int(mask.count_nonzero()) for mask in self.kept.values()) / max(total, 1)
 
     def pairs(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters with their pruned weights: bool, True where the weight stays zero."""
+        """The parameters with their pruned weights: bool, True where the weight stays zero; of a divided
+        parameter (distributed.py) both are what this process holds."""
         parameters = dict(model.named_parameters())
-        return [(parameters[name], ~mask.to(parameters[name].device)) for name, mask in self.kept.items()]
+        return [
+            (parameters[name], own_part(like(parameters[name], ~mask.to(parameters[name].device))))
+            for name, mask in self.kept.items()
+        ]
 
     def check(self, model: nn.Module) -> None:
         """Raise unless every masked weight is zero.
@@ -81,11 +86,11 @@ def mask_gradients(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     """Clear the gradients of pruned weights; see :meth:`Masks.pairs`."""
     for parameter, pruned in pairs:
         if parameter.grad is not None:
-            parameter.grad.masked_fill_(pruned, 0.0)
+            own_part(parameter.grad).masked_fill_(pruned, 0.0)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def mask_weights(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     """Set pruned weights to zero; see :meth:`Masks.pairs`."""
     for parameter, pruned in pairs:
-        parameter.masked_fill_(pruned, 0.0)
+        own_part(parameter).masked_fill_(pruned, 0.0)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attar.walks.distributed import gathered, like
 from attar.walks.settings import TrainSettings
 
 
@@ -140,7 +141,8 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(W.grad)
         buffer = state["momentum_buffer"].lerp_(W.grad, 1 - m)
-        O = orthogonal(W.grad.lerp(buffer, m), self.products)  # noqa: E741
+        # of a divided matrix each process makes the whole update, and keeps its part
+        O = like(W, orthogonal(gathered(W.grad.lerp(buffer, m)), self.products))  # noqa: E741
         W.mul_(1 - lr * group["weight_decay"])
         W.add_(O, alpha=-lr * (0.2 * math.sqrt(max(W.shape[-2:]))))
 

@@ -6,38 +6,40 @@ n_i counts the predictions of a micro-batch, n those of all, on all processes: a
 predicted tokens however they are divided.
 
 Distillation, recovery and quantization-aware training bring a loss and trainable parameters, never another
-loop. A sparse model brings its masks (masks.py). The loop runs through accelerate, so that ``accelerate
-launch`` spreads it over processes; ranks take batch numbers in turn.
+loop. A sparse model brings its masks (masks.py). Under ``--launch``, ``torchrun`` or ``accelerate launch``
+processes share the rows of each step, and with FSDP2 the model too (distributed.py); a step is the same
+however many they are.
 
 Every ``checkpoint_every`` steps the whole state (weights, optimizers, random number generators, curve) is
-written and renamed. A killed run resumes from the last state with the same batches and ends with the same
-bytes.
+written and renamed (states.py). A killed run resumes from the last state with the same batches and ends with
+the same bytes; where another number of processes goes on, with the same up to the rounding of sums.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
+import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.data.examples import Examples, predictions
+from attar.checkpoint.processes import SHARD
+from attar.data.examples import Examples
 from attar.data.packing import Batches
 from attar.errors import NumericsError, SettingsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
-from attar.walks import optimizers
+from attar.walks import distributed, optimizers, states
 from attar.walks.masks import Masks, mask_gradients, mask_weights
 from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
@@ -71,8 +73,8 @@ class BatchSource(Protocol):
     """
 
     def batch(self, number: int, model: nn.Module) -> Any:
-        """Batch ``number``, from 0 on, one for each micro-batch of each process: what the loss takes, with
-        rows of tokens or as :class:`Examples`."""
+        """Batch ``number``, from 0 on, one for each micro-batch: what the loss takes, with rows of tokens or
+        as :class:`Examples`. Every process asks for every batch, in the same order."""
 
 
 def train(
@@ -110,18 +112,39 @@ def train(
     torch.manual_seed(settings.seed)
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
-    built = optimizers.build(model, settings)
-    prepared, *tuned = accelerator.prepare(model, *built)
-    run = _TrainRun(accelerator, prepared, tuned, work)
-    if masks is not None:
-        run.pruned = masks.pairs(accelerator.unwrap_model(prepared))
+    with ExitStack() as stack:
+        if distributed.shards() and distributed.blocks_of(model):
+            stack.enter_context(distributed.sharded(model))
+            prepared = model
+        else:
+            prepared = accelerator.prepare(model)
+        run = _TrainRun(accelerator, prepared, optimizers.build(model, settings), work)
+        if masks is not None:
+            run.pruned = masks.pairs(model)
+        source: BatchSource
+        if isinstance(rows, Tensor | Examples):
+            source = Batches(rows, settings.batch_size, settings.seed)
+        else:
+            source = rows
+        history = _steps(run, loss, source, settings, held_out, progress, what)
+        if settings.patience:
+            run.restore_best()
+    accelerator.free_memory()
+    return history
+
+
+def _steps(
+    run: _TrainRun,
+    loss: Loss,
+    source: BatchSource,
+    settings: TrainSettings,
+    held_out: Callable[[nn.Module], float] | None,
+    progress: Progress,
+    what: str,
+) -> TrainHistory:
+    """The steps, from the newest state on."""
     history = run.resume()
     history.precision = settings.precision
-    source: BatchSource
-    if isinstance(rows, Tensor | Examples):
-        source = Batches(rows, settings.batch_size, settings.seed)
-    else:
-        source = rows
     losses: list[float] = []
     start = time.monotonic()
     first = history.step
@@ -129,7 +152,7 @@ def train(
         while history.step < settings.steps and not history.stopped:
             value, tokens = _step(run, loss, source, history.step, settings)
             history.step += 1
-            history.tokens += tokens * accelerator.num_processes
+            history.tokens += tokens
             losses.append(value)
             numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
             last = history.step == settings.steps
@@ -141,9 +164,6 @@ def train(
             if last or history.stopped or _due(history.step, settings.checkpoint_every):
                 run.save(history)
             task.advance(**numbers)
-    if settings.patience:
-        run.restore_best()
-    accelerator.free_memory()
     return history
 
 
@@ -151,7 +171,19 @@ def _accelerator(model: nn.Module) -> Any:
     from accelerate import Accelerator
 
     device = next(model.parameters()).device
-    return Accelerator(cpu=device.type == "cpu")
+    with _without(SHARD):  # distributed.py divides the model, on CPUs too
+        return Accelerator(cpu=device.type == "cpu")
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """The environment without a variable."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def _shared(accelerator: Any, work: Path | None) -> Path | None:
@@ -187,29 +219,32 @@ def _checkpoint_activations(model: nn.Module) -> None:
 def _step(
     run: _TrainRun, loss: Loss, source: BatchSource, step: int, settings: TrainSettings
 ) -> tuple[float, int]:
-    """One optimizer step; returns the mean loss over its predictions, and the tokens of this process."""
-    device, ranks = run.accelerator.device, run.accelerator.num_processes
-    first = step * settings.accumulate
-    rank, model = run.accelerator.process_index, run.accelerator.unwrap_model(run.model)
-    batches = [source.batch((first + micro) * ranks + rank, model) for micro in range(settings.accumulate)]
+    """One optimizer step; returns the mean loss over its predictions, and its tokens, on all processes."""
+    accelerator, first = run.accelerator, step * settings.accumulate
+    device, count = accelerator.device, accelerator.num_processes
+    batches = [source.batch(first + micro, run.inner) for micro in range(settings.accumulate)]
+    parts = distributed.share(batches, accelerator.process_index, count)
     run.model.train()
-    counts = [predictions(batch) for batch in batches]
-    n = _sum_over_ranks(run.accelerator, sum(counts))
+    n = _sum_over_ranks(accelerator, sum(n_i for _, n_i in parts))
     total = 0.0
-    for batch, n_i in zip(batches, counts, strict=True):
-        if not n_i and ranks == 1:
+    for number, (batch, n_i) in enumerate(parts, start=1):
+        if not n_i and count == 1:
             continue
-        with _arithmetic(run, settings):
-            value = loss(run.model, batch.to(device))
-        parts = n / (ranks * n_i) if n_i else math.inf  # ranks' gradients are averaged
-        run.accelerator.backward(value / parts)
-        total += float(value.detach()) / parts
+        with run.gathering(last=number == len(parts)):
+            with _arithmetic(run, settings):
+                value = loss(run.model, batch.to(device))
+            divisor = n / (count * n_i) if n_i else math.inf  # the processes' gradients are averaged
+            accelerator.backward(value / divisor)
+        total += float(value.detach()) / divisor
+    if count > 1:
+        total = float(accelerator.reduce(torch.tensor(total, device=device), "mean"))
     if not math.isfinite(total):
         raise _diverged(f"the loss became {total} at step {step + 1}", settings)
     mask_gradients(run.pruned)
-    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
-    if not math.isfinite(float(norm)):
-        raise _diverged(f"the gradient became {float(norm)} at step {step + 1}", settings)
+    norm = accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
+    norm = float(distributed.gathered(norm))
+    if not math.isfinite(norm):
+        raise _diverged(f"the gradient became {norm} at step {step + 1}", settings)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = optimizers.rate(step, settings) * group.get("scale", 1.0)
@@ -248,7 +283,8 @@ def _measure(
     """Measure the held-out loss and count how often it has not fallen."""
     run.model.eval()
     with torch.no_grad(), _arithmetic(run, settings):
-        value = held_out(run.accelerator.unwrap_model(run.model))
+        value = held_out(run.inner)
+    distributed.reshard(run.inner)
     history.curve.append({"step": history.step, "held_out": value})
     if value < history.best:
         history.best, history.waited = value, 0
@@ -274,31 +310,40 @@ class _TrainRun:
     best: dict[str, Tensor] | None = None
     pruned: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model without the wrapper of several processes."""
+        inner: nn.Module = self.accelerator.unwrap_model(self.model)
+        return inner
+
+    def gathering(self, *, last: bool) -> Any:
+        """For a pass: gradients of several processes are averaged once a step, after the last one."""
+        return nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
+
     def save(self, history: TrainHistory) -> None:
         """Write the state whole, then delete the one before."""
         if self.work is None:
             return
         target = self.work / f"state-{history.step:08d}"
-        partial = self.work / "state.partial"
+        partial = self._begin("state.partial")
+        states.save_state(partial, self.inner, self.optimizers, self.accelerator.process_index)
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "history.json").write_text(json.dumps(asdict(history)))
+            shutil.rmtree(target, ignore_errors=True)
+            atomic.publish(partial, target)
+            for old in self.states():
+                if old != target:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def _begin(self, name: str) -> Path:
+        """An empty folder that all processes write into."""
+        assert self.work is not None
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.work / name, ignore_errors=True)
+            (self.work / name).mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        logger = logging.getLogger("accelerate")  # it warns of every tied weight
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            self.accelerator.save_state(str(partial), safe_serialization=True)
-        finally:
-            logger.setLevel(level)
-        self.accelerator.wait_for_everyone()
-        if not self.accelerator.is_main_process:
-            return
-        (partial / "history.json").write_text(json.dumps(asdict(history)))
-        shutil.rmtree(target, ignore_errors=True)
-        atomic.publish(partial, target)
-        for old in self.states():
-            if old != target:
-                shutil.rmtree(old, ignore_errors=True)
+        return self.work / name
 
     def states(self) -> list[Path]:
         """Complete states, oldest first."""
@@ -306,29 +351,37 @@ class _TrainRun:
 
     def resume(self) -> TrainHistory:
         """Load the newest state, if there is one."""
-        states = self.states()
-        if not states:
+        complete = self.states()
+        if not complete:
             if self.work is not None:
                 self.work.mkdir(parents=True, exist_ok=True)
             return TrainHistory()
-        self.accelerator.load_state(str(states[-1]))
-        return TrainHistory(**json.loads((states[-1] / "history.json").read_text()))
+        states.load_state(complete[-1], self.inner, self.optimizers, self.accelerator.process_index)
+        return TrainHistory(**json.loads((complete[-1] / "history.json").read_text()))
 
     def save_best(self, settings: TrainSettings) -> None:
         """Keep the trainable weights of the best held-out loss, where ``patience`` will restore them."""
         if not settings.patience:
             return
-        model = self.accelerator.unwrap_model(self.model)
-        self.best = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-        if self.work is not None and self.accelerator.is_main_process:
-            atomic.save_tensors(self.work / "best.safetensors", self.best)
+        self.best = {name: p.detach().clone() for name, p in self._trained().items()}
+        if self.work is not None:
+            partial = self._begin("best.partial")
+            states.save_tensors(partial, self.best)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self.work / "best", ignore_errors=True)
+                atomic.publish(partial, self.work / "best")
 
     def restore_best(self) -> None:
         """Put the best weights back."""
-        if self.best is None and self.work is not None and (self.work / "best.safetensors").exists():
-            self.best = load_file(self.work / "best.safetensors")
-        if self.best is not None:
-            parameters = dict(self.accelerator.unwrap_model(self.model).named_parameters())
+        best = self.best
+        if best is None and self.work is not None and (self.work / "best").exists():
+            best = {name: torch.empty_like(p, requires_grad=False) for name, p in self._trained().items()}
+            states.load_tensors(self.work / "best", best)
+        if best is not None:
             with torch.no_grad():
-                for name, value in self.best.items():
-                    parameters[name].copy_(value)
+                for name, parameter in self._trained().items():
+                    parameter.copy_(best[name])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.inner.named_parameters() if p.requires_grad}

@@ -99,11 +99,11 @@ def test_the_loss_is_that_of_a_loop_over_positions(adapted, base_loss, form):
         weight = 0.3 * (math.sin(math.pi / 2 * t) if form == "sine" else 1.0)
         wanted = torch.stack(value).mean()
         wanted = wanted + weight * sum(0.5**k * torch.stack(rows).mean() for k, rows in of_heads.items())
-        learner.passes.fill_(passes)
+        learner.step.fill_(passes)
         learner.train()
         loss = learner(batch)
         torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-6)
-        assert int(learner.passes) == passes + 1
+        assert int(learner.step) == passes + 1
     trained = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     ours = torch.autograd.grad(loss, trained)
     theirs = torch.autograd.grad(wanted, trained)
@@ -116,8 +116,8 @@ def test_held_out_losses_have_the_whole_weight():
     learner, batch = JointLearner(model, heads, own, options, 4, None), example(model)
     learner.eval()
     first = learner(batch)
-    learner.passes.fill_(4)
-    assert torch.equal(first, learner(batch)) and int(learner.passes) == 4
+    learner.step.fill_(4)
+    assert torch.equal(first, learner(batch)) and int(learner.step) == 4
     assert schedule(1.0, options.together) == schedule(2.0, options.together) == 1.0
 
 

@@ -392,3 +392,29 @@ def test_what_is_published_is_openapi():
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/metrics"} <= set(paths)
     assert "default" in paths["/v1/completions"]["post"]["responses"]
+
+
+@pytest.mark.parametrize(
+    "path, builder, body",
+    [
+        ("/v1/completions", "endpoints.CompletionBuilder", {"prompt": "hi"}),
+        (
+            "/v1/chat/completions",
+            "chat_endpoint.ChatBuilder",
+            {"messages": [{"role": "user", "content": "x"}]},
+        ),
+        ("/v1/responses", "responses_api.endpoint.ResponseOutput", {"input": "hi"}),
+        ("/v1/responses", "responses_api.endpoint.repeated_fields", {"input": "hi"}),
+    ],
+)
+def test_a_builder_that_fails_leaves_no_request_open(monkeypatch, path, builder, body):
+    client, backend = serve()
+
+    def fail(*arguments, **options):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(f"attar.runtime.server.{builder}", fail)
+    for stream in (False, True):
+        error(client.post(path, json={"model": "tiny", "stream": stream, **body}), 500)
+    admission = client.app.state.service.admission
+    assert not admission.active and not admission._completions and not backend.open

@@ -18,7 +18,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.services.channel import TARGET, StreamEnded, connect
+from attar.runtime.services.channel import TARGET, FrameStream, StreamEnded, connect
 from attar.runtime.services.coordinator import Coordinator
 from attar.runtime.services.messages import (
     EventMessage,
@@ -270,6 +270,28 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
             network().run(rude())
         loop.call_soon_threadsafe(done.set)
         task.result(5)
+        target.idle()
+
+
+def test_what_is_too_large_for_a_frame_ends_its_own_request_alone(monkeypatch):
+    """An answer with scores of a long prompt, and a long prompt; many short ones need several frames."""
+    with target_server() as (port, target), coordinating(port) as coordinator:
+        monkeypatch.setattr(FrameStream, "most", 1500)
+        scored = replace(LONG, prompt_logprobs=5, max_tokens=2)
+
+        async def run():
+            others = [asyncio.create_task(tokens(coordinator, [n, 2], LONG, f"o{n}")) for n in range(12)]
+            for prompt, params, words in [
+                ([5] * 60, scored, "the answer is larger"),
+                ([1000] * 400, LONG, "request is"),
+            ]:
+                with pytest.raises(DataError, match=words):
+                    await tokens(coordinator, prompt, params, f"large {len(prompt)}")
+            return await asyncio.gather(*others)
+
+        answers = asyncio.run(run())
+        assert answers == [[alone([number, 2], LONG)] for number in range(12)]
+        assert coordinator.target.connections == 1
         target.idle()
 
 

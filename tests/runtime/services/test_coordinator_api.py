@@ -206,6 +206,8 @@ def test_every_endpoint_answers_as_one_process(plain, server):
         url, llm = stack.enter_context(server(port))
         proposers = assert_same([ask(url, *request) for request in REQUESTS], plain[0])
         assert streams(url) == plain[1]
+        for path in ("/", "/attar/state", "/metrics", "/v1/models", "/ready"):
+            assert httpx.get(url + path).status_code == 200, path
         assert {"target", "draft"} <= set(proposers), set(proposers)
         counts = llm.engine.speculator.counts
         assert counts.drafts > 10 and counts.accepted > 0 and llm.engine.speculator.failure is None

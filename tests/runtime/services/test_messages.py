@@ -35,7 +35,24 @@ OFFER = {"kind": "offer", "request": 1, "base": 2, "tokens": [3]}
 
 
 def test_a_frame_comes_back():
-    assert decode(encode(MESSAGES)) == MESSAGES
+    [frame], too_large = encode(MESSAGES)
+    assert decode(frame) == MESSAGES and not too_large
+    assert encode([]) == ([], [])
+
+
+@pytest.mark.parametrize("most", [150, 170, 400, 5000])
+def test_messages_are_divided_into_frames_of_bounded_bytes(most):
+    large = Commit(request=3, base=0, tokens=(123_456,) * 1000, ahead=1)
+    messages = [*MESSAGES[2:], large, *[MESSAGES[5]] * 20]
+    frames, too_large = encode(messages, most)
+    assert all(len(frame) <= most for frame in frames) and too_large == [large]
+    assert [one for frame in frames for one in decode(frame)] == [one for one in messages if one is not large]
+    assert (len(frames) == 1) == (most == 5000)
+
+
+def test_no_frame_has_more_messages_than_may_be_read():
+    frames, _ = encode([MESSAGES[5]] * 5000)
+    assert [len(decode(frame)) for frame in frames] == [4096, 904]
 
 
 @pytest.mark.parametrize(

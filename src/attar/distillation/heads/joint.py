@@ -34,6 +34,7 @@ from attar.models.head import Head, without_logits
 from attar.models.inputs import model_inputs
 
 FinalStates = Callable[[Examples], Tensor]
+ROUNDING = 1e-6  # of a sum of parts of a step
 
 
 class JointLearner(nn.Module):  # type: ignore[misc]
@@ -42,9 +43,10 @@ class JointLearner(nn.Module):  # type: ignore[misc]
     Args:
         base: of transformers, or with adapters over it; what of it is trained has ``requires_grad``.
         own: the model's own head.
-        steps: training passes that they learn together.
+        steps: that they learn together.
         original: final states (B, S, H) of the model before its first step, and its head; None with base_loss
             text.
+        passes: of this process in a step.
     """
 
     def __init__(
@@ -55,19 +57,21 @@ class JointLearner(nn.Module):  # type: ignore[misc]
         options: MedusaSettings,
         steps: int,
         original: tuple[FinalStates, Head] | None,
+        passes: int = 1,
     ) -> None:
         super().__init__()
         self.base, self.heads, self.own, self.options = base, heads, own, options
-        self.steps, self.original = steps, original
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))  # a killed run knows where it was
+        self.steps, self.passes, self.original = steps, passes, original
+        # where a killed run is, with any number of processes
+        self.register_buffer("step", torch.zeros((), dtype=torch.float64))
 
     def forward(self, batch: Examples) -> Tensor:
         """The loss of a batch."""
         batch, together = batch.trimmed(), self.options.together
         weight = together.heads_weight
         if self.training:
-            weight *= schedule(int(self.passes) / self.steps, together)
-            self.passes += 1
+            weight *= schedule(int(self.step + ROUNDING) / self.steps, together)
+            self.step += 1 / self.passes
         final = final_states(self.base, batch)
         embedding = self.base.get_input_embeddings().weight
         target = TargetPass(batch, final[:, :, None], final, self.own, embedding)

@@ -19,6 +19,7 @@ from attar.checkpoint.hashing import in_parallel, sha256_file
 from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
+from attar.checkpoint.processes import count
 from attar.data.examples import Examples
 from attar.distillation.adapters import add_adapters
 from attar.distillation.head_settings import MedusaSettings
@@ -27,12 +28,14 @@ from attar.distillation.heads.rows import HeadRows
 from attar.distillation.heads.states import TargetStates
 from attar.distillation.learn import mean_loss
 from attar.distillation.settings import DistillSettings
+from attar.errors import SettingsError
 from attar.models.anatomy import discover
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head, head_of
 from attar.models.load import save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.progress import Progress
+from attar.walks.distributed import passes_of, shards
 from attar.walks.train import TrainHistory, train
 
 if TYPE_CHECKING:
@@ -66,7 +69,10 @@ def train_jointly(
     else:
         base = target.requires_grad_(True)
     original = original_of(base, own, bool(rank)) if options.together.base_loss == "self" else None
-    learner = JointLearner(base, heads, own, options, steps * settings.accumulate, original)
+    if shards():
+        raise SettingsError("joint", options.together.joint, "0 with --shard: the heads read the whole model")
+    passes = passes_of(settings.accumulate, count())
+    learner = JointLearner(base, heads, own, options, steps, original, passes)
     before = _held_out_loss(learner, rows.held_out, settings)
     history = train(
         learner,

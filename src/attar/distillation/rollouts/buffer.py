@@ -11,7 +11,8 @@ Each round is a few files in the work folder, renamed whole. A killed run resume
 inside a round: the files have the rows that were written at its start. A file that lies ahead of the state is
 what the resumed run would write again, for weights, prompts and seed are the same.
 
-Differs from the paper: the fraction is exact, not drawn, so that all processes of a run agree.
+Differs from the paper: the fraction is exact, not drawn, so that a run is the same with any number of
+processes. They write a round's rows in turn.
 
 Letters: lambda fraction; B rows a batch.
 """
@@ -56,15 +57,13 @@ class RolloutBuffer:
 
     def batch(self, number: int, model: Any) -> Examples:
         """See :class:`attar.walks.train.BatchSource`."""
-        micro, size = number // self.ranks, self.settings.batch_size
-        if not self._own(micro + 1) - self._own(micro):
+        size = self.settings.batch_size
+        if not self._own(number + 1) - self._own(number):
             return Batches(self.text, size, self.settings.seed)[number]  # type: ignore[no-any-return]
-        now = micro // self._per_round
-        used = self._own(micro) - self._own(now * self._per_round)
+        now = number // self._per_round
+        used = self._own(number) - self._own(now * self._per_round)
         pool = self._pool(now, model)
-        own: Rollouts = Batches(pool, size, self.settings.seed + now + 1)[
-            used * self.ranks + number % self.ranks
-        ]
+        own: Rollouts = Batches(pool, size, self.settings.seed + now + 1)[used]
         loss = self.settings.loss
         if isinstance(loss, MiniLLMSettings) and loss.lm_weight:
             return joined([own, as_text(Batches(self.text, size, self.settings.seed)[number])])
@@ -82,7 +81,7 @@ class RolloutBuffer:
 
     @property
     def _per_round(self) -> int:
-        """Micro-batches of a process in a round."""
+        """Micro-batches in a round."""
         return self.settings.rollouts.rollout_every * self.settings.accumulate
 
     @property
@@ -99,7 +98,7 @@ class RolloutBuffer:
         """Rows that a round writes: each is used about once."""
         last = min((now + 1) * self._per_round, self.settings.steps * self.settings.accumulate)
         used = self._own(last) - self._own(now * self._per_round)
-        return -(-used * self.ranks * self.settings.batch_size // self._kept)
+        return -(-used * self.settings.batch_size // self._kept)
 
     def _pool(self, now: int, model: Any) -> Rollouts:
         """The rows that a round draws from; written where they are not."""

@@ -77,7 +77,7 @@ class ConfigCount:
         gguf: key of the file; empty: it is not written.
         keys: keys of the config, the usual one first.
         default: of transformers; 0: it must be stated.
-        zero: it may be 0 or null, and then is not written unless it is 0 in the config.
+        zero: it may be 0 or null, and is 0 in the file then.
     """
 
     size: str
@@ -123,6 +123,7 @@ class Architecture:
             are left out.
         grouped: its config has a number of KV heads.
         square: heads times their width must be the hidden size.
+        equal_heads: there must be as many KV heads as heads.
         ropes: kinds of rotary embedding; none: there is no rotary embedding.
         window: ``all``: every block has the sliding window; ``marked``: those that the config marks; a number
             n: every block but each n-th, where the config marks none; None: there is none.
@@ -151,6 +152,7 @@ class Architecture:
     further_blocks: bool = False
     grouped: bool = True
     square: bool = False
+    equal_heads: bool = False
     ropes: tuple[str, ...] = ROPES
     window: str | int | None = None
     window_applied: bool = False
@@ -303,6 +305,12 @@ def _check_sizes(measured: Sizes, architecture: Architecture) -> None:
     if measured.heads % measured.kv_heads:
         raise ModelError(
             f"config of {family}: {measured.heads} heads are no multiple of {measured.kv_heads} KV heads"
+        )
+    if architecture.equal_heads and measured.heads != measured.kv_heads:
+        raise ModelError(
+            f"{family}: llama.cpp's {architecture.arch} needs as many KV heads as heads, not "
+            f"{measured.kv_heads} for {measured.heads}",
+            hint="export to another format",
         )
     if architecture.ropes and measured.head % 2:
         raise ModelError(

@@ -150,6 +150,7 @@ OLMOE = Architecture(
         ConfigRule("norm_topk_prob", (False,), False),
     ),
     square=True,
+    equal_heads=True,
 )
 
 GLM4_MOE = Architecture(

@@ -72,7 +72,7 @@ def _dimensions(arch: Architecture, measured: Sizes, epsilon: float) -> dict[str
     keys |= {
         count.gguf: measured.of(count.size)
         for count in arch.counts
-        if count.gguf and (measured.of(count.size) or count.size == "dense")
+        if count.gguf and (measured.of(count.size) or count.zero)
     }
     return keys | {name: epsilon} | (_latent_dimensions(measured) if arch.latent else {})
 

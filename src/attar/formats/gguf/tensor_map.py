@@ -27,6 +27,8 @@ from attar.formats.gguf.families import ARCHITECTURES
 from attar.formats.gguf.placement import Placement, StoredPart
 from attar.formats.gguf.rope import read_rope, rope_tensors
 
+UNRANKED = (26, 27)
+"""Blocks of DeepSeek-V2-Lite and its kin, by which llama.cpp's deepseek2 knows them."""
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
@@ -72,6 +74,12 @@ def _check(config: Mapping[str, Any], arch: Architecture) -> None:
     measured = sizes(config, arch)
     _check_scale(config, arch, measured)
     _check_no_rope(config, arch, measured.layers)
+    if arch.latent and measured.of("q_rank") and measured.layers in UNRANKED:
+        raise ModelError(
+            f"config of {arch.family}: llama.cpp takes one of {measured.layers} blocks for a model without "
+            "q_lora_rank",
+            hint="this comes from removing layers; remove others too",
+        )
     read_rope(config, arch, measured)
     if not window(config, arch, measured.layers) and arch.window_needed:
         raise ModelError(

@@ -29,7 +29,7 @@ from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TORCH, read_tensor
 from attar.formats.readers import DecodedInfo
 from attar.kernels.threads import one_thread
-from attar.merging.adapters.files import HEAD, find_updates, read_adapter_config
+from attar.models.adapter_files import HEAD, find_updates, read_adapter_config
 
 
 class AdaptedCheckpoint:

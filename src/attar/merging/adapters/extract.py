@@ -36,10 +36,10 @@ from attar.errors import ModelError
 from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapters.differences import ModelPair, TensorPair, pair_models, saved_modules
-from attar.merging.adapters.files import CONFIG, WEIGHTS
 from attar.merging.adapters.low_rank import low_rank
 from attar.merging.adapters.settings import VERSION, ExtractSettings
 from attar.merging.planning.model import ModelView
+from attar.models.adapter_files import CONFIG, WEIGHTS
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -47,6 +47,7 @@ class RunnerSettings:
             processor has instructions for it, else 8 (docs/runtime.md).
         hidden_layers: layers whose hidden states a draft head will read; the default of ``kv_tokens`` counts
             them.
+        adapters: it may have LoRA adapters.
 
     Raises:
         SettingsError: a setting out of range.
@@ -62,6 +63,7 @@ class RunnerSettings:
     weights: str | None = None
     activations: int | str = "auto"
     hidden_layers: tuple[int, ...] = ()
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         choices: dict[str, tuple[Any, ...]] = {
@@ -116,6 +118,8 @@ def _model(checkpoint: Any, settings: RunnerSettings) -> str:
         return problem.message
     view = Decoded(checkpoint)
     packed = any(view.is_coded(name) for name in view.tensors)
+    if packed and settings.adapters:
+        return "weights are stored as codes, to which only modules add LoRA adapters"
     if packed and settings.weights:
         return f"weights is {settings.weights}, but the checkpoint is quantized already"
     if packed or settings.weights or settings.dtype == "bfloat16":

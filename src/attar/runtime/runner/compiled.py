@@ -6,10 +6,12 @@ support are refused by name, and ``modules.py`` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attar.errors import UsageError
@@ -22,6 +24,9 @@ from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan, ancestors
+
+if TYPE_CHECKING:
+    from attar.runtime.runner.compiled_lora import BuildWeights, CompiledLora, LoadTensor
 
 KV_DTYPES = tuple(KV_BYTES)
 
@@ -67,6 +72,7 @@ class Compiled:
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
         self._hidden: HiddenPool | None = None
+        self.lora: CompiledLora | None = None  # where weights are dense
 
     repeats = True
     """A failed step may be run again: the pool is the only state."""
@@ -104,7 +110,18 @@ class Compiled:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:
             self._check(span)
-        return self._program.run(
+        if not any(span.adapter for span in step.spans):
+            return self._run(step, self._program)
+        assert self.lora is not None, "spans with an adapter, and a runner without"
+        logits = torch.empty(step.wants, self.vocabulary)
+        for number, (program, spans) in enumerate(self.lora.groups(step)):
+            part = step.part(spans)
+            own = self._run(replace(part, copies=()) if number else part, program)
+            logits[torch.from_numpy(step.wanted_of(spans))] = own
+        return logits
+
+    def _run(self, step: StepInput, program: Program) -> Tensor:
+        return program.run(
             StepTokens(
                 ids=np.asarray(step.tokens, dtype=np.int64),
                 positions=step.positions,
@@ -126,7 +143,25 @@ class Compiled:
         elif not set(layers) <= set(self._hidden.layers):
             self._hidden.add(layers)
         self._program.keep_hidden(self._hidden.layers, self._hidden.states)
+        for program in () if self.lora is None else self.lora.adapters.values():
+            program.share_hidden(self._program)
         return self._hidden
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Keys of the LoRA adapters that spans may have."""
+        return () if self.lora is None else self.lora.adapters
+
+    def with_adapters(
+        self,
+        build: BuildWeights,
+        infos: Mapping[str, Any],
+        load: LoadTensor,
+    ) -> None:
+        """From now on it may have adapters; see :class:`CompiledLora`."""
+        from attar.runtime.runner.compiled_lora import CompiledLora  # takes transformers with it
+
+        self.lora = CompiledLora(self._program, build, infos, load)
 
     def drafting(self, weights: DrafterWeights) -> DraftProgram:
         """A drafter for this model, which the same threads run, with a pool for as many tokens."""

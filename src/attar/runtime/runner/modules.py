@@ -7,7 +7,7 @@ attention is :mod:`attar.runtime.runner.attention` on the runner's own pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from attar.runtime.kv.store import PoolGeometry
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
 from attar.runtime.runner.hidden_states import HiddenWriter
+from attar.runtime.runner.lora import LoraRows
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import ModelShape, Rotary, probe
@@ -74,6 +75,7 @@ class Modules:
         self._observer = _observer(eviction, self._rotary)
         self._shares: dict[int, HeadShares] = {}  # of packed sequences, where heads keep different numbers
         self._hidden: HiddenWriter | None = None
+        self.lora = LoraRows(model)
 
     @property
     def block_size(self) -> int:
@@ -101,6 +103,11 @@ class Modules:
         }
 
     @property
+    def adapters(self) -> Collection[str]:
+        """Keys of the LoRA adapters that spans may have."""
+        return self.lora.adapters
+
+    @property
     def repeats(self) -> bool:
         """Whether a failed step may be run again: the pool is the only state, and nothing in it is
         rounded."""
@@ -121,7 +128,7 @@ class Modules:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         paged, device = self._attention_pass(step), self.pool.device
         keeping = nullcontext() if self._hidden is None else self._hidden.writing(step, self.block_size)
-        with torch.no_grad(), keeping:
+        with torch.no_grad(), keeping, self.lora.applied(step):
             logits = self.model(
                 input_ids=torch.as_tensor(step.tokens, dtype=torch.int64, device=device)[None],
                 position_ids=torch.from_numpy(step.positions).to(device)[None],

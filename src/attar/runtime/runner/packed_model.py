@@ -16,7 +16,7 @@ Models whose tensors do not map one to one are refused, and ``models/load.py`` l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,16 @@ class DecodedLinear(nn.Module):  # type: ignore[misc]
     Args:
         weight: decodes W (N, K), or (K, N) where ``transposed``.
         bias: (N,) or None.
+        shape: of what ``weight`` decodes.
         transposed: W is that of a Conv1D.
     """
 
-    def __init__(self, weight: Callable[[], Tensor], bias: Tensor | None, transposed: bool) -> None:
+    def __init__(
+        self, weight: Callable[[], Tensor], bias: Tensor | None, shape: Sequence[int], transposed: bool
+    ) -> None:
         super().__init__()
         self._weight, self._bias, self._transposed = weight, bias, transposed
+        self.out_features, self.in_features = shape[::-1] if transposed else shape
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._weight().to(x.dtype)
@@ -180,7 +184,12 @@ class _WeightLoader:
         grid = self.decoded.uniform(name)
         codes = None if grid is None else codes_of(grid)
         linear = (
-            DecodedLinear(lambda: self.cached.load(name), bias, not isinstance(module, nn.Linear))
+            DecodedLinear(
+                lambda: self.cached.load(name),
+                bias,
+                self.decoded.tensors[name].shape,
+                not isinstance(module, nn.Linear),
+            )
             if codes is None
             else PackedLinear(codes, bias, self.threads, self.bits)
         )

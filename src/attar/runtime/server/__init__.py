@@ -16,7 +16,13 @@ from typing import Any
 
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import (
+    EmbeddingSettings,
+    LoraSettings,
+    ModelsSettings,
+    ServerSettings,
+    TemplateSettings,
+)
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 
@@ -31,6 +37,7 @@ def serve(
     transport: ConnectionSettings | None = None,
     embeddings: EmbeddingSettings | None = None,
     models: ModelsSettings | None = None,
+    lora: LoraSettings | None = None,
     *,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
@@ -46,6 +53,7 @@ def serve(
         transport: a unix socket, TLS, web pages of other origins.
         embeddings: how texts become embeddings.
         models: further models, by name.
+        lora: adapters of the model, by name.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -53,7 +61,7 @@ def serve(
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed; or grpcio, where other
             services take part.
         ModelError: the model has no tokenizer.
-        SettingsError: there is no parser of this name.
+        SettingsError: there is no parser of this name; or others could load adapters without a key.
         OutputError: the port cannot be opened.
         DataError: the file of keys, of the chat template or of generation settings is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
@@ -71,10 +79,18 @@ def serve(
     from attar.runtime.server.roles import SERVERS
     from attar.runtime.server.serve_command import ServeCommand
 
+    lora = lora or LoraSettings()
+    open_to_others = not settings.loopback and not settings.api_key and not settings.keys
+    if lora and services.role is not None:
+        raise SettingsError("lora", services.role, "a server without --role")
+    if lora.lora_folder and open_to_others:
+        raise SettingsError(
+            "lora_folder", lora.lora_folder, f"a key ({KEY_VARIABLE}), or an address of this machine"
+        )
     answers, transport = answers or TemplateSettings(), transport or ConnectionSettings()
     template = read_template(answers.chat_template) if answers.chat_template else ""
     defaults = sampling_defaults(answers.generation_config, open_checkpoint(model).path)
-    if not settings.loopback and not settings.api_key and not settings.keys:
+    if open_to_others:
         warning = "can be reached by other machines, and no key is required"
         show(f"warning: {settings.host} {warning}; set {KEY_VARIABLE}")
     command = ServeCommand(
@@ -85,6 +101,7 @@ def serve(
         transport=transport,
         embeddings=embeddings,
         models=models or ModelsSettings(),
+        lora=lora,
         template=template,
         defaults=defaults,
         options=options,

@@ -32,6 +32,7 @@ from attar.runtime.server.embeddings.endpoint import embeddings, rerank, score
 from attar.runtime.server.endpoints import complete
 from attar.runtime.server.engine_state import add_state
 from attar.runtime.server.errors import ApiError, ErrorBody
+from attar.runtime.server.lora_adapters import LoadedAdapter, LoraTable, add_lora
 from attar.runtime.server.metrics import CONTENT_TYPE, Metrics, metrics_text
 from attar.runtime.server.middleware import (
     ApiKeyMiddleware,
@@ -54,7 +55,7 @@ from attar.runtime.server.responses_api.endpoint import delete, respond_to, retr
 from attar.runtime.server.responses_api.protocol import DeletedBody, ResponseBody, ResponsesRequest
 from attar.runtime.server.responses_api.store import ResponseStore
 from attar.runtime.server.service import Service
-from attar.runtime.server.settings import ServerSettings, TemplateSettings
+from attar.runtime.server.settings import LoraSettings, ServerSettings, TemplateSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from attar.runtime.server.tool_calls.tool_use import tool_use
 from attar.runtime.server.transport import ConnectionSettings, add_cors
@@ -84,6 +85,8 @@ def create_app(
     compare: ServedModel | None = None,
     named: Sequence[NamedModel] = (),
     budget: MemoryBudget | None = None,
+    lora: LoraSettings | None = None,
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -98,6 +101,8 @@ def create_app(
         compare: a model to compare with, which answers by its own name too.
         named: models that are loaded when a request names them.
         budget: bytes of all models.
+        lora: whether the first model may have adapters, and from where.
+        adapters: those that it has already.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -128,7 +133,8 @@ def create_app(
 
     second = serve(compare) if compare is not None else None
     kept = [second] if second is not None else []
-    models = ModelTable(service, kept, named, serve=serve, budget=budget)
+    table = LoraTable(service, lora, adapters) if lora else None
+    models = ModelTable(service, kept, named, serve=serve, budget=budget, lora=table)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -192,6 +198,8 @@ def make_routes(models: ModelTable, second: Service | None = None) -> APIRouter:
     add_state(router, models.first, second.model if second is not None else None)
     if second is not None:
         add_compare(router, models.first, second)
+    if models.lora is not None and models.lora.settings.lora_folder:
+        add_lora(router, models.lora, models.names)
     return router
 
 
@@ -249,16 +257,21 @@ def _add_models(router: APIRouter, models: ModelTable) -> None:
     def unloaded(name: str) -> bodies.ModelCard:
         return bodies.ModelCard(id=name, created=models.first.created, loaded=False)
 
+    def adapters() -> list[bodies.ModelCard]:
+        loaded = [] if models.lora is None else models.lora.adapters
+        base = card(models.first)
+        return [base.model_copy(update={"id": one.name, "parent": base.id}) for one in loaded]
+
     @router.get("/v1/models")
     async def list_models() -> bodies.ModelList:
         names = models.waiting_to_load
-        return bodies.ModelList(data=[*map(card, models.loaded), *map(unloaded, names)])
+        return bodies.ModelList(data=[*map(card, models.loaded), *map(unloaded, names), *adapters()])
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> bodies.ModelCard:
         models.check_name(model)
-        named = [service for service in models.loaded if service.model == model]
-        return card(named[0]) if named else unloaded(model)
+        cards = [*map(card, models.loaded), *adapters()]
+        return next((one for one in cards if one.id == model), None) or unloaded(model)
 
 
 def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:

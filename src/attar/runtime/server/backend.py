@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.engine import PromptObserver
@@ -12,6 +12,9 @@ from attar.runtime.kv.block_map import BlockMap, block_map
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
+
+if TYPE_CHECKING:
+    from attar.runtime.runner.lora import LoraAdapter
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,46 @@ class EngineBackend:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[Event]:
+        """As in the protocol; ``adapter`` is the key of a LoRA adapter."""
+        options: dict[str, Any] = {"salt": salt, "adapter": adapter}
         return self._streams.stream(
-            prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
+            prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options
         )
+
+    def prepare(self, adapter: LoraAdapter) -> Any:
+        """What ``add_adapter`` takes; may take long, and is called in another thread.
+
+        Raises:
+            ModelError: the adapter does not fit the model.
+        """
+        return self._lora.prepare(adapter)
+
+    async def add_adapter(self, key: str, adapter: Any) -> None:
+        """Add a prepared adapter between two steps.
+
+        Raises:
+            ModelError: it does not fit the model.
+        """
+        await self._streams.call(lambda: self._lora.add(key, adapter))
+
+    async def remove_adapter(self, key: str) -> bool:
+        """Forget an adapter; False while a request has it."""
+
+        def remove() -> bool:
+            if self._streams.engine.uses(key):
+                return False
+            self._lora.remove(key)
+            return True
+
+        return await self._streams.call(remove)
+
+    @property
+    def _lora(self) -> Any:
+        """A :class:`LoraRows` or :class:`CompiledLora`."""
+        runner: Any = self._streams.engine.runner
+        return runner.lora
 
     def score(
         self,

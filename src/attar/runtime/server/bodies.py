@@ -91,6 +91,7 @@ class ModelCard(BaseModel):
     owned_by: str = "attar"
     max_model_len: int | None = None
     loaded: bool = True
+    parent: str | None = None
     runtime: dict[str, Any] = {}
 
 

@@ -50,9 +50,10 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     running = await start_chat(service, body, request, "chatcmpl", start)
     tools, shown = running.tools, body.include_reasoning is not False
     named = tools is not None and tools.named
-    builder = ChatBuilder(service, body, running.handler, running.parser, named=named, reasoning=shown)
+    options: dict[str, Any] = {"named": named, "reasoning": shown}
+    build = partial(ChatBuilder, service, body, running.handler, running.parser, **options)
     with naming_tools(tools):
-        return await respond(service, running.handler, builder, stream=body.stream)
+        return await respond(service, running.handler, build, stream=body.stream)
 
 
 async def start_chat(

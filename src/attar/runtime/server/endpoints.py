@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -40,8 +41,8 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         ids = [await _token_ids(service, prompt, keep) for prompt in prompts]
         echoes = await service.threads.run_small(_echoes, service, body)
         handler = await service.submit(request, "cmpl", params, ids, priority=body.priority, start=start)
-    builder = CompletionBuilder(service, body, handler, ids, echoes)
-    return await respond(service, handler, builder, stream=body.stream)
+    build = partial(CompletionBuilder, service, body, handler, ids, echoes)
+    return await respond(service, handler, build, stream=body.stream)
 
 
 async def _token_ids(service: Service, prompt: str | list[int], keep: int | None) -> list[int]:

@@ -55,7 +55,9 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
         raise SettingsError("named_model", command.services.role, "a server without --role")
     if command.settings.compare:
         kept_names.append(command.settings.compare)
-    budget = MemoryBudget(total, sum(estimated_bytes(command, name) for name in kept_names))
+    first = replace(command, options=first_options(command))
+    sizes = [estimated_bytes(one, name) for one, name in zip((first, command), kept_names, strict=False)]
+    budget = MemoryBudget(total, sum(sizes))
     if budget.excess(0):
         raise SettingsError(
             "model_memory", command.models.model_memory, f"at least {bytes_text(budget.kept)}"
@@ -106,6 +108,11 @@ def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:
     embedder = engine_embedder(llm, backend, command.embeddings)
     words = ServerTokenizer(llm.tokenizer, special=special)
     return ServedModel(name, backend, words, llm.describe().to_dict(), embedder, defaults)
+
+
+def first_options(command: ServeCommand) -> dict[str, Any]:
+    """The engine's options of the first model."""
+    return {**command.options, "adapters": True} if command.lora else command.options
 
 
 def load_encoder(command: ServeCommand, path: str) -> Encoder:

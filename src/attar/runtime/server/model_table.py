@@ -22,9 +22,11 @@ from typing import Any
 from starlette.requests import Request
 
 from attar.checkpoint.units import bytes_text
+from attar.errors import SettingsError
 from attar.runtime.server.backend import Backend, MetricSample, Stats
 from attar.runtime.server.embeddings.embedders import Embedder
 from attar.runtime.server.errors import ApiError
+from attar.runtime.server.lora_adapters import LoraTable
 from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.request_handler import unless_disconnected
 from attar.runtime.server.service import Service, run_in_daemon_thread
@@ -112,7 +114,11 @@ class ModelTable:
         kept: others that are always loaded.
         named: those that are loaded on request.
         serve: makes the service of a model.
+        lora: adapters of the first model; None: it has none.
         clock: seconds.
+
+    Raises:
+        SettingsError: an adapter has the name of a model.
     """
 
     def __init__(
@@ -123,13 +129,17 @@ class ModelTable:
         *,
         serve: Callable[[ServedModel], Service],
         budget: MemoryBudget | None = None,
+        lora: LoraTable | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first, self.budget = first, budget or MemoryBudget()
         self._kept = {service.model: service for service in (first, *kept)}
         self._slots = {model.name: _Slot(model) for model in named}
-        self._serve, self._clock = serve, clock
+        self._serve, self._clock, self.lora = serve, clock, lora
         self._queue = first.admission.of(_LoadQueue())
+        for adapter in [] if lora is None else lora.adapters:
+            if adapter.name in self.names:
+                raise SettingsError("lora", adapter.name, "a name that no model has")
         self._turn = asyncio.Lock()
         self._uses, self._failure_logged = 0, False
 
@@ -138,6 +148,11 @@ class ModelTable:
         """The services of all loaded models, the first one first."""
         services = [slot.service for slot in self._slots.values() if slot.service is not None]
         return [*self._kept.values(), *services]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all models."""
+        return [*self._kept, *self._slots]
 
     @property
     def waiting_to_load(self) -> list[str]:
@@ -177,9 +192,10 @@ class ModelTable:
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError (404) for a name that no model has."""
-        if name is None or name in self._kept or name in self._slots:
+        adapters = [] if self.lora is None else [adapter.name for adapter in self.lora.adapters]
+        names = [*self.names, *adapters]
+        if name is None or name in names:
             return
-        names = [*self._kept, *self._slots]
         listed = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
         message = f"The model {name[:200]!r} does not exist; this server has {listed}."
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -194,8 +210,10 @@ class ModelTable:
         self.check_name(name)
         if name is None or name in self._kept:
             return self.first if name is None else self._kept[name]
-        slot = self._slots[name]
         leases: ExitStack = request.scope["state"]["leases"]
+        if self.lora is not None and name in self.lora:
+            return leases.enter_context(self.lora.used(name))
+        slot = self._slots[name]
         leases.enter_context(self._used(slot))
         if slot.service is None:
             await self._wait(slot, request)
@@ -222,6 +240,8 @@ class ModelTable:
         loading = [slot.loading for slot in self._slots.values() if slot.loading is not None]
         if loading:
             await asyncio.wait(loading, timeout=_GRACE_S)
+        if self.lora is not None:
+            await self.lora.close()
         for service in self.loaded:
             await service.backend.close()
 

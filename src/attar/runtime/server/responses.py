@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -56,13 +56,21 @@ class ResponseBuilder(Protocol):
 
 
 async def respond(
-    service: Service, handler: RequestHandler, builder: ResponseBuilder, *, stream: bool | None
+    service: Service, handler: RequestHandler, build: Callable[[], ResponseBuilder], *, stream: bool | None
 ) -> Response:
     """The response to a request whose prompts are submitted.
+
+    Args:
+        build: makes the builder; where it fails, the request is closed.
 
     Raises:
         ApiError: what is refused before the first event has a status of its own.
     """
+    try:
+        builder = build()
+    except BaseException:
+        await handler.close()
+        raise
     return await (_streamed if stream else _complete)(service, handler, builder)
 
 

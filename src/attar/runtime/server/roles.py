@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.geometry import geometry
-from attar.errors import DataError, ModelError
+from attar.errors import DataError, ModelError, SettingsError
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
@@ -30,9 +31,11 @@ from attar.runtime.server.load_models import (
     compared_model,
     encoder_facts,
     engine_embedder,
+    first_options,
     load_encoder,
     named_models,
 )
+from attar.runtime.server.lora_adapters import LoadedAdapter, first_adapters
 from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.run import run
 from attar.runtime.server.serve_command import ServeCommand
@@ -43,18 +46,22 @@ from attar.runtime.services.settings import KEY_VARIABLE, ServiceSettings
 def serve_ordinary(command: ServeCommand) -> None:
     """An engine and its API in one process."""
     if is_encoder(open_checkpoint(command.model).config):
+        if command.lora:
+            raise SettingsError("lora", command.model, "adapters of a causal model")
         serve_encoder(command)
         return
+    first = replace(command, options=first_options(command))
     pooling = command.embeddings.of_causal
     with ExitStack() as stack:
         samples: Callable[[], Sequence[MetricSample]] = tuple
         with command.progress.task("load", total=1) as task:
             if command.services.draft_endpoint:
-                llm, samples = _with_drafters(command, stack)
+                llm, samples = _with_drafters(first, stack)
             else:
-                llm = LLM(command.model, embeddings=pooling is not None, **command.options)
+                llm = LLM(command.model, embeddings=pooling is not None, **first.options)
             task.advance()
-        _serve_engine(command, llm, EngineBackend(llm.streams(), samples))
+        adapters = first_adapters(command.lora, llm.engine.runner)
+        _serve_engine(command, llm, EngineBackend(llm.streams(), samples), adapters)
 
 
 def serve_encoder(command: ServeCommand) -> None:
@@ -258,7 +265,9 @@ def _with_drafters(
     return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 
-def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
+def _serve_engine(
+    command: ServeCommand, llm: LLM, backend: Backend, adapters: Sequence[LoadedAdapter] = ()
+) -> None:
     if llm.tokenizer is None:
         raise ModelError(f"{command.model} has no tokenizer, so it cannot be served")
     description = llm.describe()
@@ -267,9 +276,12 @@ def _serve_engine(command: ServeCommand, llm: LLM, backend: Backend) -> None:
     if command.defaults:
         values = ", ".join(f"{name} {value}" for name, value in command.defaults.items())
         command.show(f"{'sampling':<12}{values}, where a request has none")
+    if command.lora:
+        names = ", ".join(adapter.name for adapter in adapters) or "none yet"
+        command.show(f"{'adapters':<12}{names}")
     second = compared_model(command) if command.settings.compare else None
     embedder = engine_embedder(llm, backend, command.embeddings)
-    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder)
+    _run(command, backend, llm.tokenizer, description.to_dict(), second, embedder, adapters)
 
 
 def _run(
@@ -279,6 +291,7 @@ def _run(
     facts: dict[str, Any],
     second: ServedModel | None = None,
     embedder: Embedder | None = None,
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> None:
     settings = command.settings
     named, budget = named_models(command)
@@ -298,6 +311,8 @@ def _run(
         compare=second,
         named=named,
         budget=budget,
+        lora=command.lora,
+        adapters=adapters,
     )
     run(app, settings, command.show, command.transport)
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attar.progress import Progress
-from attar.runtime.server.settings import EmbeddingSettings, ModelsSettings, ServerSettings, TemplateSettings
+from attar.runtime.server.settings import (
+    EmbeddingSettings,
+    LoraSettings,
+    ModelsSettings,
+    ServerSettings,
+    TemplateSettings,
+)
 from attar.runtime.server.transport import ConnectionSettings
 from attar.runtime.services.settings import ServiceSettings
 
@@ -37,3 +43,4 @@ class ServeCommand:
     progress: Progress
     show: Show
     models: ModelsSettings = field(default_factory=ModelsSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)

@@ -132,13 +132,48 @@ class ModelsSettings:
         Raises:
             SettingsError: what is not NAME=PATH.
         """
-        return dict(map(_named_path, self.named_model))
+        return dict(_named_path("named_model", text) for text in self.named_model)
 
 
-def _named_path(text: str) -> tuple[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """LoRA adapters of the model, by the names that requests give."""
+
+    lora: tuple[str, ...] = field(default=(), metadata={"help": "NAME=PATH: an adapter that peft wrote"})
+    lora_folder: str = field(
+        default="",
+        metadata={
+            "help": "requests may load adapters from below this folder, and unload all; empty: neither"
+        },
+    )
+    max_loras: int = field(default=16, metadata={"help": "adapters that are loaded at the same time"})
+
+    def __post_init__(self) -> None:
+        if self.max_loras < 1:
+            raise SettingsError("max_loras", self.max_loras, "at least 1")
+        if len(self.paths) < len(self.lora):
+            raise SettingsError("lora", " ".join(self.lora), "each name once")
+        if len(self.lora) > self.max_loras:
+            raise SettingsError("lora", f"{len(self.lora)} adapters", f"max_loras={self.max_loras} at most")
+
+    def __bool__(self) -> bool:
+        """Whether the model may have adapters."""
+        return bool(self.lora or self.lora_folder)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Adapters by name.
+
+        Raises:
+            SettingsError: what is not NAME=PATH.
+        """
+        return dict(_named_path("lora", text) for text in self.lora)
+
+
+def _named_path(setting: str, text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if not name or not path or not name.isprintable():
-        raise SettingsError("named_model", text, "NAME=PATH")
+        raise SettingsError(setting, text, "NAME=PATH")
     return name, path
 
 

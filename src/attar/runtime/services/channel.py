@@ -21,17 +21,24 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from attar.errors import DataError, MissingExtraError, OutputError
-from attar.runtime.services.messages import Hello, ProtocolError, ServiceMessage, check_hello, decode, encode
+from attar.runtime.services.messages import (
+    MOST_BYTES,
+    Hello,
+    ProtocolError,
+    ServiceMessage,
+    check_hello,
+    decode,
+    encode,
+)
 
 T = TypeVar("T")
 
 DRAFT, TARGET = "/attar.Draft/Stream", "/attar.Target/Stream"
 HELLO_S = 5.0  # seconds for the first message
 STREAMS = 64  # of a service at a time
-FRAME_BYTES = 16 << 20
 _OPTIONS = [
-    ("grpc.max_receive_message_length", FRAME_BYTES),
-    ("grpc.max_send_message_length", FRAME_BYTES),
+    ("grpc.max_receive_message_length", MOST_BYTES),
+    ("grpc.max_send_message_length", MOST_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -61,7 +68,13 @@ class Security:
 
 
 class FrameStream:
-    """Messages on one stream, with either role."""
+    """Messages on one stream, with either role.
+
+    Attributes:
+        most: bytes of a frame.
+    """
+
+    most = MOST_BYTES
 
     def __init__(
         self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]], end: Any
@@ -83,14 +96,19 @@ class FrameStream:
             raise StreamEnded("the other side has ended the stream")
         return decode(frame)
 
-    async def write(self, messages: Sequence[ServiceMessage]) -> None:
-        """Send a frame; waits while the other side is slow.
+    async def write(self, messages: Sequence[ServiceMessage]) -> list[ServiceMessage]:
+        """Send messages, in as many frames as they need; waits while the other side is slow.
+
+        Returns those that are too large for a frame, and were not sent.
 
         Raises:
             StreamEnded: the stream has ended.
         """
+        frames, too_large = encode(messages, self.most)
         try:
-            await self._write(encode(messages))
+            for frame in frames:
+                await self._write(frame)
+            return too_large
         except (_grpc().RpcError, asyncio.InvalidStateError) as error:
             raise StreamEnded(_reason(error)) from None
 

@@ -42,6 +42,7 @@ from attar.runtime.services.messages import (
     Submit,
     TargetLoad,
     UnavailableError,
+    too_large,
 )
 from attar.runtime.services.turnaround import Turnaround
 
@@ -178,7 +179,9 @@ class TargetClient:
             self._wake.clear()
             while self._outbox:
                 count = min(len(self._outbox), MOST_MESSAGES)
-                await stream.write([self._outbox.popleft() for _ in range(count)])
+                for message in await stream.write([self._outbox.popleft() for _ in range(count)]):
+                    if isinstance(message, Submit):
+                        self._deliver(message.id, too_large("request", "send a shorter one"), True)
 
     async def _read(self, stream: FrameStream) -> None:
         while True:

@@ -39,6 +39,7 @@ from attar.runtime.services.messages import (
     ServiceMessage,
     Submit,
     TargetLoad,
+    too_large,
 )
 from attar.runtime.services.offers import Outcome
 from attar.runtime.services.trace import log_request
@@ -133,7 +134,10 @@ class CoordinatorStream:
             self._waking = False
             while self._outbox:
                 count = min(len(self._outbox), MOST_MESSAGES)
-                await stream.write([self._outbox.popleft() for _ in range(count)])
+                for message in await stream.write([self._outbox.popleft() for _ in range(count)]):
+                    if isinstance(message, EventMessage):
+                        self.send(Refusal.of(message.request, too_large("answer", "ask for fewer logprobs")))
+                        self._cancel(message.request)
 
     async def report(self) -> None:
         """Send the load, for ever.

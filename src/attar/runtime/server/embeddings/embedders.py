@@ -64,7 +64,7 @@ class EngineEmbedder:
     """
 
     def __init__(self, backend: Backend, pooling: str, dimensions: int) -> None:
-        self._backend, self._dimensions = backend, dimensions
+        self._backend, self._dimensions, self.pooling = backend, dimensions, pooling
         self._params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
 
     @property

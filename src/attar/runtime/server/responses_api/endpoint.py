@@ -38,9 +38,11 @@ async def respond_to(
         if body.store is not False:
             store.put(owner, [*items, *items_of(response)], response)
 
-    output = ResponseOutput(chat.handler, service.answers, chat.parser(), repeated_fields(body), keep)
+    def build() -> ResponseOutput:
+        return ResponseOutput(chat.handler, service.answers, chat.parser(), repeated_fields(body), keep)
+
     with naming_tools(chat.tools):
-        return await respond(service, chat.handler, output, stream=body.stream)
+        return await respond(service, chat.handler, build, stream=body.stream)
 
 
 def stored(store: ResponseStore, owner: str, id: str) -> StoredResponse:

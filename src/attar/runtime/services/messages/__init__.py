@@ -33,9 +33,11 @@ from attar.runtime.services.messages.serving import (
     Refusal,
     Submit,
     TargetLoad,
+    too_large,
 )
 from attar.runtime.services.messages.wire import (
     MOST_AHEAD,
+    MOST_BYTES,
     MOST_MESSAGES,
     MOST_TOKENS,
     VERSION,
@@ -45,6 +47,7 @@ from attar.runtime.services.messages.wire import (
 
 __all__ = [
     "MOST_AHEAD",
+    "MOST_BYTES",
     "MOST_MESSAGES",
     "MOST_TOKENS",
     "VERSION",
@@ -69,6 +72,7 @@ __all__ = [
     "check_hello",
     "decode",
     "encode",
+    "too_large",
 ]
 
 ServiceMessage = (
@@ -87,15 +91,35 @@ ServiceMessage = (
     | Drafters
     | DraftVerdict
 )
+_ONE = Annotated[ServiceMessage, Field(discriminator="kind")]
+_CONSTANTS = ConfigDict(ser_json_inf_nan="constants")
+_MESSAGE: TypeAdapter[ServiceMessage] = TypeAdapter(_ONE, config=_CONSTANTS)
 _FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
-    Annotated[list[Annotated[ServiceMessage, Field(discriminator="kind")]], Field(max_length=MOST_MESSAGES)],
-    config=ConfigDict(ser_json_inf_nan="constants"),
+    Annotated[list[_ONE], Field(max_length=MOST_MESSAGES)], config=_CONSTANTS
 )
 
 
-def encode(messages: Sequence[ServiceMessage]) -> bytes:
-    """A frame."""
-    return _FRAME.dump_json(list(messages))
+def encode(
+    messages: Sequence[ServiceMessage], most: int = MOST_BYTES
+) -> tuple[list[bytes], list[ServiceMessage]]:
+    """Frames with all messages in their order, and those that are too large for any frame, which are in none.
+
+    Args:
+        most: bytes of a frame.
+    """
+    frames, too_large = list[bytes](), list[ServiceMessage]()
+    parts, size = list[bytes](), 1
+    for message in messages:
+        part = _MESSAGE.dump_json(message)
+        if len(part) + 2 > most:
+            too_large.append(message)
+            continue
+        if parts and (size + len(part) + 1 > most or len(parts) == MOST_MESSAGES):
+            frames.append(b"[" + b",".join(parts) + b"]")
+            parts, size = [], 1
+        parts.append(part)
+        size += len(part) + 1
+    return [*frames, *([b"[" + b",".join(parts) + b"]"] if parts else [])], too_large
 
 
 def decode(frame: bytes) -> list[ServiceMessage]:

@@ -13,7 +13,7 @@ from attar.errors import AttarError, DataError, GrammarError, SettingsError, Usa
 from attar.runtime.admission import BusyError
 from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.services.messages.wire import STRICT, Count, ShortText, WireTokens
+from attar.runtime.services.messages.wire import MOST_BYTES, STRICT, Count, ShortText, WireTokens
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 
@@ -24,7 +24,7 @@ class Submit:
     id: ShortText
     prompt: WireTokens
     params: SamplingParams
-    priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     salt: ShortText = ""
     kind: Literal["submit"] = "submit"
@@ -103,6 +103,13 @@ class Refusal:
             failure.message, failure.args = self.message, (self.message,)
             return failure
         return {"data": DataError, "busy": BusyError}.get(self.error, AttarError)(self.message)
+
+
+def too_large(what: str, hint: str) -> DataError:
+    """The error of a request where what it needs does not fit into a frame."""
+    return DataError(
+        f"the {what} is larger than {MOST_BYTES >> 20} MiB, the most between two services", hint=hint
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

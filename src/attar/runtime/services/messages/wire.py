@@ -11,7 +11,7 @@ from attar.errors import AttarError
 VERSION = 1  # of the protocol
 MOST_AHEAD = 64  # tokens of an offer
 MOST_TOKENS = 1 << 20  # of a request
-MOST_MESSAGES = 4096  # of a frame
+MOST_MESSAGES, MOST_BYTES = 4096, 16 << 20  # of a frame
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -115,12 +115,25 @@ def _read_infos(folder: Path) -> dict[str, TensorInfo]:
     }
 
 
-def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, TensorUpdate]:
-    """An adapter's updates by the name of the tensor in the result. Reads headers, no weights.
+@dataclass(frozen=True)
+class AdapterTensors:
+    """An adapter's tensors.
+
+    Attributes:
+        factors: of each module: ``lora_A``, ``lora_B``, ``lora_embedding_A``, ``lora_B.bias``, ...
+        replacements: tensors that replace the model's, by the model's names.
+    """
+
+    factors: dict[str, dict[str, TensorInfo]]
+    replacements: dict[str, TensorInfo]
+
+
+def read_tensors(folder: Path) -> AdapterTensors:
+    """An adapter's tensors by their modules. Reads the header, no weights.
 
     Raises:
         CheckpointError: the adapter's weights are missing or damaged.
-        ModelError: something in it belongs to no tensor of the model, or does not fit; names it.
+        ModelError: a tensor is not one of a LoRA adapter; names it.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     replacements: dict[str, TensorInfo] = {}
@@ -134,12 +147,23 @@ def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> di
             replacements[_WRAPPED.sub("", plain)] = info
         else:
             raise ModelError(f"{folder}: {key!r} is no tensor of a LoRA adapter")
+    return AdapterTensors(modules, replacements)
+
+
+def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, TensorUpdate]:
+    """An adapter's updates by the name of the tensor in the result. Reads headers, no weights.
+
+    Raises:
+        CheckpointError: the adapter's weights are missing or damaged.
+        ModelError: something in it belongs to no tensor of the model, or does not fit; names it.
+    """
+    tensors = read_tensors(folder)
     target = _TargetModel(checkpoint, folder, config)
     updates: dict[str, TensorUpdate] = {}
-    for name, info in replacements.items():
+    for name, info in tensors.replacements.items():
         output, source = target.locate(name, info.name)
         updates[output] = TensorUpdate(source, replacement=info)
-    for module, factors in modules.items():
+    for module, factors in tensors.factors.items():
         _add_factors(updates, target, module, factors)
     target.untie(updates)
     return updates
@@ -220,7 +244,7 @@ def _add_factors(
         raise ModelError(f"{target.folder}: {module!r} {what}")
     name, source = target.locate(f"{module}.weight", A.name)
     update = updates.setdefault(name, TensorUpdate(source))
-    r, update.scale = _scale(target.config, module)
+    r, update.scale = rank_and_scale(target.config, module)
     shape = tuple(update.replacement.shape if update.replacement else target.checkpoint.tensors[source].shape)
     straight = (*B.shape[:1], *A.shape[1:])
     if len(A.shape) != 2 or len(B.shape) != 2 or not A.shape[0] == B.shape[1] == r:
@@ -242,8 +266,8 @@ def _add_factors(
         bias.bias, bias.scale = factors["lora_B.bias"], update.scale
 
 
-def _scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and s of a module."""
+def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Rank and s of a module, by an adapter's config."""
     r = int(_pattern(config.get("rank_pattern") or {}, module, config.get("r", 8)))
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
     return r, alpha / (math.sqrt(r) if config.get("use_rslora") else r)

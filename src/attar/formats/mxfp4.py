@@ -1,0 +1,121 @@
+"""gpt-oss's own layout of experts in MXFP4 (``quant_method`` mxfp4), read.
+
+The experts' weights of a block are two stacks, ``gate_up_proj`` and ``down_proj``, out x in, and everything
+else is dense. A stack is stored as two tensors:
+
+    X_blocks uint8 (E, N, K / 32, 16)    codes of FP4, two inputs in a byte, the even one in the low nibble
+    X_scales uint8 (E, N, K / 32)        exponents: a group of 32 inputs is multiplied by 2^(scale - 127)
+
+It decodes to X (E, K, N), in x out, as the model has it. Source: transformers,
+``integrations/mxfp4.py`` (``convert_moe_packed_tensors``); OCP Microscaling Formats 1.0.
+
+Letters: E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.tensors import TensorInfo, read_tensor, stored_dtype
+from attar.errors import CheckpointError, NumericsError
+from attar.formats.coded import Coded, fp4_levels, unpack_nibbles
+from attar.formats.packed_reader import weight_dtype
+from attar.formats.rules import WeightRule
+
+METHOD = "mxfp4"
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP, BIAS = 32, 127
+NAN = 255
+"""The exponent that stands for no number."""
+
+
+class ExpertMXFP4Reader:
+    """Reads a checkpoint whose experts are stacked in MXFP4."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = weight_dtype(checkpoint)
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a stored tensor holds the codes of experts."""
+        return name.endswith(BLOCKS)
+
+    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Name, type and shape of what a stored tensor decodes to; None for scales.
+
+        Raises:
+            CheckpointError: the scales are missing, or the two do not fit together.
+        """
+        if info.name.endswith(SCALES):
+            return None
+        if not self.is_coded(info.name):
+            return info.name, info.dtype, info.shape
+        blocks, _ = self._pair(info.name)
+        count, rows, groups, _ = blocks.shape
+        return info.name.removesuffix(BLOCKS), stored_dtype(self.dtype), (count, groups * GROUP, rows)
+
+    def decode(self, name: str) -> Tensor | None:
+        """Experts (E, K, N) in the checkpoint's number type for their codes, None for scales, the tensor
+        itself otherwise."""
+        if name.endswith(SCALES):
+            return None
+        if not self.is_coded(name):
+            tensor: Tensor = self.checkpoint.load(name)
+            return tensor
+        blocks, _ = self._pair(name)
+        count, rows, groups, _ = blocks.shape
+        decoded = torch.empty(count, groups * GROUP, rows, dtype=self.dtype)
+        for expert in range(count):
+            coded, _ = self.expert_codes(name, expert)
+            tiles = fp4_levels()[coded.codes.int()].view(rows, groups, GROUP) * coded.scale[..., None]
+            decoded[expert] = tiles.view(rows, -1).T
+        return decoded
+
+    def codes(self, name: str) -> None:
+        """None: a stack is no single matrix."""
+
+    def expert_codes(self, name: str, expert: int) -> tuple[Coded, WeightRule]:
+        """Codes (N, K) and scales (N, K / 32) of one expert, and their rule. Reads its bytes alone.
+
+        Args:
+            name: of the stored codes.
+        """
+        blocks, scales = (read_tensor(_slice(info, expert)) for info in self._pair(name))
+        codes = unpack_nibbles(blocks.flatten(1))
+        scale = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
+        return Coded(codes, scale), WeightRule("float", 4, "group", GROUP)
+
+    def check(self, name: str) -> None:
+        """Raise where a scale is no number.
+
+        Raises:
+            NumericsError: names the tensor.
+        """
+        if self.is_coded(name) and bool((read_tensor(self._pair(name)[1]) == NAN).any()):
+            raise NumericsError(f"{name}: a scale is NaN", hint="the weights are damaged; get them again")
+
+    def _pair(self, name: str) -> tuple[TensorInfo, TensorInfo]:
+        """Headers of codes and scales that fit together."""
+        scales = name.removesuffix(BLOCKS) + SCALES
+        pair = self.checkpoint.tensors[name], self.checkpoint.tensors.get(scales)
+        if pair[1] is None:
+            raise CheckpointError(f"{self.checkpoint.path}: {scales} is missing", hint="get the whole model")
+        shapes = tuple(pair[0].shape), tuple(pair[1].shape)
+        fits = len(shapes[0]) == 4 and shapes[0] == (*shapes[1], GROUP // 2)
+        if not fits or (pair[0].dtype, pair[1].dtype) != ("U8", "U8"):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} is {list(shapes[0])} and {scales} {list(shapes[1])}, "
+                "which are no MXFP4 experts",
+                hint="get the whole model",
+            )
+        return pair
+
+
+def _slice(info: TensorInfo, index: int) -> TensorInfo:
+    """One part of a stored tensor along its first dimension."""
+    size = info.nbytes // info.shape[0]
+    return replace(info, shape=info.shape[1:], nbytes=size, offset=info.offset + index * size)

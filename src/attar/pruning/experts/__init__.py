@@ -1,0 +1,1 @@
+"""Experts of a mixture removed or merged, and fewer of them active."""
