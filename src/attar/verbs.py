@@ -21,6 +21,7 @@ from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SET
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
+    from attar.cluster.settings import ClusterSettings
     from attar.distillation.collection.collect import CollectionResult
     from attar.distillation.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
@@ -352,6 +353,7 @@ def run_collect(
     teacher: ModelSource,
     settings: Any,
     *,
+    cluster: ClusterSettings | None = None,
     offline: bool = False,
     force: bool = False,
     progress: Progress | None = None,
@@ -360,7 +362,14 @@ def run_collect(
     _check_teacher(teacher)
     function = load("attar.distillation.collection.collect:collect")
     result: CollectionResult = function(
-        Path(prompts), Path(out), teacher, settings, offline=offline, force=force, progress=progress or SILENT
+        Path(prompts),
+        Path(out),
+        teacher,
+        settings,
+        cluster=cluster,
+        offline=offline,
+        force=force,
+        progress=progress or SILENT,
     )
     return result
 

@@ -5,6 +5,7 @@ Ray is an optional extra; a cluster takes about ten seconds to start.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 
 import pytest
 
+from attar.checkpoint.open import open_checkpoint
 from attar.cluster.journal import FILE, TaskJournal, read_lines, statuses
 from attar.cluster.rows import run_rows
 from attar.cluster.settings import ClusterSettings, Resources
@@ -236,6 +238,58 @@ def test_prompts_on_an_actor_pool_are_answered_as_in_one_process(cluster, tmp_pa
     lines = [(tmp_path / name).read_text().splitlines() for name in ("one.jsonl", "ray.jsonl")]
     one, on_ray = ([(row["prompt"], row["samples"]) for row in map(json.loads, rows)] for rows in lines)
     assert one == on_ray and len(one) == 4
+
+
+def test_answers_of_a_teacher_on_actors_are_those_of_one_process(cluster, tmp_path):
+    """The journals are compared: the filters drop answers that six tokens cut off."""
+    (tmp_path / "prompts.txt").write_text("def f\nimport os\nclass A\n")
+    words = ("collect", "prompts.txt", "--teacher", "attar:tiny", "--max-tokens", "6")
+    answers = []
+    for out, rest in (("one.jsonl", ()), ("ray.jsonl", ("--on", "auto", "--jobs", "2"))):
+        done = attar(*words, "-o", out, *rest, cwd=tmp_path)
+        assert "the filters keep no row" in done.stderr, done.stderr
+        rows = read_lines(tmp_path / f"{out}.journal")
+        answers.append({row["id"]: row["messages"] for row in rows if "messages" in row})
+    assert answers[0] == answers[1] and len(answers[0]) == 3
+
+
+def test_a_request_that_kills_actors_is_refused_and_others_are_answered(cluster, monkeypatch):
+    from attar.distillation.collection.requests import TeacherRequest
+    from attar.distillation.collection.retry import TeacherFailure
+    from attar.distillation.collection.settings import CollectSettings
+    from attar.distillation.collection.teachers import TeacherAnswer
+    from attar.distillation.collection.teachers import cluster as teachers
+
+    class Deadly:
+        def __init__(self, *words):
+            pass
+
+        async def ask(self, request):
+            if request.id == "poison":
+                os._exit(7)
+            return TeacherAnswer(request.id, "stop")
+
+    monkeypatch.setattr(teachers, "_TeacherActor", Deadly)
+    teacher = teachers.ClusterTeacher(
+        open_checkpoint("attar:tiny"), CollectSettings(), ClusterSettings(on="auto", jobs=2)
+    )
+    teacher.prepare()
+    requests = [TeacherRequest(name, (), {}, 0, "") for name in ("a", "poison", "b", "c")]
+
+    async def ask():
+        replies = await asyncio.gather(*(teacher.ask(request) for request in requests))
+        await teacher.close()
+        return replies
+
+    replies = asyncio.run(ask())
+    assert [getattr(reply, "content", None) for reply in replies] == ["a", None, "b", "c"]
+    assert isinstance(replies[1], TeacherFailure) and replies[1].effect == "refuse"
+
+
+def test_an_evaluation_on_a_worker_has_the_numbers_of_one_process(cluster, tmp_path):
+    words = ("evaluate", "attar:tiny", "--tokens", "1024", "--no-speed", "--sample", "", "--json")
+    here, there = (json.loads(attar(*words, *rest, cwd=tmp_path).stdout) for rest in ((), ("--on", "auto")))
+    assert here["perplexity"] == pytest.approx(there["perplexity"], rel=1e-6)
 
 
 def test_a_node_is_removed_while_it_works(cluster, tmp_path):

@@ -15,6 +15,7 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
+from attar.cluster.settings import ClusterSettings
 from attar.errors import UsageError
 from attar.progress import Progress
 from attar.recipe.stages import COLLECT_SETTINGS, load
@@ -32,6 +33,7 @@ def build_collect(verb: str) -> Any:
         text_option("teacher", "--teacher", help=teacher, metavar="URL|MODEL"),
         text_option("out", "--out", "-o", help="file of the answers", metavar="OUT.jsonl", required=True),
         *settings_options(cls),
+        *settings_options(ClusterSettings),
         flag("dry_run", "--dry-run", help="show what would be asked and what it costs at most, and stop"),
         flag("offline", "--offline", help="ask nothing: write the answers that OUT.journal has"),
         flag("filter_only", "--filter-only", help="PROMPTS is a file of answers; only filter it"),
@@ -40,6 +42,7 @@ def build_collect(verb: str) -> Any:
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
+        cluster = read_settings(ClusterSettings, verb, values)
         prompts, out, teacher, force = (values[name] for name in ("prompts", "out", "teacher", "force"))
         if values["filter_only"]:
             return _answer(run_filter_collection(prompts, out, settings, force=force, progress=progress))
@@ -49,9 +52,10 @@ def build_collect(verb: str) -> Any:
             plan = run_plan_collection(prompts, out, teacher, settings)
             return Answer(asdict(plan), plan.text())
         offline = values["offline"]
-        return _answer(
-            run_collect(prompts, out, teacher, settings, offline=offline, force=force, progress=progress)
+        result = run_collect(
+            prompts, out, teacher, settings, cluster=cluster, offline=offline, force=force, progress=progress
         )
+        return _answer(result)
 
     help = "Ask a teacher, and keep its answers to learn from: data for distill."
     return build_command(verb, help, _EXAMPLE, parameters, act, resumes=True)

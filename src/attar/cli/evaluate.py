@@ -14,9 +14,10 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
+from attar.cluster.settings import ClusterSettings
 from attar.measure.settings import EvaluateSettings
 from attar.progress import Progress
-from attar.verbs import run_evaluate
+from attar.verbs import check_models, run_evaluate
 
 _EXAMPLE = "attar evaluate out/w4 --reference attar:tiny --tokens 16384"
 _ROWS = (
@@ -52,10 +53,20 @@ def build_evaluate(verb: str) -> Any:
             metavar="BASE",
         ),
         *settings_options(EvaluateSettings),
+        text_option("on", "--on", help="a Ray cluster: local, auto or ray://HOST:PORT", metavar="CLUSTER"),
+        *settings_options(ClusterSettings, without=("on", "jobs")),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(EvaluateSettings, verb, values)
+        cluster = read_settings(ClusterSettings, verb, values)
+        if cluster.on:
+            from attar.measure.evaluate_task import evaluate_on
+
+            model, reference = values["model"], values["reference"]
+            check_models(model, reference)
+            record = evaluate_on(model, settings, cluster, reference=reference, progress=progress)
+            return Answer(record, _text(record))
         record = run_evaluate(
             values["model"], settings, reference=values["reference"], progress=progress
         ).to_dict()

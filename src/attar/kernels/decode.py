@@ -25,7 +25,7 @@ from attar.kernels.product import default_threads
 from attar.kernels.structures import StepTokens, batch_struct
 
 TILE = 16  # keys of a block in one vector
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 KV_BYTES = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}  # of the KV cache, and of the embedding
 

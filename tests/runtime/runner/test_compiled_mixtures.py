@@ -16,7 +16,7 @@ from tests import tiny_mixtures, tiny_models
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 LENGTH = 40
 CLOSE = {"rtol": 0, "atol": 2e-4}
 
@@ -26,7 +26,7 @@ def built(family, **changes):
     model = tiny_mixtures.build(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not name.endswith("gate.weight"):
+            if not name.endswith(("gate.weight", "router.weight", "bias", "sinks")):
                 parameter.copy_(parameter.bfloat16().float())
     return model
 
@@ -70,6 +70,19 @@ def test_sigmoid_scores_with_a_correction_and_groups(changes):
     model, ids = built("glm4_moe", routed_scaling_factor=1.7, **changes), tokens()
     result = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9]))
     torch.testing.assert_close(result, logits_of(model, ids), **CLOSE)
+
+
+def test_yarn_and_a_prediction_layer():
+    """gpt-oss' rotary positions as it has them, and GLM's layer for further tokens, which is left out."""
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "truncate": False}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
+    model, ids = built("gpt_oss", rope_parameters=rope), tokens()
+    result = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9]))
+    torch.testing.assert_close(result, logits_of(model, ids), **CLOSE)
+    model = built("glm4_moe")
+    tensors = model.state_dict() | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    result = run(compiled(model.config, tensors, blocks=8, kv_dtype="float32"), (0, ids, 0, 9, [5]))
+    torch.testing.assert_close(result, logits_of(model, ids[:9]), **CLOSE)
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8", "bf16"])

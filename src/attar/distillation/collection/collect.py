@@ -40,6 +40,7 @@ from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.cluster.settings import ClusterSettings
 
 EXAMPLES = 3  # of refused requests, in messages
 
@@ -78,6 +79,7 @@ def collect(
     teacher: str | Path | Checkpoint,
     settings: CollectSettings,
     *,
+    cluster: ClusterSettings | None = None,
     offline: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
@@ -88,6 +90,7 @@ def collect(
         prompts: file of the prompts, as ``settings.prompts.read_as`` says.
         out: the data, a file that ends with ``.jsonl``.
         teacher: an endpoint's URL, or a model.
+        cluster: where a model runs; None: in this process.
         offline: ask nothing: write what the journal has.
 
     Raises:
@@ -95,7 +98,7 @@ def collect(
         KeyboardInterrupt: after Ctrl-C, when the answers on their way have come.
     """
     _check_out(out, prompts, force)
-    asked = _teacher(teacher, settings)
+    asked = _teacher(teacher, settings, cluster)
     lineage = (asked.lineage(),)
     check_licences(lineage, settings.licence, progress, student=False)
     requests = _requests(prompts, asked, settings)
@@ -160,14 +163,26 @@ def _check_out(out: Path, source: Path, force: bool) -> None:
         raise SettingsError("out", str(out), "another file than the one that is read")
 
 
-def _teacher(teacher: str | Path | Checkpoint, settings: CollectSettings) -> Teacher:
+def _teacher(
+    teacher: str | Path | Checkpoint, settings: CollectSettings, cluster: ClusterSettings | None = None
+) -> Teacher:
+    if cluster is not None and cluster.jobs > 1 and not cluster.on:
+        raise SettingsError(
+            "jobs", cluster.jobs, "1 without --on: one engine answers many requests at a time"
+        )
     if isinstance(teacher, str) and is_url(teacher):
+        if cluster is not None and cluster.on:
+            raise SettingsError("on", cluster.on, "left out: the teacher is an endpoint")
         return EndpointTeacher(teacher, settings)
     if settings.endpoint.model:
         raise SettingsError("model", settings.endpoint.model, "left out: --teacher names a model, not an URL")
     from attar.checkpoint.open import open_checkpoint
     from attar.distillation.collection.teachers.local import LocalTeacher
 
+    if cluster is not None and cluster.on:
+        from attar.distillation.collection.teachers.cluster import ClusterTeacher
+
+        return ClusterTeacher(open_checkpoint(teacher), settings, cluster)
     return LocalTeacher(open_checkpoint(teacher), settings)
 
 

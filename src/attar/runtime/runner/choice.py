@@ -20,6 +20,7 @@ from attar.models.device import pick_device
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.runner.compiled import KV_DTYPES
 from attar.runtime.runner.compiled_weights import check_config
+from attar.runtime.runner.expert_weights import is_router
 from attar.runtime.runner.step_config import step_config
 
 RUNNERS = ("auto", "compiled", "modules")
@@ -124,7 +125,7 @@ def _model(checkpoint: Any, settings: RunnerSettings) -> str:
     if packed or settings.weights or settings.dtype == "bfloat16":
         return ""
     for info in view.tensors.values():
-        if len(info.shape) == 2 and info.dtype != "BF16":
+        if len(info.shape) > 1 and info.dtype != "BF16" and not is_router(info.name):
             return f"{info.name} is {info.dtype}, which bfloat16 would round; dtype='bfloat16' allows it"
     return ""
 

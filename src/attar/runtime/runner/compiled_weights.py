@@ -7,7 +7,8 @@ embeddings, unless the model is float32.
 Mixtures of experts are read by expert_weights.py.
 
 Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
-(sinks, another norm) is refused by the name of the unused tensor, and runs through ``modules.py``.
+(another norm, a layer of another kind) is refused by the name of the unused tensor, and runs through
+``modules.py``. Layers behind the last, which predict further tokens (GLM-4 MoE), are left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
 FAMILIES = (*DENSE, *expert_weights.FAMILIES)
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
+SINKS = "self_attn.sinks"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
 
@@ -109,7 +112,10 @@ def model_weights(
         ModelError: the family, or a part of the checkpoint, is not supported by the compiled step.
     """
     check_config(config)
-    source, arena = TensorSource(frozenset(names), load, coded), Arena()
+    behind = f"model.layers.{config.num_hidden_layers}."
+    ahead = config.model_type in expert_weights.PREDICTING_AHEAD
+    known = frozenset(name for name in names if not (ahead and name.startswith(behind)))
+    source, arena = TensorSource(known, load, coded), Arena()
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -153,6 +159,7 @@ class _LayerTensors:
     def layer(self, rotary: Tensor, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
         mixture = expert_weights.mixture_weights(self.config, self)
+        sinks = self.tensor(SINKS).float().contiguous() if self.config.model_type == "gpt_oss" else None
         mlp = {}
         if mixture is None:
             mlp["gate_up"] = self.product("mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
@@ -168,6 +175,7 @@ class _LayerTensors:
             out=self.product("self_attn.", ("o_proj",)),
             **mlp,
             mixture=mixture,
+            sinks=sinks,
             rotary=rotary,
             window=window,
         )
@@ -180,9 +188,9 @@ class _LayerTensors:
         """A tensor of this layer, dense."""
         return self.source.required(f"{self.prefix}{name}")
 
-    def packed(self, weight: Tensor) -> PackedWeight:
+    def packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """A dense matrix in the kind that was asked for."""
-        return pack(weight, self.kind, group=self.group, arena=self.arena)
+        return pack(weight, self.kind, group=self.group, bias=bias, arena=self.arena)
 
     def _optional(self, name: str) -> Tensor | None:
         return self.source.optional(f"{self.prefix}{name}.weight")
@@ -251,6 +259,8 @@ def check_config(config: Any) -> None:
 
 
 def _activation(config: Any) -> str:
+    if config.model_type == "gpt_oss":
+        return f"swiglu {config.swiglu_limit} {config.swiglu_alpha}"
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 

@@ -1,24 +1,33 @@
 """From a checkpoint's tensors to a layer's mixture of experts, as the compiled step reads it.
 
 Experts are stored one by one (``experts.3.up_proj``, Mixtral's ``experts.3.w3``) or, in a model that
-transformers made, stacked (``experts.gate_up_proj``). The router stays float32, whatever the experts are.
+transformers made, stacked (``experts.gate_up_proj``; gpt-oss has its inputs first, and rows of gate and up
+alternate). The router stays float32, whatever the experts are.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from attar.errors import ModelError
 from attar.kernels.experts import MixtureWeights, Routing
 from attar.kernels.packed import PackedWeight
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
+PREDICTING_AHEAD = ("glm4_moe",)  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
-MODULES = ("mlp.", "block_sparse_moe.")
+ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"))
+ExpertProducts = tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 SHARED = ("shared_expert.", "shared_experts.")
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor is a router's matrix, which stays float32."""
+    return name.endswith(tuple(f".{module}{gate}.weight" for module, gate in ROUTERS))
 
 
 class LayerTensors(Protocol):
@@ -36,7 +45,7 @@ class LayerTensors(Protocol):
         """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
         ...
 
-    def packed(self, weight: Tensor) -> PackedWeight:
+    def packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """A dense matrix in the kind that was asked for."""
         ...
 
@@ -47,20 +56,24 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     Raises:
         ModelError: tensors are missing, or the routing is not one that the library has.
     """
-    module = next((name for name in MODULES if layer.has(f"{name}gate.weight")), None)
-    if module is None:
+    stored = next((names for names in ROUTERS if layer.has(f"{''.join(names)}.weight")), None)
+    if stored is None:
         return None
-    router = layer.tensor(f"{module}gate.weight").float().contiguous()
-    gate_up, down = _experts(layer, f"{module}experts.", len(router))
+    module, gate = stored
+    router = layer.tensor(f"{module}{gate}.weight").float().contiguous()
+    if config.model_type == "gpt_oss":
+        gate_up, down = _alternating(layer, f"{module}experts.")
+    else:
+        gate_up, down = _experts(layer, f"{module}experts.", len(router))
     shared = next((name for name in SHARED if layer.has(f"{module}{name}down_proj.weight")), None)
     gates = {
-        name: layer.tensor(f"{module}{stored}").float().reshape(-1).contiguous()
-        for name, stored in (
-            ("bias", "gate.bias"),
-            ("correction", "gate.e_score_correction_bias"),
+        name: layer.tensor(f"{module}{leaf}").float().reshape(-1).contiguous()
+        for name, leaf in (
+            ("bias", f"{gate}.bias"),
+            ("correction", f"{gate}.e_score_correction_bias"),
             ("shared_gate", "shared_expert_gate.weight"),
         )
-        if layer.has(f"{module}{stored}")
+        if layer.has(f"{module}{leaf}")
     }
     of_shared = {}
     if shared:
@@ -73,9 +86,7 @@ def mixture_weights(config: Any, layer: LayerTensors) -> MixtureWeights | None:
     )
 
 
-def _experts(
-    layer: LayerTensors, module: str, count: int
-) -> tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]:
+def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
     """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
     if layer.has(f"{module}gate_up_proj"):
         both = (layer.tensor(f"{module}{name}") for name in ("gate_up_proj", "down_proj"))
@@ -88,6 +99,17 @@ def _experts(
     )
 
 
+def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
+    """The same of gpt-oss: (E, K, N) with biases, rows of the gate and of up in turn."""
+    parts = []
+    for name in ("gate_up_proj", "down_proj"):
+        weight, bias = layer.tensor(f"{module}{name}").transpose(1, 2), layer.tensor(f"{module}{name}_bias")
+        if name == "gate_up_proj":
+            weight, bias = (torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in (weight, bias))
+        parts.append(tuple(layer.packed(w.contiguous(), b) for w, b in zip(weight, bias, strict=True)))
+    return parts[0], parts[1]
+
+
 def routing(config: Any) -> Routing:
     """How a family chooses experts.
 
@@ -95,7 +117,7 @@ def routing(config: Any) -> Routing:
         ModelError: the family's routing is not known here.
     """
     kind, active = config.model_type, config.num_experts_per_tok
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):  # gpt-oss takes the softmax over the chosen: the same
         return Routing(active=active)
     if kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
         return Routing(active=active, normalized=bool(config.norm_topk_prob))

@@ -9,8 +9,8 @@ Both return the dtype of their input. The activations of W8A8 are those of Packe
 activations that a scheme asks for is not done (``dtype="float32"`` loads a model that does it).
 
 The module tree is created without weights, and tensors are read one at a time: a coded weight becomes one of
-these Linears, everything else an ordinary parameter. Models whose tensors do not map one to one (experts that
-transformers stacks while loading) are refused, and ``models/load.py`` loads them dense.
+these Linears, everything else an ordinary parameter. Experts are Linears of their own (models/experts.py).
+Models whose tensors do not map one to one are refused, and ``models/load.py`` loads them dense.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.in_features, self.out_features = self.packed.columns, self.packed.rows
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.numel():  # an expert without tokens
+            return x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             rows = rows[:, self.order]
@@ -115,7 +117,7 @@ def packed_model(
     config = load_config(checkpoint.path, checkpoint.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = empty_model(config)
+    model = empty_model(config, unstacked=True)
     loader = _WeightLoader(model, checkpoint, dtype, ThreadPool(threads), bits)
     weakref.finalize(model, loader.threads.close)
     for name in loader.decoded.tensors:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from attar.models.plain_config import PlainConfig, plain_config
 
+HALVES = ("gpt_oss",)  # whose module gives each angle once
+
 
 def step_config(checkpoint: Any) -> Any:
     """A :class:`attar.models.plain_config.PlainConfig`, else a config of transformers.
@@ -62,7 +64,7 @@ def rotary_tables(config: Any, context: int) -> dict[str, Tensor]:
     for kind in kinds:
         given = (kind,) if several else ()
         cosines, sines = module(torch.zeros(1), torch.arange(context)[None], *given)
-        half = cosines.shape[-1] // 2
+        half = cosines.shape[-1] // (1 if config.model_type in HALVES else 2)
         tables[kind] = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1).contiguous()
     return tables
 

@@ -39,11 +39,23 @@ static inline F activate(F gate, std::int32_t kind) {
     return 0.5f * gate * (1.0f + tanh_(inner));
 }
 
+// gpt-oss: both sides are clamped, and up is moved by 1.
+static inline F clamped_swiglu(const F& gate, const F& up) {
+    constexpr float LIMIT = 7.0f, ALPHA = 1.702f;
+    const F g = minimum(gate, broadcast(LIMIT));
+    const F u = minimum(maximum(up, broadcast(-LIMIT)), broadcast(LIMIT));
+    return g / (1.0f + exp_(g * -ALPHA)) * (u + 1.0f);
+}
+
+static inline F gated(const F& gate, const F& up, std::int32_t kind) {
+    return kind == CLAMPED_SWIGLU ? clamped_swiglu(gate, up) : activate(gate, kind) * up;
+}
+
 // activation(gate) up
 static inline void gated(const float* gate, const float* up, std::int64_t n, std::int32_t kind, float* to) {
     std::int64_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) store(to + i, activate(load(gate + i), kind) * load(up + i));
-    for (; i < n; i++) to[i] = activate(broadcast(gate[i]), kind)[0] * up[i];
+    for (; i + WIDTH <= n; i += WIDTH) store(to + i, gated(load(gate + i), load(up + i), kind));
+    for (; i < n; i++) to[i] = gated(broadcast(gate[i]), broadcast(up[i]), kind)[0];
 }
 
 // cap tanh(x / cap)

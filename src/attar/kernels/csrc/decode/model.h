@@ -37,7 +37,7 @@ struct Layer {
 
 // Number format of the KV cache, and of the embedding.
 enum Storage : std::int32_t { STORED_INT8 = 1, STORED_BF16 = 2, STORED_FP16 = 3, STORED_FP32 = 4 };
-enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
