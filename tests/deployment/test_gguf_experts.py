@@ -11,19 +11,27 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
+from attar.data.packing import calibration_batches
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.formats.coded import Coded
 from attar.formats.gguf import container, imatrix
 from attar.formats.gguf.imatrix import ImportanceEntry
-from attar.formats.gguf.tensor_map import architecture
-from attar.formats.readers import Decoded, dequantize_state
+from attar.formats.gguf.metadata import notes
+from attar.formats.gguf.tensor_map import architecture, placements
+from attar.formats.layouts import encode
+from attar.formats.readers import dequantize_state
+from attar.formats.rules import PACK, WeightRule
+from attar.models.load import load_model, load_tokenizer
 from tests import tiny_models
 from tests.formats.gguf import variants
 from tests.formats.gguf.variants import build, said, stored
 
 PER_EXPERT = ("mixtral", "qwen3_moe", "deepseek_v3")
 STACKED = ("granitemoe", "gpt_oss")
+CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision": "fp32"}
+CALIBRATION |= {"data": "python-docs"}
 
 
 def saved(variant, tmp_path, dtype=torch.float32):
@@ -184,11 +192,120 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
         export(folder, tmp_path / "x.gguf", settings(bits=5.0))
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
-    folder = saved("glm4_moe", tmp_path)
-    state = stored(build("glm4_moe"))
+def test_blocks_that_predict_further_tokens_are_left_out():
+    model = build("glm4_moe")
+    config, state = said(model), stored(model)
     more = {f"model.layers.3.{leaf}.weight": torch.ones(64) for leaf in ("enorm", "hnorm")}
-    save_file({**state, **more}, folder / "model.safetensors", {"format": "pt"})
-    exported = export(folder, tmp_path / "m.gguf", settings(type="F32"))
-    assert set(Decoded(exported).tensors) == set(state)
-    assert any("further tokens" in line for line in exported.card.details["limits"])
+    assert {one.stored for one in placements(config, {**state, **more})} == state.keys()
+    assert any("further tokens" in line for line in notes(config))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.enorm"):
+        placements(config, {**state, "model.layers.2.enorm.weight": torch.ones(64)})
+
+
+@pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
+def test_int4_codes_of_experts_are_carried_over(tmp_path, symmetric, kind):
+    """An int4 mixture in compressed-tensors keeps its codes; the gguf library decodes what its scales say."""
+    folder = saved("qwen3_moe", tmp_path, torch.float16)
+    state, generator = stored(build("qwen3_moe")), torch.Generator().manual_seed(5)
+    rule = WeightRule("int", 4, "group", 32, symmetric=symmetric)
+    wanted: dict[str, torch.Tensor] = {}
+    for name in [name for name in state if ".experts." in name]:
+        rows, columns = state.pop(name).shape
+        codes = torch.randint(-8, 8, (rows, columns), generator=generator).to(torch.int8)
+        scale = torch.randint(1, 64, (rows, columns // 32), generator=generator) / 1024
+        zero = None if symmetric else torch.randint(-8, 8, scale.shape, generator=generator).float()
+        tensors = encode(Coded(codes, scale.float(), zero), rule, PACK, torch.float16)
+        state |= {f"{name.removesuffix('weight')}{leaf}": tensor for leaf, tensor in tensors.items()}
+        offset = 0 if zero is None else zero.repeat_interleave(32, 1)
+        wanted[name] = (codes - offset) * scale.repeat_interleave(32, 1)
+    save_file(
+        {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": PACK,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": [r"re:.*experts\.\d+\..*"], "weights": rule.config()}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    exported = export(folder, tmp_path / "m.gguf", settings())
+    assert exported.card.details["carried"] == 9
+    actual = decoded(tmp_path / "m.gguf")
+    kinds = {key: info.kind for key, info in container.read_gguf(tmp_path / "m.gguf").tensors.items()}
+    for part in ("gate", "up", "down"):
+        tensor = actual[f"blk.2.ffn_{part}_exps.weight"]
+        assert kinds[f"blk.2.ffn_{part}_exps.weight"] == kind
+        for expert in range(4):
+            weight = wanted[f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"]
+            assert torch.equal(tensor[expert], weight)
+
+
+def routed_inputs(folder, block):
+    """Inputs (T, K) of gate and up of each expert, and of its down, as transformers' stacked module routes
+    the calibration text."""
+    chosen = settings(**CALIBRATION)
+    batches = calibration_batches(
+        load_tokenizer(open_checkpoint(folder)),
+        chosen.data,
+        samples=8,
+        sequence_length=32,
+        batch_size=4,
+        seed=chosen.seed,
+        bos=chosen.bos,
+    )
+    model = load_model(folder, dtype=torch.float32)
+    layer = model.model.layers[block]
+    experts = getattr(layer, "mlp", None) or layer.block_sparse_moe
+    seen = []
+    experts.experts.register_forward_pre_hook(lambda _, args: seen.append([arg.detach() for arg in args]))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    hidden = torch.cat([args[0].flatten(0, -2) for args in seen])
+    index = torch.cat([args[1].flatten(0, -2) for args in seen])
+    inputs = [hidden[(index == expert).any(1)] for expert in range(model.config.num_local_experts)]
+    with torch.no_grad():
+        both = [x @ weight.T for x, weight in zip(inputs, experts.experts.gate_up_proj, strict=True)]
+    return inputs, [torch.nn.functional.silu(gate) * up for gate, up in (x.chunk(2, -1) for x in both)]
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "granitemoe"])
+def test_importance_of_experts_is_that_of_the_tokens_that_reach_them(variant, tmp_path):
+    """Against transformers' own routing; llama.cpp's imatrix has the same names, shapes and counts."""
+    folder = saved(variant, tmp_path)
+    export(folder, tmp_path / "out", settings(type="Q4_0", **{**CALIBRATION, "imatrix": "compute"}))
+    entries = imatrix.read_imatrix(tmp_path / "out" / "imatrix.gguf")
+    inputs, inner = routed_inputs(folder, 1)
+    for part, expected in (("gate", inputs), ("up", inputs), ("down", inner)):
+        entry = entries[f"blk.1.ffn_{part}_exps.weight"]
+        sums = torch.stack([x.square().sum(0) for x in expected])
+        torch.testing.assert_close(entry.in_sum2, sums, rtol=1e-4, atol=1e-4)
+        assert entry.count.flatten().tolist() == [len(x) for x in expected]
+    assert len({len(x) for x in inputs}) > 1
+
+
+def test_rounding_with_data_sees_each_experts_own_tokens(tmp_path):
+    """GPTQ against nearest at the same bytes, on the tokens that transformers routes to each expert."""
+    folder = saved("mixtral", tmp_path)
+    export(folder, tmp_path / "plain.gguf", settings(type="Q4_0"))
+    export(folder, tmp_path / "gptq.gguf", settings(type="Q4_0", rounding="gptq", **CALIBRATION))
+    assert (tmp_path / "plain.gguf").stat().st_size == (tmp_path / "gptq.gguf").stat().st_size
+    inputs, _ = routed_inputs(folder, 0)
+    source, loss = open_checkpoint(folder), {}
+    for name in ("plain", "gptq"):
+        actual = decoded(tmp_path / f"{name}.gguf")["blk.0.ffn_up_exps.weight"]
+        weights = [
+            source.load(f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight") for expert in range(4)
+        ]
+        loss[name] = sum(
+            float((x @ (one - weight).T).square().sum())
+            for x, one, weight in zip(inputs, actual, weights, strict=True)
+        )
+    assert loss["gptq"] < 0.8 * loss["plain"]
+    stacked = tiny_models.save(build("granitemoe"), tmp_path / "granite")
+    with pytest.raises(ModelError, match="stores its experts in one tensor"):
+        export(stacked, tmp_path / "g.gguf", settings(type="Q4_0", rounding="gptq", **CALIBRATION))

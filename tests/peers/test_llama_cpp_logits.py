@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
 from attar.formats.gguf.architecture import SILU
 from attar.formats.gguf.config import file_placements, hf_config
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
@@ -24,6 +26,7 @@ from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.tensor_map import architecture, placements
 from attar.models.load import load_model
 from attar.models.surgery import keep_heads, keep_layers, keep_neurons
+from tests import tiny_models
 from tests.formats.gguf.variants import VARIANTS, build, given_back, placed_tensors, said, stored, unstacked
 
 pytestmark = pytest.mark.peers
@@ -189,3 +192,21 @@ def test_files_are_read_back_as_the_model(tmp_path, name):
     for name, tensor in given_back(placed, tensors).items():
         assert torch.equal(tensor, state[name]), name
     assert config["bos_token_id"] == 0 and config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [("mixtral", "Q4_0"), ("deepseek_v3", "Q8_0"), ("granitemoe", "Q5_1"), ("gpt_oss", "MXFP4_MOE")],
+)
+def test_quantized_experts_run_in_llama_cpp(tmp_path, variant, kind):
+    """Against the same codes decoded; llama.cpp rounds inputs to 8 bits, which may also send a token to
+    another expert."""
+    tiny_models.save(build(variant), tmp_path / "model")
+    file, out = tmp_path / "m.gguf", tmp_path / "m.npy"
+    exported = export(tmp_path / "model", file, ExportSettings(format="gguf", imatrix="none", type=kind))
+    model = load_model(exported, dtype=torch.float32)
+    rows = tokens(model, TOKENS)
+    with torch.no_grad():
+        wanted = model(rows).logits[0].numpy()
+    run([{"file": str(file), "tokens": rows[0].tolist(), "out": str(out), "context": 64}])
+    assert np.linalg.norm(np.load(out) - wanted) < 0.1 * np.linalg.norm(wanted)

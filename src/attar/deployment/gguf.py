@@ -68,6 +68,12 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
             f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
             hint="--type Q4_K_M, with --overrides for single tensors",
         )
+    if settings.rounding != "nearest" and any(one.single for one in placed):
+        raise ModelError(
+            f"{source.spelling} stores its experts in one tensor; rounding {settings.rounding} takes experts "
+            "that are stored one by one",
+            hint="--rounding nearest, which weighs them by the importance of their own inputs",
+        )
     if settings.rounding != "nearest" and quant_method(source):
         raise ModelError(
             f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",

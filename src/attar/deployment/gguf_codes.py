@@ -146,13 +146,18 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
     from attar.models.stored import stored_names
     from attar.quantization.plan import LayerPlan, QuantizationPlan
 
-    model = empty_model(view.config)
+    model = empty_model(view.config, unstacked=True)
     names = stored_names(model, view)
     linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}
     sites = {}
     for one in placed:
         kind = kinds.of[one.gguf]
-        if one.stored in linears and kind not in FLOATS and one.gguf not in kinds.carried:
+        if (
+            one.stored in linears
+            and one.part is None
+            and kind not in FLOATS
+            and one.gguf not in kinds.carried
+        ):
             module = linears[one.stored]
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)

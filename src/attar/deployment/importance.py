@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
 from attar.deployment.settings import ExportSettings
+from attar.deployment.single_experts import with_single_experts
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
 from attar.models.device import pick_device
@@ -102,16 +103,12 @@ def entries_of(sums: Sums, placed: Sequence[Placement]) -> dict[str, imatrix.Imp
         elif one.stored in sums:
             entries[one.gguf] = imatrix.ImportanceEntry(*sums[one.stored])
     for name, stack in stacks.items():
-        pairs = [sums.get(sum_name(one), (torch.zeros(one.shape[-1]), 0.0)) for one in stack]
+        none = torch.zeros(stack[0].shape[-1])
+        pairs = [sums.get(one.single or str(one.stored), (none, 0.0)) for one in stack]
         if any(count for _, count in pairs):
             counts = torch.tensor([[count] for _, count in pairs], dtype=torch.float32)
             entries[name] = imatrix.ImportanceEntry(torch.stack([total for total, _ in pairs]), counts)
     return entries
-
-
-def sum_name(one: Placement) -> str:
-    """The name under which the sums of an expert's weight are."""
-    return str(one.stored)
 
 
 def _compute(
@@ -136,7 +133,7 @@ def _compute(
         bos=settings.bos,
     )
     sums = compute(
-        view,
+        with_single_experts(view, placed),
         batches,
         work=work / "imatrix",
         precision=settings.precision,

@@ -66,6 +66,10 @@ class FeatureSettings:
     prediction_weight: float = _option(
         1.0, "weight of the loss on predictions where features are compared; 0: features alone"
     )
+    router_balance: float = _option(
+        0.0, "weight of the load-balancing loss of a student that is a mixture, 0.01 say; 1 at balance"
+    )
+    router_z: float = _option(0.0, "weight of the z-loss of such a student's routers, 0.001 say")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -74,6 +78,8 @@ class FeatureSettings:
         check_range("prediction_weight", self.prediction_weight, 0.0, 1e6, "0 or more")
         check_range("relation_heads", self.relation_heads, 0, 2**16, "0 (as many as fit) or more")
         check_range("relation_tokens", self.relation_tokens, 3, 512, "between 3 and 512")
+        check_range("router_balance", self.router_balance, 0.0, 1e3, "0 or more")
+        check_range("router_z", self.router_z, 0.0, 1e3, "0 or more")
         check_range("map_entropy", self.map_entropy, 0.0, 1e6, "0 or more")
         if not self.features and self.prediction_weight != 1.0:
             raise SettingsError("prediction_weight", self.prediction_weight, "1 without features")

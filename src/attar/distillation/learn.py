@@ -21,6 +21,7 @@ from attar.distillation.loss import DistillationLoss
 from attar.distillation.rollouts.buffer import RolloutBuffer
 from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
+from attar.distillation.router_loss import router_loss
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
@@ -65,6 +66,8 @@ def learn(
         masks: weights that are zero and stay zero.
         details: of the card; a learned layer map is added.
     """
+    inside = settings.features
+    routers = router_loss(student, inside.router_balance, inside.router_z)
     count = training_rows(settings)
     rows: Examples | BatchSource = task.training(text, settings, count)
     held_out = task.held_out(text, settings) if rollouts is None else rollouts.held_out_rows()
@@ -91,7 +94,7 @@ def learn(
         _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
     weight = settings.features.prediction_weight
-    loss = DistillationLoss(signal, alpha, features, head_of(student), weight)
+    loss = DistillationLoss(signal, alpha, features, head_of(student), weight, routers)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
     if masks is not None and projections:

@@ -1,6 +1,7 @@
 """The loss of distillation: what the predictions and the insides of student and teacher differ by.
 
     w (alpha soft(teacher, student) + (1 - alpha) cross-entropy) + sum of w_f feature_f(teacher, student)
+      + the routers' losses, in training, where the student is a mixture (router_loss.py)
 
 The soft loss is an objective (``objectives/``) on what a signal (``signals/``) knows of the teacher; features
 are in ``features/``. All are means over the predictions (features: over real tokens, or as they say).
@@ -9,6 +10,7 @@ are in ``features/``. All are means over the predictions (features: over real to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from attar.distillation.learner import projections_of
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
 from attar.distillation.outputs import Insides, run_model
+from attar.distillation.router_loss import RouterLoss
 from attar.distillation.signals.target import Signal, SoftTarget
 from attar.models.head import Head
 
@@ -34,6 +37,7 @@ class DistillationLoss:
         alpha: weight of the soft loss; without a signal it counts as 0.
         head: of the student, where its logits need not be made at once.
         weight: of the predictions besides the features.
+        routers: of the student; None: no loss of theirs.
     """
 
     signal: Signal | None
@@ -41,12 +45,16 @@ class DistillationLoss:
     features: Sequence[Feature] = ()
     head: Head | None = None
     weight: float = 1.0
+    routers: RouterLoss | None = None
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         insides = Insides.all_of(feature.insides for feature in self.features)
         target = None if self.signal is None else self.signal.target(batch, insides)
         whole = getattr(target, "whole", False)
-        student = run_model(model, batch, insides, None if whole else self.head)
+        routed = self.routers if torch.is_grad_enabled() else None  # held-out losses compare predictions
+        recording: AbstractContextManager[list[Tensor]] = routed.recording() if routed else nullcontext([])
+        with recording as logits:
+            student = run_model(model, batch, insides, None if whole else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
             total = self.weight * student.mean(self._chunk_loss(target, batch.labels), whole=whole)
@@ -54,6 +62,8 @@ class DistillationLoss:
             for feature in self.features:
                 assert target is not None and target.outputs is not None, "features need a teacher that runs"
                 total = total + feature.weight * feature.loss(student, target.outputs, projections_of(model))
+        if routed is not None:
+            total = total + routed.loss(logits, student.mask.flatten())
         return total
 
     def _chunk_loss(self, target: SoftTarget | None, labels: Tensor) -> ChunkLoss:

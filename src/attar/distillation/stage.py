@@ -30,6 +30,7 @@ from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
 from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
+from attar.distillation.students.dense import dense_student
 from attar.distillation.students.make import given_student, make_student
 from attar.distillation.students.plan import StudentPlan, plan_student
 from attar.distillation.students.text import ScoringText
@@ -90,7 +91,8 @@ def distill(
     task = task_of(base.config, settings)
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any
-    if given is None:
+    way = settings.student.dense
+    if given is None and not way:
         plan = plan_student(source.config, stored_precision(source), settings.student)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
     if given is not None:
@@ -106,12 +108,14 @@ def distill(
         records = task.records("distill", base, settings, training_rows(settings))
         precision = resolve(settings.precision, model.device, output.work)
         scored = ScoringText(source, settings, output.work / "scores", precision, progress)
-        if plan is not None and plan.is_scored:
+        if way or (plan is not None and plan.is_scored):
             records.append(scored.record())
         note_texts(output, records, progress)
         record: dict[str, Any] = {"given": base.name}
         if plan is not None:
             student, record = _cut_student(model, plan, scored, settings)
+        elif way:
+            student, record = dense_student(model, way, scored.batches()), {"dense": way}
         count = sum(parameter.numel() for parameter in student.parameters())
         output.details["student"] = record | {"init": settings.student.init, "parameters": count}
         if plan is not None and not settings.student.width:

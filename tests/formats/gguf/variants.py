@@ -53,6 +53,12 @@ FAMILIES = {
         {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 1.5}
         | {"residual_multiplier": 0.7, "attention_multiplier": 0.25, "logits_scaling": 2.0},
     ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", WIDE),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

@@ -54,6 +54,9 @@ class LocalPool:
     def __init__(self, drafter: LocalDrafter) -> None:
         self.drafter, self.opened = drafter, 0
 
+    def ready_for(self, request):
+        return self.drafter.ready
+
     def choose(self, opening: Open):
         self.opened += 1
         return self.drafter if self.drafter.ready else None

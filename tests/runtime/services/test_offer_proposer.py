@@ -10,6 +10,7 @@ import pytest
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.services.messages import Close, Commit, Offer, Open
+from attar.runtime.services.offer_proposer import sampling_of
 from attar.runtime.services.waiting import best_depth, best_wait
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
@@ -17,7 +18,7 @@ from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.server.test_live import until
 from tests.runtime.services.local import Garbled, LocalDrafter, Waiting, drafting, offered
 from tests.runtime.speculate.test_engine import asked, same
-from tests.runtime.test_engine import engine
+from tests.runtime.test_engine import alone, engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, seed=0)
 
@@ -100,6 +101,52 @@ def test_a_prompt_is_opened_while_it_is_read():
     service.close()
     proposer.check()
     assert service.running == 0
+
+
+def test_passes_without_a_proposal_after_the_prompt_are_told_whole():
+    """What they decoded is sent with the next proposal, from its first token on."""
+    service, policy = drafting(), Waiting()
+    drafter = offered(service, policy=policy)
+    running = engine(Slow(), speculator=drafter)
+    running.add([1, 2, 3], GREEDY, id="a")
+    running.step()
+    policy.open = False
+    running.step()
+    running.step()
+    policy.open = True
+    while drafter.counts.drafts < 3:
+        running.step()
+    opening, *commits = [one for one in drafter.proposer.pool.drafter.sent if not isinstance(one, Close)]
+    told = [*opening.tokens, *(token for one in commits for token in one.tokens)]
+    assert opening.tokens == (1, 2, 3)
+    assert told[3:] == alone([1, 2, 3], GREEDY)[: len(told) - 3]
+    running.cancel("a")
+    running.step()
+    service.close()
+
+
+def test_a_request_that_no_message_holds_is_decoded_plainly_and_the_others_go_on(monkeypatch):
+    """Such as one of more than a million tokens."""
+
+    def beyond(completion, length):
+        sampling = sampling_of(completion, length)
+        return sampling if completion.request == "1" else replace(sampling, seed=-1)
+
+    monkeypatch.setattr("attar.runtime.services.offer_proposer.sampling_of", beyond)
+    drafter = served(drafting(), [([3, 1], GREEDY), ([5, 6], GREEDY)], policy=Waiting())
+    assert drafter.failure is None and drafter.counts.accepted > 0 and not drafter.proposer._unsendable
+    opened = [one for one in drafter.proposer.pool.drafter.sent if isinstance(one, Open)]
+    assert [one.tokens[:2] for one in opened] == [(5, 6)]
+
+
+def test_without_a_drafter_a_pass_builds_no_message(monkeypatch):
+    service = drafting()
+    drafter = offered(service, policy=Waiting())
+    drafter.proposer.pool.drafter.ready = False
+    monkeypatch.setattr("attar.runtime.services.offer_proposer.Open", None)
+    same(engine(Slow(), speculator=drafter), [([1, 2], GREEDY)])
+    service.close()
+    assert drafter.failure is None
 
 
 def test_a_drafter_that_goes_away_is_left_and_comes_back():

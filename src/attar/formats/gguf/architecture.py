@@ -45,7 +45,8 @@ class ModuleMapping:
         needs: a size that must not be 0; lacks: one that must be 0; flag: a key of the config that must be
             true. Elsewhere the module is left out.
         experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
-        stacked: the checkpoint stacks the experts too.
+        stacked: the checkpoint stacks the experts too; then the expert's name in a model whose experts are
+            modules (models/experts.py), ``{}`` as in ``stored``.
         part: what it is of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """
@@ -64,7 +65,7 @@ class ModuleMapping:
     lacks: str = ""
     flag: str = ""
     experts: bool = False
-    stacked: bool = False
+    stacked: str = ""
     part: str = ""
 
 

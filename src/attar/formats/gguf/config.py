@@ -126,6 +126,10 @@ def _family(keys: ArchitectureMetadata) -> Architecture:
     fitting = [family for family in known if family.mixture == experts]
     if not fitting:
         raise ModelError(f"attar cannot read a {keys.arch} {'with' if experts else 'without'} experts")
+    shared = keys.get("expert_shared_feed_forward_length", 0) > 0
+    fitting = [
+        family for family in fitting if shared == any(count.size == "shared_ff" for count in family.counts)
+    ] or fitting
     if len(fitting) > 1 and fitting[0].fixed:
         fitting = [
             family

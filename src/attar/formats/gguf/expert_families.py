@@ -9,6 +9,8 @@ PhiMoE is not among them: llama.cpp weighs its experts by softmax, transformers 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attar.formats.gguf.architecture import (
     LLAMA_ROPES,
     SILU,
@@ -230,6 +232,29 @@ GRANITE_MOE = Architecture(
     ropes=LLAMA_ROPES,
 )
 
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    family="granitemoeshared",
+    model_class="GraniteMoeSharedForCausalLM",
+    blocks=(
+        *GRANITE_MOE.blocks,
+        *(
+            ModuleMapping(
+                f"blk.{{}}.ffn_{name}_shexp",
+                "layers.{}.shared_mlp.input_linear",
+                ("shared_ff", "hidden"),
+                part=part,
+            )
+            for name, part in (("gate", "first"), ("up", "second"))
+        ),
+        ModuleMapping("blk.{}.ffn_down_shexp", "layers.{}.shared_mlp.output_linear", ("hidden", "shared_ff")),
+    ),
+    counts=(
+        *GRANITE_MOE.counts,
+        ConfigCount("shared_ff", "expert_shared_feed_forward_length", ("shared_intermediate_size",)),
+    ),
+)
+
 
 def _expert_bias(part: str, stored: str, half: str) -> ModuleMapping:
     """A bias of gpt-oss's experts, which the checkpoint stacks."""
@@ -240,7 +265,7 @@ def _expert_bias(part: str, stored: str, half: str) -> ModuleMapping:
         matrix=False,
         leaves=(".bias", "_bias"),
         experts=True,
-        stacked=True,
+        stacked=f"layers.{{}}.mlp.experts.{{{{}}}}.{part}_proj",
         part=half,
     )
 
@@ -267,6 +292,7 @@ GPT_OSS = Architecture(
             width="expert_ff",
             halves=("even", "odd"),
             transposed=True,
+            modules="",
         ),
         _expert_bias("gate", "gate_up_proj", "even"),
         _expert_bias("up", "gate_up_proj", "odd"),
@@ -293,6 +319,7 @@ GPT_OSS = Architecture(
 )
 
 EXPERT_FAMILIES = (
-    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GRANITE_MOE, GPT_OSS,
+    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GRANITE_MOE,
+    GRANITE_MOE_SHARED, GPT_OSS,
 )  # fmt: skip
 """Every family with experts that can be written."""

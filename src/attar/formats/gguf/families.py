@@ -362,11 +362,31 @@ SMOLLM3 = Architecture(
     no_rope_interval=4,
 )
 
+SEED_OSS = Architecture(
+    family="seed_oss",
+    arch="seed_oss",
+    model_class="SeedOssForCausalLM",
+    outer=outside(),
+    blocks=(
+        *attention(bias=True),
+        *gated_mlp(),
+        norm("blk.{}.attn_norm", "layers.{}.input_layernorm"),
+        norm("blk.{}.post_attention_norm", "layers.{}.post_attention_layernorm"),
+    ),
+    defaults={"epsilon": 1e-6, "kv_heads": 8, "head": 128},
+    rules=(
+        SILU_RULE,
+        ConfigRule("attention_bias", (True,), True),
+        ConfigRule("attention_out_bias", (False,), False),
+        ConfigRule("mlp_bias", (False,), False),
+    ),
+)
+
 ARCHITECTURES = {
     known.family: known
     for known in (
         LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
-        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, *EXPERT_FAMILIES,
+        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, SEED_OSS, *EXPERT_FAMILIES,
     )
 }  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

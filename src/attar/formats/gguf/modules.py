@@ -133,6 +133,7 @@ def stacked_experts(
     leaf: str = "",
     halves: tuple[str, str] = ("first", "second"),
     transposed: bool = False,
+    modules: str = "experts.",
 ) -> tuple[ModuleMapping, ...]:
     """gate, up and down of all experts, which the checkpoint stacks, gate and up in one tensor.
 
@@ -140,6 +141,7 @@ def stacked_experts(
         both, down: names of the two tensors in ``stored``; ``leaf`` follows.
         halves: which rows of the one are gate and up.
         transposed: experts are stored as (in, out).
+        modules: what lies between ``stored`` and an expert's number where experts are modules.
     """
     parts = (("gate", both, halves[0]), ("up", both, halves[1]), ("down", down, ""))
     return tuple(
@@ -150,7 +152,7 @@ def stacked_experts(
             transposed=transposed,
             leaves=(".weight", leaf),
             experts=True,
-            stacked=True,
+            stacked=f"{stored}.{modules}{{{{}}}}.{name}_proj",
             part=part,
         )
         for name, tensor, part in parts

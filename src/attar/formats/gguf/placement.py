@@ -80,6 +80,7 @@ class Placement:
         part: what it is of the stored tensor; None: all.
         expert: its number; None: it is a whole tensor of the file.
         experts: how many the file's tensor stacks; 0: it is no stack.
+        single: the expert's name in a model whose experts are modules, where the checkpoint stacks them.
     """
 
     gguf: str
@@ -93,6 +94,7 @@ class Placement:
     part: StoredPart | None = None
     expert: int | None = None
     experts: int = 0
+    single: str = ""
 
     @property
     def piece(self) -> str:

@@ -219,7 +219,12 @@ def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
 
 
 def _in_block(module: ModuleMapping, index: int) -> ModuleMapping:
-    return replace(module, gguf=module.gguf.format(index), stored=module.stored.format(index))
+    return replace(
+        module,
+        gguf=module.gguf.format(index),
+        stored=module.stored.format(index),
+        stacked=module.stacked.format(index),
+    )
 
 
 def _orders(arch: Architecture, measured: Sizes) -> dict[str, Tensor]:
@@ -271,7 +276,10 @@ def _tensors(
         for expert in range(count):
             part = _part(module, shape, measured, expert if module.stacked else None)
             name = str(weight.stored).format(expert)
-            yield replace(weight, stored=name, part=part, expert=expert, experts=count)
+            single = (
+                f"{arch.prefix}{module.stacked.format(expert)}{module.leaves[0]}" if module.stacked else ""
+            )
+            yield replace(weight, stored=name, part=part, expert=expert, experts=count, single=single)
     else:
         yield replace(weight, part=_part(module, shape, measured, None))
     if _biased(config, module):
@@ -304,7 +312,7 @@ def _part(
         "": None,
     }[module.part]
     whole: tuple[int, ...] = (count * 2 if module.part else count, *shape[1:])
-    turned = module.transposed and module.stacked
+    turned = module.transposed and bool(module.stacked)
     if turned:
         whole = whole[::-1]
     stack = (measured.of("experts"),) if expert is not None else ()

@@ -35,6 +35,10 @@ class Drafter(Protocol):
 class DrafterPool(Protocol):
     """The drafters of an engine."""
 
+    def ready_for(self, request: str) -> bool:
+        """Whether one may be ready for a request, by the client's id of it: asked in every pass, so cheap."""
+        ...
+
     def choose(self, opening: Open) -> Drafter | None:
         """The drafter for a request; None where none is ready."""
         ...

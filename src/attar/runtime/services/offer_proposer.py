@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
+from pydantic import ValidationError
+
 from attar.runtime.completion import Completion
 from attar.runtime.services.drafter import Drafter, DrafterPool
 from attar.runtime.services.messages import MOST_AHEAD, Close, Commit, DraftSampling, Offer, Open
@@ -117,6 +119,7 @@ class OfferProposer:
         self._numbers = itertools.count(1)
         self._sequences: dict[int, OfferedSequence] = {}
         self._by_request: dict[int, OfferedSequence] = {}
+        self._unsendable: set[int] = set()  # beyond the bounds of messages: decoded plainly
         self._passes = 0
 
     def offer(self, offer: Offer) -> Outcome:
@@ -169,6 +172,7 @@ class OfferProposer:
         """A sequence ended."""
         with self._changed:
             self._close(sequence)
+            self._unsendable.discard(sequence)
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong."""
@@ -189,18 +193,28 @@ class OfferProposer:
             one.planned, one.drafted = True, 0
 
     def _open(self, request: DraftRequest) -> OfferedSequence | None:
+        """Open a sequence at a drafter; None where none is ready, or no message can hold the request."""
         rules = request.rules
         assert isinstance(rules, Completion), "drafters need the parameters of a request"
+        if (
+            self.pool is None
+            or request.sequence in self._unsendable
+            or not self.pool.ready_for(rules.request)
+        ):
+            return None
         number, tokens = next(self._numbers), tuple(request.tokens)
-        sampling = sampling_of(rules, len(tokens))
-        opening = Open(number, tokens, sampling, self.ahead, request.salt[:256], rules.request[:256])
-        drafter = None if self.pool is None else self.pool.choose(opening)
+        length, salt, trace = len(tokens), request.salt[:256], rules.request[:256]
+        try:
+            opening = Open(number, tokens, sampling_of(rules, length), self.ahead, salt, trace)
+        except ValidationError:
+            self._unsendable.add(request.sequence)
+            return None
+        drafter = self.pool.choose(opening)
         if drafter is None:
             return None
-        length = len(tokens)
         one = OfferedSequence(number, drafter, length, length, length, unanswered=self.clock())
         self._sequences[request.sequence] = self._by_request[number] = one
-        self.offers.open(number, len(tokens))
+        self.offers.open(number, length)
         drafter.send(opening)
         return one
 

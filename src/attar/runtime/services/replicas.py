@@ -40,6 +40,10 @@ class Replicas:
         self.clients = [DraftClient(one, hello, network, receive, security) for one in endpoints]
         self._holders: OrderedDict[int, DraftClient] = OrderedDict()  # by the hash of a prefix
 
+    def ready_for(self, request: str) -> bool:
+        """Whether a replica is ready."""
+        return any(client.ready for client in self.clients)
+
     def choose(self, opening: Open) -> DraftLink | None:
         """The replica for a request; None where none is ready."""
         links = [client.link for client in self.clients if client.link is not None and client.link.ready]

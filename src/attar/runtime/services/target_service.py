@@ -76,10 +76,15 @@ class TargetService:
         self.hello, self.receive = hello, receive
         return self
 
+    def ready_for(self, request: str) -> bool:
+        """Whether a coordinator submitted the request, and has drafters; called from the engine's thread."""
+        owner = self.owners.get(request)
+        return owner is not None and owner.drafters > 0 and not owner.closed
+
     def choose(self, opening: Open) -> Drafter | None:
         """The drafters of the coordinator that submitted the request; called from the engine's thread."""
         owner = self.owners.get(opening.trace)
-        if owner is None or not owner.drafters or owner.closed:
+        if owner is None or not self.ready_for(opening.trace):
             return None
         drafter = RemoteDrafter(owner, opening.request)
         owner.remote[opening.request] = drafter
