@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import transformers
 
 from attar.checkpoint import open_checkpoint
+from attar.errors import ModelError
 from attar.models.load import load_model
+from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
+from attar.quantization.write import loads_in
 from tests import tiny_models
 
 FAMILIES = [f for f in tiny_models.MIXTURES if not f.startswith(("gpt_oss", "granite", "llama4"))]
@@ -57,3 +61,73 @@ def test_experts_of_a_block_have_one_scheme(tmp_path):
     with pytest.raises(Exception, match="one scheme for Linears that engines fuse") as caught:
         quantized(tmp_path, "mixtral", method="rtn", overrides=("model.layers.1.mlp.experts.3.w2=W8A16",))
     assert "\n" not in str(caught.value).split("hint")[0]
+
+
+METHODS: list[dict[str, object]] = [
+    {"method": "awq", "scheme": "W8A16"},
+    {"method": "gptq", "scheme": "W8A8_STATIC", "kv_cache": "fp8"},
+    {"method": "rtn", "scheme": "NVFP4A16"},
+    {"method": "smoothquant", "scheme": "W8A8"},
+    {"method": "gptaq", "scheme": "W8A16"},
+    {"method": "qronos", "scheme": "W8A16", "act_order": "group"},
+    {"method": "yaqa", "scheme": "W8A16"},
+    {"method": "autoround", "scheme": "W8A16", "iterations": 4},
+    {"method": "qat", "scheme": "W8A16", "steps": 2},
+    {"method": "rtn", "scheme": "FP8"},
+    {"method": "gptq", "bits": 6.0},
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("options", METHODS, ids=str)
+def test_every_method_takes_experts(tmp_path, options):
+    model, out = quantized(tmp_path, "mixtral", **options)
+    experts = [n for n in open_checkpoint(tmp_path / "model").tensors if ".experts." in n]
+    kinds = {out.tensors[name].dtype for name in experts if name in out.tensors}
+    assert len(experts) == 3 * 8 * 3 and kinds <= {"I8", "F8_E4M3"}
+    tokens = tiny_models.tokens(model, batch=4, length=32)
+    p, q = (tiny_models.logits(one, tokens).log_softmax(-1) for one in (model, load_model(tmp_path / "out")))
+    assert (p.exp() * (p - q)).sum(-1).mean() < 0.3
+    if "kv_cache" in options:
+        scale = "model.layers.1.block_sparse_moe.experts.3.w2.input_scale"
+        assert out.load(scale) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "llama4"])
+def test_experts_that_a_checkpoint_stores_stacked_are_refused_by_name(tmp_path, family):
+    with pytest.raises(ModelError, match=f"{family}.* stores experts stacked, as model.layers") as caught:
+        quantized(tmp_path, family, method="rtn")
+    assert not (tmp_path / "out").exists() and "one by one" in caught.value.hint
+
+
+def test_the_router_is_ignored_under_both_of_its_names(tmp_path):
+    """transformers calls it mlp.gate, the checkpoint and vLLM block_sparse_moe.gate."""
+    _, out = quantized(tmp_path, "mixtral", method="rtn")
+    ignored = out.config["quantization_config"]["ignore"]
+    assert {"model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"} <= set(ignored)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_transformers_loads_experts_of_packed_integers(tmp_path, family):
+    model, out = quantized(tmp_path, family, method="rtn", scheme="W4A16")
+    assert out.card.details["loads_in"]["transformers"] == "yes"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = tiny_models.tokens(model)
+    assert torch.equal(
+        tiny_models.logits(theirs, tokens), tiny_models.logits(load_model(tmp_path / "out"), tokens)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "NVFP4A16"])
+def test_other_codes_of_experts_are_said_not_to_load_in_transformers(tmp_path, scheme):
+    source = open_checkpoint(tiny_models.save(tiny_models.build("mixtral"), tmp_path / "model"))
+    chosen = plan(source, quantize_settings(method="rtn", scheme=scheme).storage)
+    assert loads_in(chosen)["transformers"].startswith("no: it stacks experts")
+
+
+def test_the_card_names_the_rarest_expert(tmp_path):
+    _, out = quantized(tmp_path, "qwen3_moe", method="gptq")
+    rarest = out.card.details["rarest_expert"]
+    tokens = {r["name"]: r["routed"] for r in out.card.details["layers"] if "routed" in r}
+    assert tokens[rarest["name"]] == rarest["tokens"] == min(tokens.values())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.parts import Attention, Block
+from attar.models.parts import Attention, Block, Mixture, Mlp, OtherMixer
 from attar.models.probe import BlockProbe, BlockResponse, alike
 from attar.models.rebuild import named_config
 from attar.models.roles import is_linear
@@ -191,8 +191,10 @@ def norm_fold(probe: BlockProbe, block: Block, base: BlockResponse, norm: str) -
 
 
 def v_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
-    """The fold of v into o."""
-    attention = block.attention
+    """The fold of v into o, where the block has plain self-attention."""
+    attention = block.mixer
+    if not isinstance(attention, Attention):
+        return None
     rows, source = attention.v.stored_rows(), _v_source(attention)
     fold = Fold("v", attention.v.name, (attention.o.name,), source)
     return fold if _confirmed(probe, block, base, fold, rows) else None
@@ -208,9 +210,13 @@ def _v_source(attention: Attention) -> tuple[int, ...]:
 
 
 def _up_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
-    """The fold of up into down, where the activation between them is homogeneous."""
-    rows = block.mlp.up.stored_rows()
-    fold = Fold("up", block.mlp.up.name, (block.mlp.down.name,), tuple(rows))
+    """The fold of up into down, where the block has a dense MLP and the activation between them is
+    homogeneous."""
+    mlp = block.feed_forward
+    if not isinstance(mlp, Mlp):
+        return None
+    rows = mlp.up.stored_rows()
+    fold = Fold("up", mlp.up.name, (mlp.down.name,), tuple(rows))
     return fold if _confirmed(probe, block, base, fold, rows) else None
 
 
@@ -228,10 +234,14 @@ def _reached(block: Block, base: BlockResponse, seen: BlockResponse, factor: Ten
     names = []
     for name in block.linears:
         before, after = base.inputs[name], seen.inputs[name]
+        if not before.numel() and not after.numel():  # an expert without tokens
+            continue
         if before.shape[-1] == len(factor) and alike(after, before * factor):
             names.append(name)
         elif not alike(after, before):
             return ()
+    if block.mixture is not None and not set(names).isdisjoint(block.mixture.linears):
+        return ()  # the router reads what its experts read, and a probe may not move its choice
     return tuple(names) if alike(seen.output, base.output) else ()
 
 
@@ -276,8 +286,12 @@ class _TemporaryValues:
 
 def _why(block: Block, name: str) -> str:
     """Why no scale can be folded before a Linear."""
-    if name == block.attention.o.name:
-        return f"{block.attention.v.name} does not reach it channel by channel"
-    if name == block.mlp.down.name:
-        return f"the activation {block.mlp.activation} after {block.mlp.up.name} is not homogeneous"
+    mixer, mlp = block.mixer, block.feed_forward
+    if not isinstance(mixer, OtherMixer) and name == mixer.o.name:
+        values = mixer.v.name if isinstance(mixer, Attention) else mixer.kv_b.name
+        return f"{values} does not reach it channel by channel"
+    if isinstance(mlp, Mlp) and name == mlp.down.name:
+        return f"the activation {mlp.activation} after {mlp.up.name} is not homogeneous"
+    if isinstance(mlp, Mixture) and name in mlp.linears:
+        return "the router reads the same norm, and experts are not scaled one by one"
     return "no norm of the block feeds Linears alone: its input is the residual stream too"

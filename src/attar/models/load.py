@@ -106,34 +106,44 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     from attar.models.anatomy import discover
     from attar.models.fake_quant import round_cache, round_inputs
     from attar.models.roles import is_linear
+    from attar.models.stored import stored_of
 
-    for name, module in model.named_modules():
-        group = scheme.group(name, "Linear") if is_linear(module) else None
+    if any(group.activations for group in scheme.groups):
+        unstack(model)
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    leaves = (compressed_tensors.INPUT_SCALE, compressed_tensors.INPUT_ZERO)
+    stored = stored_of(model, [f"{name}.{leaf}" for name in linears for leaf in leaves], checkpoint)
+    for name, module in linears.items():
+        group = scheme.group(name, "Linear")
         if group and group.activations:
-            scale = _scale(checkpoint, model, f"{name}.{compressed_tensors.INPUT_SCALE}", group.activations)
-            zero = _stored_tensor(checkpoint, model, f"{name}.{compressed_tensors.INPUT_ZERO}")
+            scale, zero = (_loaded(checkpoint, stored.get(f"{name}.{leaf}")) for leaf in leaves)
+            scale = _needed(checkpoint, f"{name}.{leaves[0]}", group.activations, scale)
             round_inputs(module, group.activations, scale, zero)
     rule = scheme.kv_cache
     for block in discover(model).blocks if rule else ():
         assert rule is not None
         name = block.attention.name
         scales = [
-            _scale(checkpoint, model, f"{name}.{scale_modules[leaf]}{leaf}", rule)
+            _needed(checkpoint, path, rule, _stored_tensor(checkpoint, model, path))
             for leaf in (compressed_tensors.K_SCALE, compressed_tensors.V_SCALE)
+            for path in [f"{name}.{scale_modules[leaf]}{leaf}"]
         ]
         round_cache(model.get_submodule(name), rule, *scales)
 
 
-def _scale(checkpoint: Checkpoint, model: Any, name: str, rule: Any) -> torch.Tensor | None:
-    """The stored scale of a static rule; None where the scale is dynamic."""
+def _needed(checkpoint: Checkpoint, name: str, rule: Any, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The scale of a static rule, which must be there; None where the scale is dynamic."""
     if rule.dynamic:
         return None
-    scale = _stored_tensor(checkpoint, model, name)
     if scale is None:
         raise CheckpointError(
             f"{checkpoint.path}: {name} is missing", hint="the packed checkpoint is incomplete"
         )
     return scale
+
+
+def _loaded(checkpoint: Checkpoint, name: str | None) -> torch.Tensor | None:
+    return None if name is None else checkpoint.load(name)
 
 
 def _stored_tensor(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tensor | None:

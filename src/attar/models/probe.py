@@ -53,7 +53,7 @@ class BlockProbe:
     """
 
     def __init__(self, config: Mapping[str, Any] | Any) -> None:
-        self.model = empty_model(config)
+        self.model = empty_model(config, unstacked=True)
         self.anatomy: Anatomy = discover(self.model)
         self.changes: Mapping[str, OutputChange] = {}
         self.inputs: dict[str, Tensor] = {}
@@ -153,4 +153,6 @@ def alike(a: Tensor, b: Tensor) -> bool:
     """Whether two results of a probe are equal but for float32's rounding."""
     if a.shape != b.shape:
         return False
+    if not a.numel():  # no token came to this expert
+        return True
     return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())))

@@ -11,6 +11,7 @@ error.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from attar.errors import CheckpointError
+from attar.errors import CheckpointError, ModelError
 from attar.formats.readers import quant_method
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
         CheckpointError: a parameter has no stored tensor, and ``strict``.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=True)]
-    stored_by_name = _stored_of(model, names, checkpoint)
+    stored_by_name = stored_of(model, names, checkpoint)
     missing = [name for name in names if name not in stored_by_name]
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     for name in [name for name in missing if name in tied]:
@@ -41,6 +42,13 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
         if renamed is not None:
             stored_by_name[name] = renamed
     absent = [name for name in missing if name not in tied]
+    stacked = _stacked(model, absent, checkpoint)
+    if stacked is not None:
+        family = getattr(model, "config", None)
+        raise ModelError(
+            f"{checkpoint.path}: {getattr(family, 'model_type', '')} stores experts stacked, as {stacked}",
+            hint="attar takes experts that a checkpoint stores one by one",
+        )
     if absent and strict:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise CheckpointError(
@@ -52,11 +60,11 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
 
 def stored_buffers(model: nn.Module, checkpoint: Any) -> dict[str, str]:
     """Buffer name to stored tensor name, for the buffers that a checkpoint holds (a router's correction)."""
-    return _stored_of(model, [name for name, _ in model.named_buffers()], checkpoint)
+    return stored_of(model, [name for name, _ in model.named_buffers()], checkpoint)
 
 
-def _stored_of(model: nn.Module, names: list[str], checkpoint: Any) -> dict[str, str]:
-    """Stored tensor of each name that has one."""
+def stored_of(model: nn.Module, names: list[str], checkpoint: Any) -> dict[str, str]:
+    """Stored tensor of each name that has one: a parameter, a buffer, or a scale beside them."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     known: dict[str, str] = {}
     spelled: dict[str, str] | None = None
@@ -77,6 +85,16 @@ def _respelled(model: Any, checkpoint: Any) -> dict[str, str]:
         return {}
     rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     return {apply_renamings(stored, rules): stored for stored in checkpoint.tensors} if rules else {}
+
+
+def _stacked(model: Any, absent: list[str], checkpoint: Any) -> str | None:
+    """The stored tensor that holds the experts of which the first absent parameter is one, if there is."""
+    expert = re.match(r"(.*\.experts)\.\d+\.", absent[0]) if absent else None
+    if expert is None:
+        return None
+    names = [f"{expert[1]}.{leaf}" for leaf in ("gate_up_proj", "up_proj")]
+    names += [f"{name}_blocks" for name in names]
+    return next(iter(stored_of(model, names, checkpoint).values()), None)
 
 
 def _renamed(shape: tuple[int, ...], stored_by_name: dict[str, str], checkpoint: Any) -> str | None:

@@ -9,6 +9,7 @@ Letters: x every number seen; s scale; z zero; low, high the ends of the codes: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,8 @@ class ActivationRange:
         Raises:
             NumericsError: it holds NaN or infinity.
         """
+        if not x.numel():  # an expert that no token of this batch chose
+            return
         low, high = torch.aminmax(x.detach())
         if not (torch.isfinite(low) and torch.isfinite(high)):
             raise NumericsError(
@@ -152,9 +155,27 @@ def static_scales(
         what="ranges",
     )
     return StaticScales(
-        {name: seen.scale() for name, seen in inputs.items()},
+        input_scales(inputs),
         {name: (keys.scale(), values.scale()) for name, (keys, values) in caches.items()},
     )
+
+
+def input_scales(ranges: Mapping[str, ActivationRange]) -> dict[str, float]:
+    """Static scales by module name; an expert that saw no token gets the largest of its mixture's others.
+
+    Raises:
+        NumericsError: nothing was seen, by no expert of a mixture.
+    """
+
+    def siblings(name: str) -> list[ActivationRange]:
+        pattern = re.compile(re.sub(r"\\.experts\\.\d+\\.", r"\.experts\.\\d+\.", re.escape(name)))
+        return [seen for other, seen in ranges.items() if pattern.fullmatch(other) and seen.tokens]
+
+    scales = {}
+    for name, seen in ranges.items():
+        others = [] if seen.tokens else [other.scale() for other in siblings(name)]
+        scales[name] = max(others) if others else seen.scale()
+    return scales
 
 
 def _add(seen: ActivationRange, x: Tensor) -> None:

@@ -71,6 +71,7 @@ class QuantizationPlan:
             of the stored weight of their keys.
         kv_cache: how keys and values are rounded, or None.
         reads_weights: the family is one of :data:`READS_WEIGHTS`.
+        experts: Linears of mixtures are among the sites.
     """
 
     sites: dict[str, LayerPlan]
@@ -81,6 +82,7 @@ class QuantizationPlan:
     caches: dict[str, str] = field(default_factory=dict)
     kv_cache: ActivationRule | None = None
     reads_weights: bool = False
+    experts: bool = False
 
 
 def plan(
@@ -130,9 +132,13 @@ def plan(
     tied = anatomy.head if embedding and anatomy.tied else None
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     routers = [name for block in anatomy.blocks if block.mixture for name in block.mixture.dense]
+    spelled = [names[f"{name}.weight"].removesuffix(".weight") for name in routers]
+    routers += [name for name in spelled if name not in routers]  # engines keep the checkpoint's names
     ignore = tuple(dict.fromkeys([*(name for name in linears if name not in chosen), *routers]))
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
-    planned = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
+    inside = [name for block in anatomy.blocks if block.mixture for name in block.mixture.linears]
+    experts = any(name in chosen for name in inside)
+    planned = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads, experts)
     return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
 
 

@@ -22,6 +22,7 @@ from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
+from attar.models.experts import unstack
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.models.zeros import zero_mask
 from attar.progress import Progress
@@ -153,7 +154,8 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
         hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    return _swept(task, sweep(task.checkpoint, batches, solver, **_sweep_options(task, layers, precision)))
+    options_of_sweep = _sweep_options(task, layers, precision) | {"shared": True}
+    return _swept(task, sweep(task.checkpoint, batches, solver, **options_of_sweep))
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:
@@ -210,7 +212,7 @@ def train(task: RoundingTask) -> RoundedModel:
     first = replace(task, settings=replace(settings, method=method), work=task.work / "start")
     started = sweep_layers(first).codes
     device = pick_device(settings.device)
-    model, teacher = (load_model(checkpoint, dtype=torch.float32, device=device) for _ in range(2))
+    model, teacher = (unstack(load_model(checkpoint, dtype=torch.float32, device=device)) for _ in range(2))
     teacher.requires_grad_(False)
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     rules = {name: layer.scheme.activations for name, layer in layers.items()}
@@ -335,7 +337,7 @@ class StreamedCodes:
         weight = dense_weight(load(), layer)
         if not all_finite(weight):
             raise NumericsError(f"{stored} holds NaN or infinity", hint="the checkpoint is damaged")
-        siblings = self.fused_with.get(layer.module, ())
+        siblings = self.fused_with.get(layer.module, [layer.module])
         grid = fused(layer.grid, (self.task.checkpoint.load(self.stored[name]) for name in siblings))
         how = scale_choice(self.method, options.scales, grid)
         quantized = grid.quantize(weight, choose_scales(weight, grid, how))

@@ -31,6 +31,7 @@ from attar.models.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result
+from attar.quantization.gates import rarest_expert
 from attar.quantization.mixed_precision.mixture import mixture
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import METHODS, RoundingTask
@@ -102,6 +103,7 @@ def quantize(
         scales = static_scales(source, chosen, settings, output.work, progress)
         task = RoundingTask(source, chosen, settings, output.work, progress)
         rounded = METHODS[settings.method].walk(task)
+        output.leave_to_first()
         write(
             source,
             chosen,
@@ -115,6 +117,9 @@ def quantize(
         )
         copy_companions(checkpoint.path, output.folder)
         details["layers"] = reports = rounded.reports()
+        rarest = rarest_expert(reports)
+        if rarest is not None:
+            details["rarest_expert"] = {"name": rarest[0], "tokens": rarest[1]}
         if isinstance(settings.rounding, SparseGPTQSettings) and settings.rounding.amount is not None:
             details["zeros"] = _chosen_zeros(settings.rounding.amount, chosen, reports)
         if rounded.precision:

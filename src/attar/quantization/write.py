@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 YES = "yes"
+STACKED = (
+    "no: it stacks experts while it loads, which works for packed integers alone; "
+    "attar export --format dense loads everywhere"
+)
 UNTRIED = "nothing known against it; attar is not tested with vLLM"
 CONV1D = (
     "no: the packed layout of Conv1D modules is attar's own; attar export --format dense loads everywhere"
@@ -194,7 +198,9 @@ def loads_in(chosen: QuantizationPlan) -> dict[str, str]:
     stuck = chosen.reads_weights and packed and not chosen.config.get("dequantize")
     dense = {site.module: site.shape for site in chosen.sites.values() if not site.scheme.activations}
     missing = kernels("compressed-tensors", dense, {name: rules[name] for name in dense})
-    return {"transformers": READS if stuck else YES, "vllm": missing or UNTRIED}
+    plain = all(site.scheme.form == PACK and not site.scheme.activations for site in chosen.sites.values())
+    ours = STACKED if chosen.experts and not plain else READS if stuck else YES
+    return {"transformers": ours, "vllm": missing or UNTRIED}
 
 
 def warnings(loads: dict[str, str]) -> list[str]:

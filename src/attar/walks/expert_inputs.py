@@ -16,7 +16,6 @@ number: one pass of the block for all of them, and one expert's statistics in me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,10 @@ class ExpertInputs:
         """An expert's inputs (T, H) batch by batch; with ``expert`` what its down gets, (T, I)."""
         for batch, chosen in enumerate(rows):
             x = self.hidden[batch][chosen.to("cpu")].to(self.device)
-            with bf16_products(self.device, self.fast) if expert is not None else nullcontext():
-                yield x if expert is None else expert.inner(x)
+            if expert is not None:
+                with bf16_products(self.device, self.fast):  # ends before the solver sees x
+                    x = expert.inner(x)
+            yield x
 
     def clear(self) -> None:
         """Delete everything, on disk too."""

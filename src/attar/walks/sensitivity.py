@@ -32,6 +32,7 @@ from attar.data.sources import fingerprint
 from attar.errors import DataError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
+from attar.models.experts import unstack
 from attar.models.load import load_model, load_tokenizer
 from attar.models.parts import Anatomy, weight_of
 from attar.models.roles import common_parent
@@ -81,7 +82,7 @@ def load_inputs(checkpoint: Checkpoint, settings: Any) -> SensitivityInputs:
     """
     options = flatten(settings)
     device = torch.device(pick_device(options["device"]))
-    model = load_model(checkpoint, dtype=torch.float32, device=device)
+    model = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
     batches = calibration_batches(
         load_tokenizer(checkpoint),
         options["data"],

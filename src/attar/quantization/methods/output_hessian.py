@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
 from attar.models.device import free_memory, pick_device, resolve
+from attar.models.experts import unstack
 from attar.models.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
@@ -63,7 +64,7 @@ class OutputHessian:
         if not missing:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        model = load_model(self.checkpoint, dtype=torch.float32, device=self.device)
+        model = unstack(load_model(self.checkpoint, dtype=torch.float32, device=self.device))
         parts = portions(missing, max(LEAST, free_memory(self.device) // 2))
         passes = len(parts) * self.rounds * len(self.batches)
         self.progress.log(

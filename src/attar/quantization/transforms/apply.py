@@ -154,7 +154,7 @@ def transform(
         raise SettingsError("kind", kind, " or ".join(KINDS))
     if (folder / REPORT).is_file():
         return open_checkpoint(folder)
-    model = empty_model(checkpoint.config)
+    model = empty_model(checkpoint.config, unstacked=True)
     if kind == "rotate":
         result = _rotate(checkpoint, model, seed, untie, device)
     else:
