@@ -5,7 +5,7 @@
         [--sparsity 2:4 50%]
 
 Models are of random weights: Llamas S of 88 M parameters and M of 1.1 B; mixtures of experts 1B-A0.3B (16
-layers of 1024, 8 of 32 experts of 640 neurons: 1.1 B parameters, 0.3 B of them active) and 7B-A1B (the
+layers of 1024, 8 of 32 experts of 640 neurons: 1.1 B parameters, 0.35 B of them active) and 7B-A1B (the
 shape of OLMoE-1B-7B: 16 layers of 2048, 8 of 64 experts of 1024). llama.cpp's are of Q4_0, Q8_0 and BF16,
 transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
 round in reverse; a ratio is the median over rounds of ours over the peer's in the same round.

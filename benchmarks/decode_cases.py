@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "hidden_size": 1024,
         "num_hidden_layers": 16,
         "num_attention_heads": 16,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 16,  # llama.cpp asks for it of an OLMoE
         "intermediate_size": 640,
         "vocab_size": 32000,
         "num_experts": 32,

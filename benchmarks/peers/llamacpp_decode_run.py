@@ -75,7 +75,7 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
         put(f"blk.{layer}.ffn_down{ending}", hidden, inner, experts)
         norms = {"attn_norm": ones, "ffn_norm": ones}
         if experts:
-            norms |= {"attn_q_norm": ones, "attn_k_norm": ones[:kv]}
+            norms |= {"attn_q_norm": ones, "attn_k_norm": ones}  # of all heads, as many as queries have
             router = np.random.default_rng(layer).standard_normal((experts, hidden), dtype=np.float32)
             writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router * 0.02)
         for name, weight in norms.items():

@@ -108,6 +108,7 @@ def test_common_stages_are_made_once(sweep, tmp_path):
     assert sorted(added()) == ["01-prune", "02-prune-2", *["03-recover"] * 2, *["04-side"] * 2]
     assert calls_of(["reference"]) == ["reference base"]
     assert len(calls_of(["evaluate"])) == 1 + 6
+    assert len(read_status(tmp_path / "sweep").tasks) == 7  # side by side, too
     runs = sorted((tmp_path / "sweep" / "runs").iterdir())
     assert len(runs) == 4 and result.failed == 0
     first, last = (run / "01-prune" / "model.safetensors" for run in (runs[0], runs[-1]))

@@ -201,7 +201,8 @@ def upload(folder: Path, address: str) -> None:
         return
     with _explained(address, OutputError):
         store, root = _open(address)
-        record = atomic.hidden(folder, _UPLOADED)
+        record = _cache(address) / _UPLOADED  # not next to the model, whose folder may be read-only
+        record.parent.mkdir(parents=True, exist_ok=True)
         known = _uploaded(record)
         for path in _in_order(folder):
             name, digest = path.relative_to(folder).as_posix(), hashing.sha256_file(path)

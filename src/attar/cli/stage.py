@@ -68,8 +68,8 @@ def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
         help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
         parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
-    if verb in ("distill", "recover"):
-        parameters += _launch_options(shard=True)
+    if verb in ("distill", "recover", "quantize"):
+        parameters += _launch_options(shard=verb != "quantize")
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters
 

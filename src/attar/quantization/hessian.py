@@ -14,7 +14,7 @@ raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,12 @@ class Hessian:
                 self.sum[at, rest].addmm_(weighted[:, at].T, rows[:, rest])
         self.tokens += rows.shape[0]
         self.weight += rows.shape[0] if importance is None else float(importance.sum())
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Add the sums of several processes: ``total`` of a tensor is its sum over them."""
+        self.sum = total(self.sum)
+        tokens, weight = total(torch.tensor([self.tokens, self.weight], dtype=torch.float64)).tolist()
+        self.tokens, self.weight = int(tokens), weight
 
     def value(self) -> Tensor:
         """H, float32 (K, K)."""
@@ -91,6 +97,11 @@ class CrossHessian(Hessian):
         self.change = self.change.to(x.device)
         with reduced_products():
             self.change.addmm_((original_rows - rows).T, rows)
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """See :meth:`Hessian.reduce`."""
+        super().reduce(total)
+        self.change = total(self.change)
 
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""

@@ -100,6 +100,12 @@ class LayerSolver:
                 solutions[name] = self._solution(weights[name], rounded, H, statistics)
         return {name: solutions[name] for name in weights}
 
+    def units(self, names: list[str]) -> list[list[str]]:
+        """Linears that several processes may not part: those with one global scale (:func:`fused`)."""
+        together = [name for name in names if isinstance(self.layers[name].grid, NVFP4Grid)]
+        alone = [[name] for name in names if name not in together]
+        return [*alone, together] if together else alone
+
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of stored codes."""
         return QuantizedTensor.from_tensors(self.layers[name].grid, tensors).dequantize()

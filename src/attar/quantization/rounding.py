@@ -154,7 +154,8 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
         hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    return _swept(task, sweep(task.checkpoint, batches, solver, **_sweep_options(task, layers, precision)))
+    options_of_sweep = _sweep_options(task, layers, precision) | {"shared": True}
+    return _swept(task, sweep(task.checkpoint, batches, solver, **options_of_sweep))
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:

@@ -103,6 +103,7 @@ def quantize(
         scales = static_scales(source, chosen, settings, output.work, progress)
         task = RoundingTask(source, chosen, settings, output.work, progress)
         rounded = METHODS[settings.method].walk(task)
+        output.leave_to_first()
         write(
             source,
             chosen,

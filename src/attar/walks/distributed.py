@@ -17,9 +17,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 
 from attar.checkpoint.processes import SHARD, count
 from attar.data.examples import Examples, predictions
@@ -48,6 +50,17 @@ def shards() -> bool:
     """Whether the launcher asks for parameters divided over the processes (``--shard``, or ``accelerate
     launch --use_fsdp``)."""
     return os.environ.get(SHARD, "").lower() in ("1", "true") and count() > 1
+
+
+def connect() -> None:
+    """Let the processes reach each other: gloo for tensors on CPUs, NCCL for those on GPUs. Who dies is seen
+    at once; waiting for who works is no error."""
+    if distributed.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(backend, timeout=timedelta(days=7))
 
 
 @contextmanager

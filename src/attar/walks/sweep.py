@@ -32,6 +32,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
+from attar.checkpoint.processes import count, rank
 from attar.errors import NumericsError
 from attar.models.device import bf16_products, free_memory, resolve, trim_memory
 from attar.models.experts import Experts
@@ -158,6 +159,7 @@ def sweep(
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
     after_blocks: AfterBlocks | None = None,
+    shared: bool = False,
     device: str | torch.device = "cpu",
     experts: ExpertTokens = ExpertTokens(),  # noqa: B008  (frozen)
     progress: Progress = SILENT,
@@ -181,6 +183,8 @@ def sweep(
         prepare: called with the model, its parameters on the meta device, before anything runs: to hook what
             a solver does not see (keys and values, say). Hooks are also called with meta tensors.
         after_blocks: called at the end, see :data:`AfterBlocks`.
+        shared: every process of the run makes this sweep: where the solver's accumulators can be added, each
+            runs a part of the batches and solves a part of the Linears (shared_solver.py). Not of mixtures.
         device: where the blocks run; weights and hidden states between blocks are float32.
         experts: which tokens count for an expert of a mixture.
 
@@ -195,6 +199,13 @@ def sweep(
     skeleton = Skeleton(checkpoint, device)
     if prepare is not None:
         prepare(skeleton.model)
+    # an expert's share of the tokens is counted over all batches
+    mixture = any(isinstance(module, Experts) for module in skeleton.model.modules())
+    shared = shared and 1 < count() <= len(batches) and after_blocks is None and not mixture
+    if shared:
+        from attar.walks.shared_solver import SharedSolver, agreed
+
+        batches, solver = batches[rank() :: count()], SharedSolver(solver, rank(), count())
     store = HiddenStates(work / "activations", spill_bytes)
     needs_originals = hasattr(solver, "solve_block") or bool(getattr(solver, "original", False))
     originals = HiddenStates(work / "originals", spill_bytes) if needs_originals else None
@@ -213,7 +224,7 @@ def sweep(
             with skeleton.loaded(block):
                 if index in skip:
                     runner.skip(file)
-                elif file.exists():
+                elif agreed(file.exists()) if shared else file.exists():
                     runner.restore(solver, file)
                 elif hasattr(solver, "solve_block"):
                     runner.solve_whole(cast(BlockSolver, solver), groups, file)

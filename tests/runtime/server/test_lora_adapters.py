@@ -17,6 +17,7 @@ import httpx
 from attar.errors import CheckpointError, SettingsError
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
+from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server import serve
 from attar.runtime.server.app import create_app
 from attar.runtime.server.backend import EngineBackend
@@ -342,3 +343,20 @@ def test_the_compiled_step_prepares_an_adapter_while_it_runs(folders):
         assert unload(url, "a").status_code == 200
         until(lambda: list(engine.runner.adapters) == ["b 1"])
         assert [ask(url, name) for name in ("base", "b")] == [base, second]
+
+
+def test_an_adapter_stays_while_the_engine_has_a_request_with_it(folders):
+    async def run():
+        llm = LLM(str(folders / "model"), runner="modules", kv_tokens=256)
+        first_adapters(LoraSettings(lora=(f"a={folders / 'all' / 'a'}",)), llm.engine.runner)
+        backend = EngineBackend(llm.streams())
+        params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        events = backend.submit(PROMPT, params, id="one", adapter="a 0")
+        await anext(events)
+        assert not await backend.remove_adapter("a 0")
+        assert [event.finish_reason async for event in events][-1] == "length"
+        assert await backend.remove_adapter("a 0") and not llm.engine.runner.adapters
+        await backend.close()
+        llm.engine.check()
+
+    asyncio.run(run())
