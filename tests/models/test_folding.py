@@ -149,3 +149,10 @@ def test_the_probe_is_the_same_each_time_and_sees_changes():
     changed = probe.run(block, {block.mlp.up.name: lambda x: x * 2})
     assert alike(changed.inputs[block.mlp.down.name], 2 * base.inputs[block.mlp.down.name])
     assert alike(changed.inputs[block.mlp.up.name], base.inputs[block.mlp.up.name])
+
+
+def test_no_scale_is_folded_into_a_norm_that_a_router_reads():
+    found = foldable(tiny.build("mixtral"))
+    kinds = {(fold.kind, tuple(name.rpartition(".")[2] for name in fold.consumers)) for fold in found.folds}
+    assert kinds == {("norm", ("q_proj", "k_proj", "v_proj")), ("v", ("o_proj",))}
+    assert "the router reads the same norm" in found.left["model.layers.1.mlp.experts.3.w1"]

@@ -186,3 +186,20 @@ def test_a_killed_sweep_and_spilled_inputs_give_the_same_bytes(tmp_path, monkeyp
         assert ours.read_bytes() == theirs.read_bytes()
     left = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("killed", "whole")]
     assert left[0] == left[1]
+
+
+def test_the_router_chooses_with_its_stored_correction(tmp_path):
+    """DeepSeek's is a buffer, not a parameter."""
+    model = tiny_models.build("deepseek_v3", num_hidden_layers=2)
+    correction = model.model.layers[1].mlp.gate.e_score_correction_bias
+    correction.copy_(torch.linspace(-1, 1, 8))
+    checkpoint = open_checkpoint(tiny_models.save(model, tmp_path / "model"))
+    result = sweep(checkpoint, rows(), Recorder(), work=tmp_path / "work", precision="fp32")
+    chosen = []
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    for batch in rows():
+        tiny_models.logits(model, batch)
+    counts = torch.cat(chosen).flatten().bincount(minlength=8).tolist()
+    routed = {report["name"]: report["routed"] for report in result.reports if "routed" in report}
+    assert [routed[f"model.layers.1.mlp.experts.{number}.up_proj"] for number in range(8)] == counts
+    assert counts[7] > 2 * counts[0]
