@@ -51,9 +51,9 @@ def measure(options: argparse.Namespace, model: str | Path, experts: str, name: 
         model, reference=options.model, tokens=options.tokens, runner="transformers", speed=False
     )
     size = open_checkpoint(model).nbytes / 1e6
+    kept = "–" if result.quality_kept is None else f"{100 * result.quality_kept:.1f} %"
     print(
-        f"| {experts} | {name} | {size:.1f} | {result.perplexity:.3f} | {result.kl_mean:.4f} |"
-        f" {100 * result.quality_kept:.1f} % |",
+        f"| {experts} | {name} | {size:.1f} | {result.perplexity:.3f} | {result.kl_mean:.4f} | {kept} |",
         flush=True,
     )
 

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from attar.checkpoint import open_checkpoint
-from attar.errors import ModelError
+from attar.errors import CheckpointError, ModelError
+from attar.models.fit import check_fit
 from attar.models.load import load_model
 from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings
@@ -131,3 +132,13 @@ def test_the_card_names_the_rarest_expert(tmp_path):
     rarest = out.card.details["rarest_expert"]
     tokens = {r["name"]: r["routed"] for r in out.card.details["layers"] if "routed" in r}
     assert tokens[rarest["name"]] == rarest["tokens"] == min(tokens.values())
+
+
+@pytest.mark.parametrize("family", ["llama4", "granitemoe", "mixtral"])
+def test_a_checkpoint_fits_however_it_stores_its_experts(tmp_path, family):
+    source = open_checkpoint(tiny_models.save(tiny_models.build(family), tmp_path / "model"))
+    check_fit(source)
+    name = next(name for name in source.tensors if "expert" in name or "linear" in name)
+    del source.tensors[name]
+    with pytest.raises((CheckpointError, ModelError), match="no tensor for"):
+        check_fit(source)

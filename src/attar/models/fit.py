@@ -41,7 +41,7 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
     packed = quant_method(checkpoint) is not None
     view: Any = Decoded(checkpoint) if packed else checkpoint
     _check_layers(checkpoint)
-    model = None if _plainly_fits(view, packed) else _known_model(view.config)
+    model = None if _plainly_fits(view, packed) else _known_model(view)
     if model is not None:
         _check_tensors(view, model, packed)
     if text or tokenizer_files(checkpoint.path):
@@ -83,15 +83,21 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         )
 
 
-def _known_model(config: dict[str, Any]) -> Any | None:
-    """The model without weights; None for an architecture unknown to transformers, which some exports do not
-    need."""
+def _known_model(view: Any) -> Any | None:
+    """The model without weights, its experts as they are stored: stacked, or one by one; None for an
+    architecture unknown to transformers, which some exports do not need."""
+    from attar.models.experts import stack_of, unstack
     from attar.models.load import empty_model
+    from attar.models.stored import stored_names
 
     try:
-        return empty_model(config, unstacked=True)
+        model = empty_model(view.config)
     except ModelError:
         return None
+    names = stored_names(model, view, strict=False)
+    stacks = [name for name, module in model.named_modules() if stack_of(module) is not None]
+    stored = all(any(known.startswith(f"{name}.") for known in names) for name in stacks)
+    return model if stored else unstack(model)
 
 
 def _check_tensors(view: Any, model: nn.Module, packed: bool) -> None:

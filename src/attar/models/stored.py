@@ -42,7 +42,7 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
         if renamed is not None:
             stored_by_name[name] = renamed
     absent = [name for name in missing if name not in tied]
-    stacked = _stacked(model, absent, checkpoint)
+    stacked = _stacked(model, absent, checkpoint) if strict else None
     if stacked is not None:
         family = getattr(model, "config", None)
         raise ModelError(

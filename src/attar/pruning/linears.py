@@ -73,7 +73,7 @@ def pruned_linears(checkpoint: Checkpoint, options: ZerosSettings) -> Linears:
         SettingsError: a pattern to ignore matches nothing, or N:M does not divide a layer's inputs.
     """
     refuse_packed(checkpoint)
-    model = empty_model(checkpoint.config)
+    model = empty_model(checkpoint.config, unstacked=True)
     blocks = discover(model).blocks
     modules = {name: block.index for block in blocks for name in block.linears}
     for pattern in options.ignore:

@@ -154,6 +154,6 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
 
 def _biases(checkpoint: Any, names: Container[str]) -> dict[str, Tensor]:
     """The biases of Linears, by module name."""
-    stored = stored_names(empty_model(checkpoint.config), checkpoint)
+    stored = stored_names(empty_model(checkpoint.config, unstacked=True), checkpoint)
     owners = {name: name.removesuffix(".bias") for name in stored if name.endswith(".bias")}
     return {owner: checkpoint.load(stored[name]) for name, owner in owners.items() if owner in names}
