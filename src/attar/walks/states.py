@@ -21,6 +21,8 @@ import numpy
 import torch
 from torch import Tensor, distributed, nn
 
+from attar.errors import CheckpointError
+
 GENERATORS = "rank-{}.pt"
 
 
@@ -35,9 +37,15 @@ def save_state(
 def load_state(
     folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int = 0
 ) -> None:
-    """Read back, in place, what :func:`save_state` wrote; all processes call it."""
+    """Read back, in place, what :func:`save_state` wrote; all processes call it.
+
+    Raises:
+        CheckpointError: the folder has the form of an earlier version.
+    """
     from torch.distributed.checkpoint import FileSystemReader
 
+    if not (folder / ".metadata").exists():
+        raise CheckpointError(f"{folder}: the training state is of another version", hint="remove it")
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     with torch.no_grad():
         _make_room(model, optimizers, stored)
@@ -51,8 +59,11 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed import checkpoint
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone() as alone:
-        checkpoint.save(dict(tensors), checkpoint_id=folder, no_dist=alone)
+    try:
+        with _alone() as alone:
+            checkpoint.save(dict(tensors), checkpoint_id=folder, no_dist=alone)
+    except checkpoint.CheckpointException as error:
+        raise _cause(error) from None
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -61,6 +72,16 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     with torch.no_grad(), _alone() as alone:
         checkpoint.load(dict(tensors), checkpoint_id=folder, no_dist=alone)
+
+
+def _cause(error: Any) -> BaseException:
+    """What a disk said first, if that is what went wrong: torch wraps it several times."""
+    for cause, _ in error.failures.values():
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return cause
+            cause = cause.__cause__ or cause.__context__
+    return error  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -340,19 +340,25 @@ class _BlockRunner:
         at_once = bool(getattr(solver, "at_once", False))
         try:
             for number, stage in enumerate(parts):
-                if stage.holder is None:
-                    (group,) = stage.groups
-                    own = passes.inputs(number)
-                    other = None if original_passes is None else original_passes.inputs(number)
-                    solutions.update(self._solved(solver, group, own, other))
-                else:
-                    held = [self._held(self.block.module, stage.holder, passes, number)]
+                held: list[ExpertInputs] = []
+                if stage.holder is not None:
+                    held.append(self._held(self.block.module, stage.holder, passes, number))
                     if original_module is not None and original_passes is not None:
                         held.append(self._held(original_module, stage.holder, original_passes, number))
-                    for group in stage.groups:
-                        solutions.update(self._solved_expert(solver, group, held))
-                    for inputs in held:
-                        inputs.clear()
+                for group in stage.groups:
+                    if held:
+                        accumulator, more = self._filled_of_expert(solver, group, held)
+                    else:
+                        other = None if original_passes is None else original_passes.inputs(number)
+                        accumulator, more = self._filled(solver, group, passes.inputs(number), other), {}
+                    solved = solver.solve(self._weights(group), accumulator)
+                    for name in group:
+                        solved[name].report.update(more)
+                        if not at_once:
+                            _put(self.modules[name], solved[name].weight, solved[name].tensors)
+                    solutions.update({name: solved[name] for name in group})
+                for inputs in held:
+                    inputs.clear()
             _write(file, solutions)
             for name in solutions if at_once else ():
                 _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
@@ -367,10 +373,10 @@ class _BlockRunner:
             if original_passes is not None:
                 original_passes.close()
 
-    def _solved(
+    def _filled(
         self, solver: Solver, group: list[str], inputs: Iterator[Tensor], originals: Iterator[Tensor] | None
-    ) -> dict[str, Solution]:
-        """The solutions of one group; put in place unless all are replaced at once."""
+    ) -> Any:
+        """The accumulator of one group, with all inputs."""
         accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
         if originals is None:
             for x in inputs:
@@ -378,17 +384,16 @@ class _BlockRunner:
         else:
             for x, original in zip(inputs, originals, strict=True):
                 accumulator.add(x, original)
-        weights = {name: weight_of(self.modules[name]).clone() for name in group}
-        solved = solver.solve(weights, accumulator)
-        for name in () if getattr(solver, "at_once", False) else group:
-            _put(self.modules[name], solved[name].weight, solved[name].tensors)
-        return {name: solved[name] for name in group}
+        return accumulator
 
-    def _solved_expert(
+    def _weights(self, group: list[str]) -> dict[str, Tensor]:
+        return {name: weight_of(self.modules[name]).clone() for name in group}
+
+    def _filled_of_expert(
         self, solver: Solver, group: list[str], held: list[ExpertInputs]
-    ) -> dict[str, Solution]:
-        """The solutions of one group of an expert: its gate and up, or its down; their reports say how many
-        tokens the router gave it."""
+    ) -> tuple[Any, dict[str, Any]]:
+        """The accumulator of one group of an expert, its gate and up, or its down; and what the reports say:
+        how many tokens the router gave it."""
         path, _, leaf = group[0].rpartition(".")
         number = int(path.rpartition(".")[2])
         expert = list(held[0].experts)[number]
@@ -396,10 +401,8 @@ class _BlockRunner:
         rows, seen = held[0].rows(number, int(self.experts.floor * int(widest)))
         inner = leaf == expert.names[2]
         streams = [inputs.inputs(rows, list(inputs.experts)[number] if inner else None) for inputs in held]
-        solved = self._solved(solver, group, streams[0], streams[1] if len(streams) > 1 else None)
-        for solution in solved.values():
-            solution.report["routed"] = seen
-        return solved
+        originals = streams[1] if len(streams) > 1 else None
+        return self._filled(solver, group, streams[0], originals), {"routed": seen}
 
     def _held(self, module: nn.Module, holder: str, passes: BlockPasses, number: int) -> ExpertInputs:
         """The arguments of a mixture's experts in every batch."""

@@ -109,14 +109,20 @@ def test_layers_after_a_gap_are_reconstructed(tmp_path, monkeypatch):
 
 
 def test_the_default_is_linear_where_it_wins():
-    """Magnitude reads no text; after removed layers least squares may make a model worse."""
+    """Magnitude reads no text; after removed layers least squares may make a model worse; experts that stay
+    are as they were."""
     kinds = {
         method: prune_settings(method=method).reconstruction
         for method in METHOD_SETTINGS
         if method != "mixed"  # wants a size
     }
     plain = [method for method, kind in kinds.items() if kind == "none"]
-    assert set(kinds.values()) == {"none", "linear"} and set(plain) == {"magnitude", "hidden", "layers"}
+    assert set(kinds.values()) == {"none", "linear"} and set(plain) == {
+        "magnitude",
+        "hidden",
+        "layers",
+        "experts",
+    }
 
 
 @pytest.mark.parametrize("kind", ["linear", "block"])
