@@ -6,7 +6,8 @@ process.
 Llamas of random weights (S: 88 M parameters, M: 1.1 B). The target generates its greedy completions once;
 then a drafter that runs the draft model for every token drafts each token right with probability a, by its
 position: in this process, or in one of its own behind gRPC, with a proxy between that holds every byte for
-some milliseconds in both directions. Target and draft service have a thread each. All ways take turns with
+some milliseconds in both directions. Target and draft service have a thread each; with ``--elsewhere`` the
+service sleeps for the time of its draft model, as if it ran on a machine of its own. All ways take turns with
 plain decoding, and each completion is compared with the plain one of its turn: the speed over plain is the
 geometric mean of prompts times rounds such pairs, with Student's interval of 95 %. ``loss`` says whether it
 is slower than plain by more than 3 %: "no" and "yes" where the whole interval is on one side, else "open".
@@ -121,6 +122,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="times each prompt is completed")
+    parser.add_argument(
+        "--elsewhere", action="store_true", help="the service takes no processor of this machine"
+    )
     parser.add_argument("--drafts-of", help=argparse.SUPPRESS)  # a file of texts: run the draft service
     arguments = parser.parse_args()
     if PROMPT + arguments.tokens > CONTEXT:
@@ -151,7 +155,8 @@ def compare(arguments: argparse.Namespace) -> None:
             methods[f"a {chance:g}, one process"] = Speculator(proposer, policy, most=MOST)
             papers[f"a {chance:g}, one process"] = best_on_paper(passes, chance, seconds, None)
             options = ("--drafts-of", str(file), "--chances", str(chance))
-            shapes = ("--draft-shape", arguments.draft_shape, "--weights", arguments.weights)
+            shapes = ["--draft-shape", arguments.draft_shape, "--weights", arguments.weights]
+            shapes += ["--elsewhere"] if arguments.elsewhere else []
             port = stack.enter_context(child(__file__, *shapes, *options))
             for delay in arguments.delays:
                 own = stack.enter_context(child(PROXY, str(port), str(delay)))
@@ -208,7 +213,9 @@ def services_speculator(loaded: Loaded, port: int, network: Network, passes: dic
 def serve(arguments: argparse.Namespace) -> None:
     """The draft service; prints its port and serves until it is killed."""
     runner = make_runner(arguments.draft_shape, arguments.weights)
-    step, _ = stepper(runner)
+    step, seconds = stepper(runner)
+    if arguments.elsewhere:
+        step = lambda _: time.sleep(seconds)  # noqa: E731
     texts = json.loads(Path(arguments.drafts_of).read_text())
     service, network = DraftService(Steady(texts, arguments.chances[0], step)), Network()
     own = hello_of("draft", "oracle", None, 32000)
