@@ -1,4 +1,4 @@
-"""``run.json``: the stages of a run and what was measured, for the report and for whoever reads a run."""
+"""``run.json``: the stages of a run and what was measured, for the report and for readers of a run."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def generate_batch(
 
     try:
         return complete(rows)
-    except Exception:  # one of them, whichever it is
+    except Exception:  # of one row; each is completed alone, and an error that is no refusal is raised again
         records = []
         for record in rows:
             try:

@@ -334,7 +334,7 @@ def _set(future: asyncio.Future[None]) -> None:
 def _end_load(slot: _Slot, task: asyncio.Task[None]) -> None:
     slot.loading = None
     if not task.cancelled():
-        task.exception()  # whoever waited has it
+        task.exception()  # those who waited have it
 
 
 class _LoadQueue:

@@ -1,4 +1,4 @@
-"""What ``attar serve`` was told."""
+"""The command line of ``attar serve``, parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand:
-    """What ``attar serve`` was told.
+    """The parsed command line of ``attar serve``.
 
     Attributes:
         template: the chat template in place of the model's; empty: its own.
