@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -74,6 +75,15 @@ def threads_stay() -> Iterator[None]:
         left = torch.get_num_threads()
         torch.set_num_threads(before)
         assert left == before, f"a test left torch with {left} threads"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clients_are_patient() -> None:
+    """httpx waits for an answer for 5 s where nothing else is said: a busy machine takes longer."""
+    httpx = sys.modules.get("httpx")
+    if httpx is not None:
+        default = inspect.signature(httpx.get).parameters["timeout"].default
+        default.connect = default.read = default.write = default.pool = 60.0
 
 
 @pytest.fixture(autouse=True, scope="module")

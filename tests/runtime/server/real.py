@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
+import threading
 import time
 from contextlib import contextmanager
 from copy import deepcopy
@@ -52,6 +55,31 @@ def serving(limits=None, before=None, model=None, speculator=None, **settings):
         yield url, llm.engine, server
 
 
+def holding(engine):
+    """An event without which the engine takes no step; it is set."""
+    step, go = engine.step, threading.Event()
+    go.set()
+
+    def held():
+        go.wait(60)
+        return step()
+
+    engine.step = held
+    return go
+
+
+@contextmanager
+def leaving(url, body, path=COMPLETIONS, **headers):
+    """A client that sends a request, and closes its connection at the end."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    raw = json.dumps(body)
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
+    lines += [f"Content-Length: {len(raw)}", *(f"{name}: {value}" for name, value in headers.items())]
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "", raw]).encode())
+        yield
+
+
 def scraped(url):
     """Name with labels, but without the model's, to value."""
     actual = {}
@@ -63,7 +91,7 @@ def scraped(url):
     return actual
 
 
-def settled(url, seconds=10.0):
+def settled(url, seconds=60.0):
     """The metrics once nothing runs and nothing waits; every block must have come back."""
     end = time.monotonic() + seconds
     while True:

@@ -235,11 +235,11 @@ def held(sent: list[Sent], url: str, server: Any, faults: ServerFaults, want: li
     judge(sent, asyncio.run(crowd(url, sent, faults)), want, faults)
     loop = server.servers[0].get_loop()
     http = {"Authorization": "Bearer key-of-the-rich"}
-    until(lambda: not parts.admission.active and not parts.admission.arriving, 20)
+    until(lambda: not parts.admission.active and not parts.admission.arriving)
     assert not parts.admission._completions and not parts.admission._requests.completions
-    until(lambda: faults.engine.engine.idle and not faults.engine.engine._requests, 20)
+    until(lambda: faults.engine.engine.idle and not faults.engine.engine._requests)
     assert not parts.backend._streams._readers and parts.backend.failure is None
-    until(lambda: len(asyncio.all_tasks(loop)) <= 3, 20)  # serve, lifespan, main
+    until(lambda: len(asyncio.all_tasks(loop)) <= 3)  # serve, lifespan, main
     seen = httpx.get(f"{url}/metrics", headers=http).text
     assert 'attar:num_requests_running{model_name="tiny"} 0.0' in seen
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}

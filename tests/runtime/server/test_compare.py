@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +22,7 @@ from attar.runtime.server.model_table import ServedModel
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
-from tests.runtime.server.real import refused
+from tests.runtime.server.real import holding, leaving, refused
 from tests.runtime.server.test_live import running_app, until
 
 CONTEXT, TOKENS = "one two three four five six seven " * 3, [7, 3, 9, 200, 5, 5, 31]
@@ -138,17 +137,13 @@ def test_wrong_bodies_are_refused(served):
 def test_it_needs_the_key_and_a_client_that_leaves_stops_it(folders):
     with serving_two(folders, api_key=("long-enough",)) as (url, llms):
         refused(post(url), 401)
-        step = llms[1].engine.step
-
-        def slow_step():
-            time.sleep(0.1)
-            return step()
-
-        llms[1].engine.step = slow_step
+        go = holding(llms[1].engine)
+        go.clear()
         key = {"Authorization": "Bearer long-enough"}
         body = {"prompt": CONTEXT, "token_ids": TOKENS * 6}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/attar/compare", json=body, headers=key, timeout=httpx.Timeout(10, read=0.2))
+        with leaving(url, body, "/attar/compare", **key):
+            until(lambda: not llms[1].engine.idle)
+        go.set()
         until(lambda: all(llm.engine.idle for llm in llms))
         state = httpx.get(f"{url}/attar/state", headers=key).json()
         assert state["blocks"]["states"]["owned"] == 0

@@ -37,7 +37,7 @@ def connections(url, count, sent=b""):
     opened = []
     try:
         for _ in range(count):
-            opened.append(socket.create_connection((host, int(port)), timeout=5))
+            opened.append(socket.create_connection((host, int(port)), timeout=60))
             opened[-1].sendall(sent)
         yield opened
     finally:
@@ -68,7 +68,7 @@ def trickle(client, piece=b"x"):
     """Send a byte every 20 ms until the server hangs up; seconds that took."""
     began = time.monotonic()
     with pytest.raises(OSError):
-        while time.monotonic() - began < 30:
+        while time.monotonic() - began < 60:
             client.sendall(piece)
             time.sleep(0.02)
     return time.monotonic() - began
@@ -78,7 +78,7 @@ def trickle(client, piece=b"x"):
 def test_what_is_not_complete_in_time_is_closed(sent):
     with running(header_s=0.3, body_s=0.3) as (url, _, _), connections(url, 1, sent) as (client,):
         assert ended(client).startswith(b"HTTP/1.1 408 ")
-        assert httpx.get(f"{url}/health").status_code == 200
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)  # a slow machine may take 0.3 s itself
 
 
 @pytest.mark.few(1)
@@ -94,12 +94,12 @@ def test_what_is_not_complete_in_time_is_closed(sent):
 )
 def test_a_trickle_does_not_keep_it_open(sent, options):
     with running(header_s=0.4, body_s=0.4, **options) as (url, _, _), connections(url, 1, sent) as (client,):
-        assert trickle(client) < 15
+        assert trickle(client) < 30
 
 
 @pytest.mark.slow
 def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
-    with running(header_s=0.2, idle_s=1) as (url, backend, _):
+    with running(header_s=0.2, idle_s=4) as (url, backend, _):
         with connections(url, 1, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as (client,):
             assert until_body(client).endswith(b'"ok"}')
             time.sleep(0.5)  # longer than headers may take
@@ -109,7 +109,7 @@ def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
         with httpx.stream("POST", f"{url}/v1/completions", json=body([SLOW], stream=True)) as response:
             lines = response.iter_lines()
             next(lines)
-            time.sleep(1.3)  # an answer that takes its time is no idle connection
+            time.sleep(4.3)  # an answer that takes its time is no idle connection
             backend.loop.call_soon_threadsafe(backend.release.set)
             assert list(lines)[-2:] == ["data: [DONE]", ""]
 
@@ -117,7 +117,7 @@ def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
 def test_half_open_connections_are_closed_for_new_ones():
     with running(max_connections=10) as (url, _, server), connections(url, 40, HALF) as clients:
         for _ in range(5):
-            assert httpx.get(f"{url}/health", timeout=2).status_code == 200
+            assert httpx.get(f"{url}/health").status_code == 200
         until(lambda: len(server.connections.idle) <= 10)
         assert ended(clients[0]) == b"", "the oldest had to go"
 
@@ -126,7 +126,7 @@ def test_connections_with_requests_are_not_closed_for_new_ones():
     asked = ("POST", "/v1/completions")
     with (
         running(max_connections=2) as (url, backend, _),
-        httpx.Client(base_url=url, timeout=5) as http,
+        httpx.Client(base_url=url) as http,
         http.stream(*asked, json=body([SLOW], stream=True)) as one,
         http.stream(*asked, json=body([SLOW], stream=True)) as two,
     ):
@@ -141,7 +141,7 @@ def test_connections_with_requests_are_not_closed_for_new_ones():
 def test_an_address_has_its_share_alone():
     with running(max_connections=10, client_share=0.3) as (url, _, server), connections(url, 9, HALF):
         until(lambda: len(server.connections.idle) == 3)
-        assert httpx.get(f"{url}/health", timeout=2).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 class Loud(FakeBackend):
@@ -164,8 +164,8 @@ def test_a_client_that_never_reads_is_given_up(stream):
         with connections(url, 1, sent):
             until(lambda: backend.asked)
             admission = server.config.app.state.service.admission
-            until(lambda: admission.active == 0 and not backend.open, 10)
-            until(lambda: not server.server_state.connections, 10)
+            until(lambda: admission.active == 0 and not backend.open)
+            until(lambda: not server.server_state.connections)
 
 
 def test_a_log_line_comes_seldom():
@@ -217,5 +217,5 @@ def test_a_dead_engine_ends_the_process(monkeypatch):
         backend.loop.call_soon_threadsafe(backend.release.set)
         assert list(lines)
     monkeypatch.setattr(running_module, "_STOPPED_S", 0.0)
-    thread.join(30)
+    thread.join(60)
     assert raised == [1] and backend.closed

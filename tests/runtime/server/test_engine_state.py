@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 pytest.importorskip("fastapi")
@@ -12,7 +10,7 @@ import httpx
 
 from attar.runtime.server import engine_state
 from attar.runtime.server.engine_state import FRESH_S, StateReader
-from tests.runtime.server.real import COMPLETIONS, body, serving, settled
+from tests.runtime.server.real import COMPLETIONS, body, holding, serving, settled
 from tests.runtime.server.test_app import error, serve
 
 
@@ -47,27 +45,19 @@ def test_many_readers_read_once():
     assert len(reads) == 2
 
 
-def slowly(engine):
-    """Each step takes 10 ms more."""
-    step = engine.step
-
-    def slow_step():
-        time.sleep(0.01)
-        return step()
-
-    engine.step = slow_step
-
-
 def test_a_running_engine_shows_its_blocks(monkeypatch):
     monkeypatch.setattr(engine_state, "FRESH_S", 0.0)
-    with serving(before=slowly) as (url, _, _):
+    with serving() as (url, engine, _):
+        go = holding(engine)
         before = httpx.get(f"{url}/attar/state").json()["blocks"]
         assert before["states"]["owned"] == 0 and len(before["cells"]) == 256
         asked = body([*range(100, 140)], max_tokens=60, stream=True)
         with httpx.stream("POST", url + COMPLETIONS, json=asked, timeout=30) as response:
             lines = response.iter_lines()
             next(lines)
+            go.clear()
             running = httpx.get(f"{url}/attar/state").json()
             assert running["running"] == 1 and running["blocks"]["states"]["owned"] >= 3
+            go.set()
             assert list(lines)
         settled(url)

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+from collections import Counter
 
 import pytest
 
@@ -18,7 +19,17 @@ import httpx
 from attar.runtime.admission import Limits
 from attar.runtime.results import Event
 from attar.runtime.server.request_handler import MAX_EVENTS, EventQueue
-from tests.runtime.server.real import CHAT, COMPLETIONS, body, load_tiny, refused, scraped, serving, settled
+from tests.runtime.server.real import (
+    CHAT,
+    COMPLETIONS,
+    body,
+    holding,
+    load_tiny,
+    refused,
+    scraped,
+    serving,
+    settled,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,16 @@ def test_half_of_the_clients_vanish_and_the_others_are_answered(server, clients)
     assert after[gone] - before.get(gone, 0) == clients // 2
 
 
+def _arrived(url):
+    """Requests that wait, run or have ended."""
+    seen = scraped(url)
+    ended = (value for name, value in seen.items() if name.startswith("request_success_total"))
+    return seen["num_requests_waiting"] + seen["num_requests_running"] + sum(ended)
+
+
 async def _crowd(url, clients):
+    everyone, inside = _arrived(url) + clients, asyncio.Event()
+
     async def one(http, number):
         asked = body(max_tokens=24 if number % 2 else 500, stream=number % 4 != 2)
         if number % 2:
@@ -50,14 +70,19 @@ async def _crowd(url, clients):
                 lines = [line[6:] async for line in response.aiter_lines() if line.startswith("data: {")]
             return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
         if number % 4 == 2:
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post(url + COMPLETIONS, json=asked, timeout=httpx.Timeout(60, read=0.3))
+            task = asyncio.create_task(http.post(url + COMPLETIONS, json=asked))
+            await inside.wait()
+            assert task.cancel(), "it was answered before it could leave"
             return ""
         async with http.stream("POST", url + COMPLETIONS, json=asked) as response:
             return await anext(response.aiter_text()) and ""
 
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http:
-        return await asyncio.gather(*(one(http, number) for number in range(clients)))
+        tasks = [asyncio.create_task(one(http, number)) for number in range(clients)]
+        while await asyncio.to_thread(_arrived, url) < everyone:
+            await asyncio.sleep(0.02)
+        inside.set()
+        return await asyncio.gather(*tasks)
 
 
 WRONG = {
@@ -104,7 +129,7 @@ def test_no_json(server, content):
 def test_a_body_of_50_mb(server, declared):
     content = b'{"model": "tiny", "prompt": "' + b"x" * 50_000_000 + b'"}'
     pieces = content if declared else (content[at : at + 65536] for at in range(0, len(content), 65536))
-    response = httpx.post(server + COMPLETIONS, content=pieces, timeout=30)
+    response = httpx.post(server + COMPLETIONS, content=pieces, timeout=60)
     refused(response, 413, "body_too_large")
     assert httpx.get(f"{server}/health").status_code == 200
 
@@ -116,7 +141,7 @@ def test_a_client_that_sends_all_before_it_reads_sees_the_answer(server, declare
     head += "Content-Length: 50000000\r\n\r\n" if declared else "Transfer-Encoding: chunked\r\n\r\n"
     piece = b"x" * 500_000 if declared else b"7a120\r\n" + b"x" * 500_000 + b"\r\n"
     host, port = server.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
+    with socket.create_connection((host, int(port)), timeout=60) as client:
         client.sendall(head.encode())
         for _ in range(100):
             client.sendall(piece)
@@ -129,7 +154,7 @@ def test_a_body_of_50_mb_that_never_comes(server):
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += "Content-Length: 50000000\r\nExpect: 100-continue\r\n\r\n"
     host, port = server.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as client:
+    with socket.create_connection((host, int(port)), timeout=60) as client:
         client.sendall(head.encode())
         assert client.recv(100).startswith(b"HTTP/1.1 413 ")
 
@@ -146,16 +171,21 @@ def test_a_wrong_key():
 
 def test_a_full_queue():
     """One runs and two wait, also in a burst that comes before the engine's first step."""
-    with serving(Limits(sequences=1), max_queue=2) as (url, _, _):
+    with serving(Limits(sequences=1), max_queue=2) as (url, engine, _):
+        go = holding(engine)
+        go.clear()
 
         async def crowd():
-            async with httpx.AsyncClient(timeout=30) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 asked = body(max_tokens=60)
-                return await asyncio.gather(*(http.post(url + COMPLETIONS, json=asked) for _ in range(12)))
+                tasks = [asyncio.create_task(http.post(url + COMPLETIONS, json=asked)) for _ in range(12)]
+                while sum(task.done() for task in tasks) < 9:
+                    await asyncio.sleep(0.01)
+                go.set()
+                return await asyncio.gather(*tasks)
 
         answers = asyncio.run(crowd())
-        assert {answer.status_code for answer in answers} == {200, 429}
-        assert sum(answer.status_code == 200 for answer in answers) >= 3
+        assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 9}
         for answer in answers:
             if answer.status_code == 429:
                 refused(answer, 429, "queue_full")
@@ -182,7 +212,7 @@ def test_a_step_that_fails_ends_its_requests_alone():
     with serving(Limits(sequences=2), before=broken) as (url, _, _):
 
         async def crowd():
-            async with httpx.AsyncClient(timeout=30) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 asked = (body(max_tokens=12, stream=number == 1) for number in range(6))
                 return await asyncio.gather(*(http.post(url + COMPLETIONS, json=item) for item in asked))
 
@@ -220,11 +250,9 @@ def test_a_client_that_does_not_read_delays_no_other(server):
     head += f"Content-Length: {len(asked)}\r\n\r\n"
     with client:
         client.sendall(head.encode() + asked)
-        began = time.monotonic()
-        assert httpx.post(server + COMPLETIONS, json=body(max_tokens=8), timeout=10).status_code == 200
-        assert time.monotonic() - began < 5
-        settled(server, 60)  # the engine has finished it, read or not
-        client.settimeout(20)
+        assert httpx.post(server + COMPLETIONS, json=body(max_tokens=8)).status_code == 200
+        settled(server)  # the engine has finished it, read or not
+        client.settimeout(60)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         got = b""
         while not got.endswith(b"0\r\n\r\n"):
@@ -275,23 +303,26 @@ def test_a_leak_of_a_cancelled_request_is_found_too():
         _leak(engine)  # nothing is checked before the engine is idle again
         with httpx.stream("POST", url + COMPLETIONS, json=body(max_tokens=1500, stream=True)) as response:
             next(response.iter_lines())
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while httpx.get(f"{url}/health").status_code == 200:
             assert time.monotonic() < end, "the leak was not seen"
             time.sleep(0.02)
 
 
 def test_sigterm_under_load_lets_those_inside_finish():
-    with serving(Limits(sequences=4), drain_s=20) as (url, _, server):
+    with serving(Limits(sequences=4), drain_s=60) as (url, engine, server):
+        go = holding(engine)
 
         async def crowd():
-            async with httpx.AsyncClient(timeout=30) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 asked = body(max_tokens=60, stream=True)
                 inside = [asyncio.create_task(http.post(url + COMPLETIONS, json=asked)) for _ in range(12)]
                 while scraped(url).get("time_to_first_token_seconds_count", 0) < 4:
                     await asyncio.sleep(0.02)
+                go.clear()
                 server.handle_exit(signal.SIGTERM, None)
                 late = await http.post(url + COMPLETIONS, json=asked)
+                go.set()
                 return await asyncio.gather(*inside), late
 
         inside, late = asyncio.run(crowd())

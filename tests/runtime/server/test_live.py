@@ -32,7 +32,7 @@ def running_app(app, settings):
         yield f"http://127.0.0.1:{listening.getsockname()[1]}", server
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listening.close()
         assert not thread.is_alive()
 
@@ -47,8 +47,8 @@ def running(backend=None, **settings):
         yield url, backend, server
 
 
-def until(true, seconds=5.0):
-    """Wait for something that happens soon."""
+def until(true, seconds=60.0):
+    """Wait for something that happens soon; on a machine that is slow or busy, later."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"
@@ -103,21 +103,23 @@ def test_clients_that_vanish_are_cancelled_and_the_others_go_on():
                 return (await http.post(path, json=body())).json()["choices"][0]["text"]
             asked = body([SLOW, number], stream=number % 4 == 0)
             if number % 4:  # in one piece: it gives up before anything came
-                with pytest.raises(httpx.ReadTimeout):
-                    await http.post(path, json=asked, timeout=httpx.Timeout(10, read=0.5))
+                task = asyncio.create_task(http.post(path, json=asked))
+                while not any(prompt == (SLOW, number) for prompt, _, _ in backend.asked):
+                    await asyncio.sleep(0.01)
+                task.cancel()
                 return None
             async with http.stream("POST", path, json=asked) as response:
                 assert response.status_code == 200
                 return await anext(response.aiter_text()) and None
 
         async def all_of_them():
-            async with httpx.AsyncClient(timeout=10) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 return await asyncio.gather(*(client(http, number) for number in range(40)))
 
         got = asyncio.run(all_of_them())
         assert got == [None, ANSWER] * 20
-        until(lambda: admission.active == 0)
-        assert backend.open == {} and len(backend.cancelled) == 20
+        until(lambda: admission.active == 0 and not backend.open)
+        assert len(backend.cancelled) == 20
         text = httpx.get(f"{url}/metrics").text
         assert 'finished_reason="cancelled",model_name="tiny"} 20.0' in text
 
@@ -133,7 +135,7 @@ def test_a_stream_that_waits_says_that_it_lives():
 
 
 def test_sigterm_lets_running_requests_finish():
-    with running(drain_s=10) as (url, backend, server):
+    with running(drain_s=60) as (url, backend, server):
         with httpx.stream("POST", f"{url}/v1/completions", json=body([SLOW], stream=True)) as response:
             lines = response.iter_lines()
             next(lines)

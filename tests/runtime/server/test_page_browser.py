@@ -87,7 +87,7 @@ def opened(browser, url, key=KEY, **options):
 
 
 def says(page, text):
-    expect(page.locator("#status")).to_have_text(re.compile(text), timeout=15_000)
+    expect(page.locator("#status")).to_have_text(re.compile(text), timeout=60_000)
 
 
 def send(page, text):

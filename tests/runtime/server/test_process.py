@@ -19,6 +19,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from tests.runtime.server.real import COMPLETIONS, body, refused, scraped
+from tests.runtime.server.test_live import until
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +32,9 @@ def process(folder, *options):
     log = (folder / "log").open("w")
     child = subprocess.Popen([*command, *options], stderr=log, env=environment)
     try:
-        until(lambda: child.poll() is not None or "http://" in first_lines(folder))
+        until(lambda: child.poll() is not None or "http://" in first_lines(folder), 120)
         url = re.search(r"^http://\S+", first_lines(folder), re.MULTILINE)[0]
-        until(lambda: ready(url))
+        until(lambda: ready(url), 120)
         yield url, child
     finally:
         child.kill()
@@ -49,13 +50,6 @@ def ready(url):
         return httpx.get(f"{url}/ready").status_code == 200
     except httpx.ConnectError:
         return False
-
-
-def until(true, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 async def load(url, clients, then, **more):

@@ -39,7 +39,7 @@ def reached(transport, **settings):
         yield listening
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listening.close()
         assert not thread.is_alive()
 

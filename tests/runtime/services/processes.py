@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from tests.runtime.server.test_process import until
+from tests.runtime.server.test_live import until
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Target:
 
     def idle(self):
         """Nothing is left over."""
-        until(lambda: self.engine.idle and not self.service.owners, 10)
+        until(lambda: self.engine.idle and not self.service.owners)
         self.engine.check()
         until(lambda: not self.proposer._sequences)
         self.proposer.check()
@@ -92,7 +92,7 @@ def coordinating(target, *drafts):
     coordinator = Coordinator(f"127.0.0.1:{target}", endpoints, hello("coordinator"), network(), OPEN)
     try:
         until(lambda: coordinator.target.connected)
-        until(lambda: all(client.ready for client in coordinator.replicas.clients))
+        until(lambda: coordinator._ready == len(drafts))  # and the target has been told
         yield coordinator
     finally:
         coordinator.close()
@@ -136,7 +136,7 @@ def test_sixteen_streams_greedy_and_seeded():
         assert counts.drafts > 10 and counts.accepted >= 0.9 * counts.drafted
         until(lambda: service.running == 0 and not coordinator.links)
         [client] = coordinator.replicas.clients
-        assert client.counts.accepted > 0 and 0 < client.turnaround.mean < 5
+        assert client.counts.accepted > 0 and client.turnaround.mean > 0
         assert len(coordinator.offers) == 0 and coordinator.target.open_requests == 0
         assert not next(iter(target.service.coordinators)).remote
 
@@ -153,9 +153,11 @@ def test_a_drafter_that_is_lost_is_replaced_by_the_other():
         def cut():
             until(lambda: one.running and two.running)
             network().run(_cut(coordinator))
+            target.engine.runner.go.set()
 
+        target.engine.runner.go.clear()  # none may end before
         same(coordinator, requests, cut)
-        assert coordinator.replicas.clients[0].counts.connections == 2
+        until(lambda: coordinator.replicas.clients[0].counts.connections == 2)
         target.idle()
 
 
@@ -175,11 +177,13 @@ def test_a_target_that_dies_ends_its_requests_with_one_error_and_is_found_again(
             async for _ in coordinator.target.submit([1, 2], replace(LONG, max_tokens=150), id="r1"):
                 if not ends:
                     ends.append("begun")
+                    target.engine.runner.go.clear()  # it may not end before
                     network().loop.call_soon_threadsafe(_break, target)
 
         with pytest.raises(UnavailableError, match="was lost"):
             asyncio.run(run())
         assert ends
+        target.engine.runner.go.set()
         until(lambda: coordinator.target.connected)
         same(coordinator, [([5, 6], LONG)])
         target.idle()
@@ -269,7 +273,7 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
         with pytest.raises((StreamEnded, ProtocolError), match="does not send event"):
             network().run(rude())
         loop.call_soon_threadsafe(done.set)
-        task.result(5)
+        task.result(60)
         target.idle()
 
 
@@ -299,13 +303,17 @@ def test_one_trace_id_through_target_and_drafter(caplog):
     caplog.set_level("INFO", logger="attar.server")
     with (
         target_server() as (port, target),
-        draft_server() as (draft, service),
+        draft_server() as (draft, _),
         coordinating(port, draft) as coordinator,
     ):
         assert asyncio.run(tokens(coordinator, [3, 1], LONG, "cmpl-17-0")) == [alone([3, 1], LONG)]
         target.idle()
-        until(lambda: service.running == 0)
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "attar.server"]
+
+        def lines():
+            return [json.loads(record.message) for record in caplog.records if record.name == "attar.server"]
+
+        until(lambda: len(lines()) == 2)
+    lines = lines()
     assert {line["role"] for line in lines if line["trace"] == "cmpl-17-0"} == {"target", "draft"}
     assert next(line for line in lines if line["role"] == "target")["tokens"] == LONG.max_tokens
 

@@ -4,7 +4,6 @@ bounded."""
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -127,9 +126,9 @@ def test_a_round_that_fails_costs_offers_and_three_of_them_the_service():
     until(lambda: inbox.offers)
     assert service._failed == 0 and service.failure is None
     runner.fails = RuntimeError("broken")
-    for number in range(2, 5):
-        service.receive(inbox, [opening(number, [number])])
-        time.sleep(0.05)
+    for failures in range(1, 4):  # each in a round of its own
+        service.receive(inbox, [opening(failures + 1, [failures])])
+        until(lambda: service._failed == failures)  # noqa: B023
     until(lambda: service.failure is not None)
     service.close()
 

