@@ -97,6 +97,25 @@ def test_written_rows_survive_a_kill(tmp_path, monkeypatch):
     assert torch.equal(write(model, tmp_path / "killed"), whole) and len(calls) == 1
 
 
+def test_a_run_with_fewer_prompts_takes_its_rows_from_those_written(tmp_path, monkeypatch):
+    model = tiny_models.build("llama3")
+    monkeypatch.setattr(rollouts, "ROWS", 4)
+    whole = write(model, tmp_path)
+    monkeypatch.setattr(rollouts, "sample_rows", counted(calls := [], rollouts.sample_rows))
+    assert torch.equal(write(model, tmp_path, rows=3), whole[:3]) and not calls
+    more = write(model, tmp_path, rows=8)
+    assert torch.equal(more[:6], whole) and len(calls) == 1
+
+
+def test_rows_after_other_prompts_are_written_anew(tmp_path):
+    model = tiny_models.build("llama3")
+    options = {"vocabulary": 320, "ends": (), "temperature": 1.0, "seed": 0}
+    for prompts in ([[1, 2, 3], [4, 5]], [[1, 2, 3], [6]]):
+        rows = write_rows(model, prompts, 10, **options, work=tmp_path, progress=SILENT)
+        for row, prompt in zip(rows.tolist(), prompts, strict=True):
+            assert row[: len(prompt)] == prompt
+
+
 def counted(calls, function):
     def wrapped(*arguments, **options):
         calls.append(arguments)

@@ -132,7 +132,8 @@ def write_rows(
         length: S.
         vocabulary: V; rows that only pad the vocabulary are never sampled.
         ends: tokens that end a text; positions after the first one sampled are ``PADDING``.
-        work: folder of the finished batches; a run with the same arguments resumes from it.
+        work: folder of the finished batches; a run with the same arguments resumes from it, and one with
+            fewer of the prompts takes its rows from it. Rows after other prompts are written anew.
     """
     work.mkdir(parents=True, exist_ok=True)
     starts, runner = range(0, len(prompts), ROWS), None
@@ -140,18 +141,31 @@ def write_rows(
     with progress.task("rollouts", total=len(starts)) as task:
         for number, start in enumerate(starts):
             file = work / f"{number:06d}.safetensors"
-            if not file.exists():
+            asked = prompts[start : start + ROWS]
+            kept = _kept_rows(file, asked)
+            if kept is None:
                 runner = runner or runner_of(teacher, sequences=ROWS, length=length, exact=True)
-                rows, _ = sample_rows(
+                kept, _ = sample_rows(
                     runner,
-                    prompts[start : start + ROWS],
+                    asked,
                     length,
                     vocabulary=vocabulary,
                     ends=ends,
                     seed=seed * 1_000_003 + start,
                     temperature=temperature,
                 )
-                atomic.save_tensors(file, {"tokens": rows})
-            written.append(load_file(file)["tokens"])
+                atomic.save_tensors(file, {"tokens": kept})
+            written.append(kept)
             task.advance()
     return torch.cat(written)
+
+
+def _kept_rows(file: Path, prompts: Sequence[Sequence[int]]) -> Tensor | None:
+    """The first rows of a finished batch, where they follow the prompts; None: there are none."""
+    if not file.exists():
+        return None
+    rows = load_file(file)["tokens"][: len(prompts)]
+    if len(rows) < len(prompts):
+        return None
+    same = all(row[: len(prompt)].tolist() == list(prompt) for row, prompt in zip(rows, prompts, strict=True))
+    return rows if same else None
