@@ -10,6 +10,7 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.services.demand import MOST_GAP
 from attar.runtime.services.messages import Close, Commit, Offer, Open
 from attar.runtime.services.offer_proposer import sampling_of
 from attar.runtime.services.waiting import best_depth, best_wait
@@ -196,7 +197,7 @@ def test_a_late_answer_is_waited_for_once():
 
 
 def test_waits_after_which_no_draft_is_usable_become_rare():
-    """Every offer disagrees with what was committed meanwhile."""
+    """Every offer disagrees with what was committed meanwhile; other sequences have better ones."""
 
     def other(offer: Offer):
         return [Offer(offer.request, max(offer.base - 1, 0), tuple(token ^ 1 for token in offer.tokens))]
@@ -204,9 +205,63 @@ def test_waits_after_which_no_draft_is_usable_become_rare():
     service = drafting()
     drafter = offered(service, other, Waiting())
     drafter.proposer.policy.latency = Latency({1: 0.002, 64: 0.002})
+    drafter.proposer.policy.acceptance.note = lambda sequence, kind, accepted: None
     same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=120))])
     service.close()
-    assert drafter.proposer.usable < 0.6 and drafter.proposer.counts.waits < 20
+    assert drafter.proposer.usable < 0.8 and drafter.proposer.counts.waits < 10
+
+
+class Wrong(FakeRunner):
+    """Guesses otherwise than the target, until it is ``right``."""
+
+    right = False
+
+    def _logits(self, slots):
+        return super()._logits(slots) if self.right else -super()._logits(slots)
+
+
+def test_a_drafter_of_no_use_is_asked_now_and_then_until_it_is_right():
+    runner = Wrong(blocks=256)
+    service = drafting(runner)
+    drafter = offered(service, policy=Waiting())
+    running = engine(Slow(blocks=128), speculator=drafter)
+    params, tokens = replace(GREEDY, max_tokens=190), []
+    running.add([1, 2, 3], params)
+
+    def until_length(length):
+        while len(tokens) < length:
+            tokens.extend(token for event in running.step() for token in event.token_ids)
+        return service.counts.drafted, len(drafter.proposer.pool.drafter.sent)
+
+    drafted, sent = until_length(30)
+    drafted_since, sent_since = until_length(120)
+    assert drafted_since - drafted < 15 and sent_since - sent < 15
+    [sequence] = drafter.proposer._sequences.values()
+    assert sequence.demand.gap == MOST_GAP and drafter.counts.accepted == 0
+    runner.right = True
+    until_length(params.max_tokens)
+    assert drafter.counts.accepted > 0, "it was not asked again"
+    assert tokens == alone([1, 2, 3], params)
+    service.close()
+
+
+def test_a_right_drafter_rests_while_no_draft_pays():
+    """Two tokens take three times as long as one."""
+    service = drafting()
+    policy = DraftPolicy(Latency({1: 0.002, 2: 0.006, 64: 0.2}))
+    policy.latency.note_target = lambda *values: None
+    drafter = offered(service, policy=policy)
+    same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=150))])
+    service.close()
+    assert service.counts.drafted < 40, "it drafted on"
+    assert policy.acceptance.rates(-1, 0, 1)[0] > 0.7, "its guesses were right"
+
+
+def test_only_drafts_that_a_pass_ran_are_judged():
+    service, policy = drafting(), Waiting()
+    policy.select = lambda sequences, drafts, *more, **options: [None] * len(drafts)
+    drafter = served(service, [([1, 2], GREEDY)], policy=policy)
+    assert drafter.counts.drafts == 0 and drafter.proposer.pool.drafter.verdicts == []
 
 
 def test_waiting_is_chosen_where_it_gives_more_tokens_a_second():

@@ -3,6 +3,7 @@
     offer       (request, base, tokens): "after the first ``base`` tokens of this request I guess these"
     messages    what travels, and its bounds            offers      what of an offer is a draft now
     offer_proposer   the engine's side: sends commits, reads offers, waits where that pays
+    demand      how far a drafter drafts while its drafts are used, and while they are not
     draft_service    the drafter's side: drafts on while the target verifies
     channel, draft_client, replicas                     streams over gRPC, and which drafter serves a request
     target_service, target_client, coordinator          the engine in another process than the API

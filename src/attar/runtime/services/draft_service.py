@@ -133,6 +133,8 @@ class DraftService:
                     self.counts.stale += 1
                 else:
                     session.commit(message)
+                    if message.ahead and session.answer_known:
+                        stream.offer(session.offer())
 
     def _begin(self, stream: OfferStream, opening: Open) -> None:
         held = sum(len(session.text) for session in self._sessions.values())

@@ -52,6 +52,11 @@ class DraftSession:
         """Tokens of the guess that are missing."""
         return 0 if self.done else max(self.ahead - (len(self.text) - self.length), 0)
 
+    @property
+    def answer_known(self) -> bool:
+        """Whether the guess is as long as it may be, so that an answer takes no drafting."""
+        return not self.wanted and len(self.text) > self.length
+
     def commit(self, message: Commit) -> None:
         """Tokens are decided. A message on another length than the committed one is ignored."""
         if message.base != self.length:

@@ -3,7 +3,8 @@
     prefilling  opens a sequence at a drafter while its prompt is read, so that both read it at the same time
     propose     opens those that have no drafter, tells what was committed, reads the offers that lie there;
                 where there are none it waits until a deadline, if that is expected to pay (``waiting.py``)
-    observe     tells the drafters at once what a pass has committed: they draft on while the next is planned
+    observe     tells the drafters at once what a pass has committed: they draft on while the next is planned;
+                where their drafts are not used they are only asked now and then (``demand.py``)
     forget      closes
 
 Drafting takes the engine no time, so the proposer is ``free``: the policy keeps the drafts that pay. Waiting
@@ -28,12 +29,13 @@ from threading import Condition
 from pydantic import ValidationError
 
 from attar.runtime.completion import Completion
+from attar.runtime.services.demand import DraftDemand
 from attar.runtime.services.drafter import Drafter, DrafterPool
 from attar.runtime.services.messages import MOST_AHEAD, Close, Commit, DraftSampling, Offer, Open
 from attar.runtime.services.offers import Offers, Outcome
 from attar.runtime.services.waiting import best_depth, best_wait
-from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.policy import GAIN, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.target import PAST_END
 
@@ -50,11 +52,12 @@ class OfferedSequence:
     Attributes:
         request: its number in messages.
         length: tokens that were sent to the drafter.
-        planned: whether the pass that runs began at ``length``.
         opened: tokens that it was opened with.
+        demand: how far the drafter is to draft.
+        base: tokens with which the pass began that runs; 0: it is in none.
+        judged: tokens of which it is known whether they were guessed.
         unanswered: when the first commit was sent that no offer answers yet; None: there is none.
         answers: the length of that commit; an offer on it or a later one answers.
-        drafted: tokens of its draft in the pass that runs.
     """
 
     request: int
@@ -62,9 +65,10 @@ class OfferedSequence:
     length: int
     opened: int
     answers: int
-    planned: bool = False
+    demand: DraftDemand
+    base: int = 0
+    judged: int = 0
     unanswered: float | None = None
-    drafted: int = 0
 
 
 @dataclass
@@ -144,14 +148,14 @@ class OfferProposer:
                 one = self._sequences.get(request.sequence)
                 if one is None or not one.drafter.ready:
                     self._close(request.sequence)
-                    self._open(request)
+                    self._open(request, len(requests))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """The offers as chains; None where there is none."""
         self._refresh(len(requests))
         with self._changed:
             for request in requests:
-                self._follow(request)
+                self._follow(request, len(requests))
             if any(request.most > 0 for request in requests):
                 self._wait(requests)
             return [self._draft(request) for request in requests]
@@ -161,12 +165,19 @@ class OfferProposer:
         with self._changed:
             for one in feedback:
                 sequence = self._sequences.get(one.sequence)
-                if sequence is None or not sequence.planned:
+                if sequence is None or not sequence.base:
                     continue
-                if sequence.drafted:
-                    sequence.drafter.judged(sequence.drafted, len(one.path))
-                sequence.planned, sequence.drafted = False, 0
-                self._commit(sequence, [token for token in one.tokens if token != PAST_END])
+                tokens = [token for token in one.tokens if token != PAST_END]
+                base, sequence.base = sequence.base, 0
+                if one.draft is not None:
+                    sequence.drafter.judged(len(one.draft), len(one.path))
+                    sequence.judged = base + len(tokens)
+                    if one.path:
+                        sequence.demand.used(sequence.judged)
+                    else:
+                        sequence.demand.answered(base, useful=False)
+                if sequence.length == base:  # else all is sent with the next question
+                    self._commit(sequence, tokens)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
@@ -179,20 +190,36 @@ class OfferProposer:
         open_requests = len(self._sequences), len(self._by_request), len(self.offers)
         assert len({*open_requests}) == 1, f"sequences, requests and offers are {open_requests}"
 
-    def _follow(self, request: DraftRequest) -> None:
+    def _follow(self, request: DraftRequest, batch: int) -> None:
         """Open a sequence that no ready drafter serves; send a drafter the tokens that it lacks."""
         one = self._sequences.get(request.sequence)
         if one is not None and not one.drafter.ready:
             self._close(request.sequence)
             one = None
         if one is None:
-            one = self._open(request)
-        elif one.length < len(request.tokens):
-            self._commit(one, request.tokens[one.length :])
+            one = self._open(request, batch)
+        else:
+            self._judge(one, request, batch)
+            if one.length < len(request.tokens):
+                self._commit(one, request.tokens[one.length :])
         if one is not None:
-            one.planned, one.drafted = True, 0
+            one.base = len(request.tokens)
 
-    def _open(self, request: DraftRequest) -> OfferedSequence | None:
+    def _judge(self, one: OfferedSequence, request: DraftRequest, batch: int) -> None:
+        """Learn from a guess that no pass has run: what was committed says whether it was right."""
+        base, guess = self.offers.guess(one.request)
+        if not one.judged <= base < len(request.tokens):
+            return
+        one.judged, right = base + 1, request.tokens[base] == guess
+        self.policy.acceptance.note(request.sequence, kind_of(0, 1), right)
+        one.demand.answered(len(request.tokens), right and self._pays(request.sequence, batch))
+
+    def _pays(self, sequence: int, batch: int) -> bool:
+        """Whether a draft that is there is worth its verification; -1: in a sequence of which nothing is
+        known."""
+        return not self.policy.latency.known or self.policy.speedup(sequence, self.most, batch) >= GAIN
+
+    def _open(self, request: DraftRequest, batch: int) -> OfferedSequence | None:
         """Open a sequence at a drafter; None where none is ready, or no message can hold the request."""
         rules = request.rules
         assert isinstance(rules, Completion), "drafters need the parameters of a request"
@@ -204,26 +231,34 @@ class OfferProposer:
             return None
         number, tokens = next(self._numbers), tuple(request.tokens)
         length, salt, trace = len(tokens), request.salt[:256], rules.request[:256]
+        demand = DraftDemand(length, self._pays(-1, batch))
+        ahead = demand.ahead(length, self.ahead)
         try:
-            opening = Open(number, tokens, sampling_of(rules, length), self.ahead, salt, trace)
+            opening = Open(number, tokens, sampling_of(rules, length), ahead, salt, trace)
         except ValidationError:
             self._unsendable.add(request.sequence)
             return None
         drafter = self.pool.choose(opening)
         if drafter is None:
             return None
-        one = OfferedSequence(number, drafter, length, length, length, unanswered=self.clock())
+        one = OfferedSequence(number, drafter, length, length, length, demand)
+        one.unanswered = self.clock() if ahead else None
         self._sequences[request.sequence] = self._by_request[number] = one
         self.offers.open(number, length)
         drafter.send(opening)
         return one
 
     def _commit(self, one: OfferedSequence, tokens: Sequence[int]) -> None:
-        base, one.length = one.length, one.length + len(tokens)
-        self.offers.commit(one.request, one.length)
+        """Send what was committed, unless the drafter rests."""
+        length = one.length + len(tokens)
+        self.offers.commit(one.request, length)
+        ahead = one.demand.ahead(length, self.ahead)
+        if not ahead and one.unanswered is None:
+            return
+        base, one.length = one.length, length
         if one.unanswered is None:
-            one.unanswered, one.answers = self.clock(), one.length
-        one.drafter.send(Commit(one.request, base, tuple(tokens), self.ahead))
+            one.unanswered, one.answers = self.clock(), length
+        one.drafter.send(Commit(one.request, base, tuple(tokens), max(ahead, 1)))
 
     def _close(self, sequence: int) -> None:
         one = self._sequences.pop(sequence, None)
@@ -237,7 +272,6 @@ class OfferProposer:
         if one is None or request.most <= 0:
             return None
         tokens = self.offers.draft(one.request, request.tokens)[: min(request.most, self.most)]
-        one.drafted = len(tokens)
         return Draft.chain(tokens) if tokens else None
 
     def _wait(self, requests: Sequence[DraftRequest]) -> None:

@@ -28,12 +28,14 @@ class OpenRequest:
 
     Attributes:
         length: tokens that are committed.
-        base, tokens: of the newest offer.
+        base, tokens: of the newest offer that says more than was committed.
+        guess: base and first token of the newest offer.
     """
 
     length: int
     base: int = 0
     tokens: tuple[int, ...] = ()
+    guess: tuple[int, int] = (-1, -1)
 
 
 class Offers:
@@ -70,11 +72,16 @@ class Offers:
             return "unknown"
         if offer.base > known.length or max(offer.tokens) >= self.vocabulary:
             return "wrong"
+        known.guess = max(known.guess, (offer.base, offer.tokens[0]), key=lambda guess: guess[0])
         newer = (offer.base, len(offer.tokens)) > (known.base, len(known.tokens))
         if not newer or offer.base + len(offer.tokens) <= known.length:
             return "stale"
         known.base, known.tokens = offer.base, offer.tokens
         return "new"
+
+    def guess(self, request: int) -> tuple[int, int]:
+        """Length and next token of the newest offer, overtaken or not; -1 where there was none."""
+        return self._requests[request].guess
 
     def draft(self, request: int, tokens: Sequence[int]) -> tuple[int, ...]:
         """The draft after all tokens of a request so far; empty where there is none."""
