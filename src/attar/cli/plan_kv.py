@@ -29,7 +29,7 @@ def build_plan_kv(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.checkpoint.geometry import geometry
         from attar.checkpoint.units import byte_count
-        from attar.runtime.kv.memory import KV_FORMATS, layer_shapes, plan_kv, read_config
+        from attar.runtime.kv.memory import layer_shapes, plan_kv, read_config
 
         config = read_config(values["model"])
         own = geometry(config, "bfloat16").context
@@ -38,7 +38,7 @@ def build_plan_kv(verb: str) -> Any:
             layer_shapes(config),
             contexts=_numbers("context", values["context"]) or usual,
             batches=_numbers("batch", values["batch"]) or [1, 8],
-            kv_dtypes=values["kv_dtype"] or tuple(KV_FORMATS),
+            kv_dtypes=values["kv_dtype"] or (),
             budget=byte_count("budget", values["budget"] or "") or None,
             hidden_bytes=_hidden_bytes(values["draft"]),
             block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],

@@ -190,7 +190,7 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
         kind = type(loaded).__name__
         raise ModelError(f"{checkpoint.name} is a {kind}, which does not predict next tokens")
     shape = probe(loaded)
-    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * loaded.dtype.itemsize
+    token_bytes = shape.token_numbers * loaded.dtype.itemsize
     if settings.hidden_layers:
         token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), discover(loaded).hidden_size)
     blocks = -(-(settings.kv_tokens or pool_tokens(token_bytes, shape.context)) // settings.block_size)

@@ -12,6 +12,8 @@ from attar.runtime.kv.memory import (
     LayerShape,
     block_bytes,
     cache_bytes,
+    describe_layers,
+    formats_of,
     layer_shapes,
     longest_context,
     plan_kv,
@@ -23,6 +25,8 @@ from attar.runtime.kv.store import STORES, PoolGeometry, make_store
 
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 LLAMA_3_8B = {**LLAMA_2_7B, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+DEEPSEEK_V3 = {"num_hidden_layers": 61, "num_attention_heads": 128, "hidden_size": 7168}
+DEEPSEEK_V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 LAYERS = layer_shapes(LLAMA_3_8B)
 
 
@@ -43,6 +47,20 @@ def test_a_store_takes_exactly_these_bytes(name, head_dim):
     geometry = PoolGeometry(layers=3, blocks=5, block_size=32, kv_heads=2, head_dim=head_dim)
     store = make_store(name, geometry, torch.device("cpu"))
     assert store.nbytes == 5 * block_bytes([LayerShape(2, head_dim)] * 3, name, 32)
+
+
+def test_latents_are_stored_once():
+    """DeepSeek-V3's cache, 70,272 bytes a token in bfloat16 (arXiv 2412.19437, figure 2's sizes): 576 numbers
+    a layer, where keys and values of 128 heads would be 40,960."""
+    layers = layer_shapes(DEEPSEEK_V3)
+    assert block_bytes(layers, "bfloat16", 1) == 61 * 2 * 576 == 70_272
+    assert formats_of(layers) == ("float32", "bfloat16", "float16", "int8", "fp8")
+    assert describe_layers(layers) == "61 layers, 1 latents of 576: 70,272 bytes a token in bfloat16"
+    for name in formats_of(layers):
+        store = make_store(name, PoolGeometry(3, 5, 32, 1, 48, latent=32), torch.device("cpu"))
+        assert store.nbytes == 5 * block_bytes([LayerShape(1, 48, latent=32)] * 3, name, 32)
+    plan = plan_kv(layers, contexts=[4096], batches=[1])
+    assert {cell.kv_dtype: cell.bytes for cell in plan.cells}["bfloat16"] == 4096 * 70_272
 
 
 def test_the_formats_are_those_of_the_stores():
@@ -72,7 +90,9 @@ def test_windows_save_blocks_only_where_every_layer_has_one():
 def test_what_is_not_known_is_refused_by_name():
     with pytest.raises(SettingsError, match="did you mean kivi4"):
         cache_bytes(layer_shapes(LLAMA_2_7B), "kivi_4", 10)
-    with pytest.raises(ModelError, match="kv_lora_rank"):
+    with pytest.raises(SettingsError, match=r"one of float32, .*fp8 for latents"):
+        cache_bytes(layer_shapes(DEEPSEEK_V3), "kivi4", 10)
+    with pytest.raises(ModelError, match="no qk_rope_head_dim"):
         layer_shapes({**LLAMA_2_7B, "kv_lora_rank": 512})
     with pytest.raises(ModelError, match="linear_attention"):
         layer_shapes({**LLAMA_2_7B, "layer_types": ["full_attention", "linear_attention"]})

@@ -79,6 +79,7 @@ CASES = {
     "head": ("smollm", {"target_modules": ["lm_head", "gate_proj"]}),
     "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "fused": ("phi3", {"target_modules": ["qkv_proj"]}),
+    "latents": ("deepseek_v3", {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]}),
 }
 
 

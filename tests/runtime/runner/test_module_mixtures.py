@@ -30,18 +30,6 @@ def test_logits_of_every_family(family):
     torch.testing.assert_close(torch.cat(rows), tiny_models.logits(plain, ids)[0], **CLOSE)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_values_narrower_than_keys_in_other_stores(kv_dtype):
-    """MLA's values are stored behind its keys' width."""
-    plain = tiny_mixtures.build("deepseek_v3")
-    ids = tiny_models.tokens(plain, batch=1, length=LENGTH)
-    runner = Modules(copy.deepcopy(plain), blocks=8, block_size=4, kv_dtype=kv_dtype)
-    logits = runner.run(StepInput(ids[0].tolist(), (TokenSpan(0, 0, LENGTH, tuple(range(8)), 1),)))
-    want = tiny_models.logits(plain, ids)[0, -1:]
-    assert runner.pool.geometry.head_dim == 24
-    assert float((logits - want).norm() / want.norm()) < 0.03
-
-
 def test_chunked_attention_bounds_the_context():
     """Inside the first chunk Llama 4's layers see everything; more than that is not served."""
     assert probe(tiny_mixtures.build("llama4")).context == 64

@@ -17,7 +17,7 @@ SCHEDULING = (
     *("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree"),
     "hidden_states",
 )
-MODELS = ("sliding_window", "learned_positions")
+MODELS = ("sliding_window", "learned_positions", "latents")
 RUNNERS = ("modules", "compiled")
 FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 
@@ -29,6 +29,7 @@ _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
 _STATES = (
     "a draft head reads the hidden states of every token, and eviction keeps those of some, head by head"
 )
+_LATENTS = "MLA's latents are keys and values in one, and KIVI rounds keys by channel and values by token"
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
 )
@@ -40,6 +41,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "h2o"): _GROUPS,
     ("kivi", "snapkv"): _GROUPS,
     ("kivi", "reread"): _GROUPS,
+    ("kivi", "latents"): _LATENTS,
     ("reread", "prefix_reuse"): _QUERIES,
     ("reread", "sliding_window"): _POSITIONS,
     (
@@ -62,6 +64,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(one, "hidden_states"): _STATES for one in EVICTIONS},
     **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
+    ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
     ("modules", "compiled"): "one runner owns the pool",
     **dict.fromkeys(combinations(EVICTIONS, 2), "one method of eviction at a time"),
     **dict.fromkeys(combinations(STORES, 2), "a pool has one format"),

@@ -2,8 +2,9 @@
 
     bytes of a block = sum over layers of 2 B h (d bits / 8) + constants        h kv heads of d numbers
 
-MHA has as many kv heads as heads, GQA fewer, MQA one; nothing else changes. Constants are those of
-``kv/store``:
+MHA has as many kv heads as heads, GQA fewer, MQA one; nothing else changes. MLA (DeepSeek V2 and its
+successors) keeps one latent and one rotated key of a token, B (rank + rope) numbers without the 2. Constants
+are those of ``kv/store``:
 
     int8, fp8    one float32 scale for each token and head
     kivi         scale and minimum in float16: keys for each channel and 32 tokens, values for each token and
@@ -64,11 +65,13 @@ class LayerShape:
         kv_heads: h.
         head_dim: d.
         window: tokens it looks back at; None: all.
+        latent: how many numbers at the end of a key are its value (MLA); 0: values are stored apart.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def plan_kv(
     *,
     contexts: Sequence[int],
     batches: Sequence[int],
-    kv_dtypes: Sequence[str] = tuple(KV_FORMATS),
+    kv_dtypes: Sequence[str] = (),
     budget: int | None = None,
     block_size: int = 32,
     hidden_bytes: int = 0,
@@ -126,11 +129,13 @@ def plan_kv(
     """The sizes.
 
     Args:
+        kv_dtypes: formats; empty: all that the layers can have.
         hidden_bytes: of a token's hidden states, which are kept where its keys and values are.
 
     Raises:
         SettingsError: a number below 1, or an unknown format.
     """
+    kv_dtypes = kv_dtypes or formats_of(layers)
     sizes = {"context": contexts, "batch": batches, "block_size": [block_size], "budget": [budget or 1]}
     for name, values in sizes.items():
         for value in values:
@@ -226,21 +231,27 @@ def layer_shapes(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
         ModelError: a field is missing, or a layer keeps something other than keys and values for each head.
     """
     config = config.get("text_config") or config
+    layers = _number(config, _LAYERS)
     if config.get("kv_lora_rank"):
-        raise ModelError(
-            "kv_lora_rank: the model keeps keys and values compressed, which the pool does not do"
-        )
-    layers, heads = _number(config, _LAYERS), _number(config, _HEADS)
+        rank, rope = (_number(config, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+        return tuple(LayerShape(1, rope + rank, window, rank) for window in _windows(config, layers))
+    heads = _number(config, _HEADS)
     head_dim = config.get("head_dim") or _number(config, _WIDTH) // heads
     kv_heads = _kv_heads(config, heads)
     return tuple(LayerShape(kv_heads, head_dim, window) for window in _windows(config, layers))
+
+
+def formats_of(layers: Sequence[LayerShape]) -> tuple[str, ...]:
+    """The formats that all layers can have: KIVI has no latents."""
+    latent = any(layer.latent for layer in layers)
+    return tuple(name for name, kind in KV_FORMATS.items() if not (latent and kind.pair_bytes))
 
 
 def block_bytes(layers: Sequence[LayerShape], kv_dtype: str, block_size: int) -> int:
     """Bytes of one block of the pool, all layers, constants included.
 
     Raises:
-        SettingsError: the format is not known.
+        SettingsError: the format is not known, or does not have the layers.
     """
     return sum(_layer_bytes(layer, _format(kv_dtype), block_size) for layer in layers)
 
@@ -275,7 +286,8 @@ def describe_layers(layers: Sequence[LayerShape]) -> str:
     """One line: layers, heads, windows, bytes of a token in bfloat16."""
     windowed = [layer.window for layer in layers if layer.window]
     shapes = sorted({(layer.kv_heads, layer.head_dim) for layer in layers})
-    of_heads = ", ".join(f"{heads} kv heads of {dim}" for heads, dim in shapes)
+    kind = "latents" if any(layer.latent for layer in layers) else "kv heads"
+    of_heads = ", ".join(f"{heads} {kind} of {dim}" for heads, dim in shapes)
     of_windows = f", {len(windowed)} with a window of {max(windowed):,}" if windowed else ""
     token = block_bytes(layers, "bfloat16", 1)
     return f"{len(layers)} layers{of_windows}, {of_heads}: {token:,} bytes a token in bfloat16"
@@ -297,9 +309,11 @@ def _format(name: str) -> KVFormat:
 
 def _layer_bytes(layer: LayerShape, kv_format: KVFormat, block_size: int) -> int:
     rows, d = block_size * layer.kv_heads, layer.head_dim
-    numbers = 2 * rows * (d * kv_format.bits // 8 + kv_format.scale_bytes)
+    numbers = (1 if layer.latent else 2) * rows * (d * kv_format.bits // 8 + kv_format.scale_bytes)
     if not kv_format.pair_bytes:
         return numbers
+    if layer.latent:
+        raise SettingsError("kv_dtype", "kivi", f"one of {', '.join(formats_of([layer]))} for latents (MLA)")
     keys = blocks_for(block_size, GROUP) * layer.kv_heads * d * kv_format.pair_bytes
     values = rows * (d // math.gcd(d, GROUP)) * kv_format.pair_bytes
     return numbers + keys + values

@@ -62,7 +62,8 @@ class KVPool:
     def gather(
         self, layer: int, blocks: Sequence[int] | Tensor, stop: int, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence's entries [start, stop): tensors (stop - start, kv_heads, head_dim).
+        """Keys and values of a sequence's entries [start, stop): tensors (stop - start, kv_heads, head_dim),
+        values (..., latent) where they are the end of keys.
 
         Only blocks with these entries are read; FREED blocks before them are fine.
         """

@@ -5,8 +5,9 @@ config names. This one writes keys and values to the pool and attends, span by s
 
     out = softmax(scaling q k^T, soft-capped, masked) v          over the cache entries that a token may see
 
-Sinks (gpt-oss) are one learned score for each head, in the softmax's sum and without a value. Where values
-have fewer numbers than keys (MLA), they are stored with zeros behind them.
+Sinks (gpt-oss) are one learned score for each head, in the softmax's sum and without a value. Of MLA the pool
+keeps the latents (``latent.py``). Where other values have fewer numbers than keys, they are stored with zeros
+behind them.
 
 A step runs as one row (1, T), so that a token's attention does not depend on the rest of the batch.
 
@@ -29,6 +30,7 @@ from transformers import AttentionInterface
 
 from attar.errors import ModelError
 from attar.runtime.kv.pool import KVPool
+from attar.runtime.runner.latent import LatentProducts
 from attar.runtime.step import StepInput, TokenSpan, ancestors, depths
 
 NAME = "attar_paged"
@@ -83,6 +85,7 @@ def paged_attention(
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        latent=getattr(module, "latent", None),
     )
     return out[None], None
 
@@ -171,10 +174,13 @@ class AttentionPass:
     Args:
         pool: keys and values; the step's block copies are made here.
         observer: for eviction; None: none.
+
+    Attributes:
+        evicting: an eviction observes what is attended to, or bounds it.
     """
 
     def __init__(self, step: StepInput, pool: KVPool, observer: AttentionObserver | None = None) -> None:
-        self.pool, self.observer = pool, observer
+        self.pool, self.observer, self.evicting = pool, observer, observer is not None
         self.slots = pool.begin(step)
         bounds = zip(step.trees(), step.offsets[:-1], step.offsets[1:], strict=True)
         self.views = [
@@ -193,20 +199,34 @@ class AttentionPass:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        latent: LatentProducts | None = None,
     ) -> Tensor:
         """q (T, h, d), k (T, kv_heads, d) and v (T, kv_heads, e) of the step's tokens, e at most d, and sinks
-        (h,); returns (T, h, e)."""
+        (h,); returns (T, h, e). With ``latent`` k and v are latents: returns (T, h, wide)."""
         self.layers.append(layer)
         width = v.shape[-1]
-        self.pool.write(layer, self.slots, k, pad(v, (0, k.shape[-1] - width)))
-        out = torch.empty_like(q)
+        self.pool.write(layer, self.slots, k, v if latent else pad(v, (0, k.shape[-1] - width)))
+        out = q.new_empty(*q.shape[:2], latent.wide if latent else q.shape[-1])
         for view in self.views:
             options = AttentionOptions(scaling, softcap, window, view.fresh, sinks)
-            out[view.rows] = self.attend_span(layer, view, q[view.rows], options)
-        return out[..., :width]
+            if latent is None:
+                out[view.rows] = self.attend_span(layer, view, q[view.rows], options)
+            else:
+                own = latent.adapted.get(view.span.adapter, latent)
+                out[view.rows] = self.attend_latents(layer, view, q[view.rows], own, options)
+        return out if latent else out[..., :width]
+
+    def attend_latents(
+        self, layer: int, view: SpanView, q: Tensor, latent: LatentProducts, options: AttentionOptions
+    ) -> Tensor:
+        """Attention of one span over latents; q (t, h, d), the result (t, h, wide)."""
+        if self.evicting or options.softcap is not None or options.sinks is not None:
+            return latent.values(self.attend_span(layer, view, latent.absorbed(q), options))
+        rows, _ = self.pool.gather(layer, view.blocks, view.span.end, view.first(options.window))
+        return latent.attend(q, rows, view.mask(options.window), options.scaling, options.causal)
 
     def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of one span; q and the result (t, h, d)."""
+        """Attention of one span; q (t, h, d), the result (t, h, e), values being (n, kv_heads, e)."""
         first = view.first(options.window)
         keys, values = self.pool.gather(layer, view.blocks, view.span.end, first)
         mask = view.mask(options.window)
@@ -235,11 +255,11 @@ def attention(
     causal: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Grouped-query attention of one sequence. Returns (t, h, d) of q's dtype.
+    """Grouped-query attention of one sequence. Returns (t, h, e) of q's dtype.
 
     Args:
         q: (t, h, d).
-        k, v: (n, kv_heads, d); h is a multiple of kv_heads.
+        k, v: (n, kv_heads, d) and (n, kv_heads, e); h is a multiple of kv_heads.
         mask: bool (t, n), True where seen; None: everything, or with ``causal`` the lower triangle (t = n).
         sinks: (h,).
     """

@@ -52,10 +52,10 @@ class StreamingPass(AttentionPass):
 
     def __init__(self, step: StepInput, pool: KVPool, streaming: Streaming, rotary: Rotary) -> None:
         super().__init__(step, pool)
-        self.streaming, self.rotary = streaming, rotary
+        self.streaming, self.rotary, self.evicting = streaming, rotary, True
 
     def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of one span; q and the result (t, h, d)."""
+        """Attention of one span; q (t, h, d), the result (t, h, e)."""
         span, S, w = view.span, self.streaming.sinks, self.streaming.window
         assert span.kept is None and options.window is None, "StreamingLLM with another window or packing"
         sinks = min(S, span.end)
@@ -142,17 +142,17 @@ class SharedPass(AttentionPass):
         packed: Mapping[int, HeadShares],
     ) -> None:
         super().__init__(step, pool, observer)
-        self.packed = packed
+        self.packed, self.evicting = packed, True
 
     def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of one span; q and the result (t, h, d)."""
+        """Attention of one span; q (t, h, d), the result (t, h, e)."""
         shares = self.packed.get(view.span.sequence)
         if shares is None:
             return super().attend_span(layer, view, q, options)
         keys, values = self.pool.gather(layer, view.blocks, view.span.end, shares.mean)
         kv_heads = keys.shape[1]
         mask = view.mask(None)
-        out = torch.empty_like(q).unflatten(1, (kv_heads, -1))
+        out = q.new_empty(*q.shape[:2], values.shape[-1]).unflatten(1, (kv_heads, -1))
         sinks = None if options.sinks is None else options.sinks.unflatten(0, (kv_heads, -1))
         by_head = zip(q.unflatten(1, (kv_heads, -1)).unbind(1), keys.unbind(1), values.unbind(1), strict=True)
         for head, (queries, k, v) in enumerate(by_head):

@@ -6,7 +6,8 @@ Hu et al. 2021, "LoRA", arXiv 2106.09685, equation 3; Kalajdzievski 2023, "rsLoR
 
 The update is computed in float32, whatever W is stored as, and added to the rows of the step that belong to
 the adapter: a hook on each Linear that an adapter changes. W itself never changes, so spans of several
-adapters and spans without one run in one step.
+adapters and spans without one run in one step. A projection that latent attention absorbs (``latent.py``)
+runs on no rows of the step: of it a copy with the update is kept for each adapter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from attar.checkpoint.open import check_finite
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import ModelError
 from attar.models.adapter_files import CONFIG, WEIGHTS, rank_and_scale, read_adapter_config, read_tensors
+from attar.runtime.runner.latent import LatentProducts
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
 from attar.runtime.step import StepInput
 
@@ -160,18 +162,28 @@ class LoraRows:
         modules = dict(self._model.named_modules())
         for path, update in adapter.updates.items():
             _check_module(adapter, path, modules.get(path), update)
+            if update.bias is not None and _absorbed(modules, path) is not None:
+                raise unsupported(adapter.name, f"a bias of {path!r}")
         for name, info in adapter.whole.items():
             if not _is_equal(self._model, name, info):
                 raise unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         self.adapters[key] = adapter
         for path, update in adapter.updates.items():
+            latent = _absorbed(modules, path)
+            if latent is not None:
+                latent.adapt(key, (update.B @ update.A).to(self._model.device))
+                continue
             self._updates.setdefault(path, {})[key] = update.to(self._model.device)
             if path not in self._hooks:
                 self._hooks[path] = modules[path].register_forward_hook(self._hook(path))
 
     def remove(self, key: str) -> None:
         """Forget an adapter; no span may have its key any more."""
+        modules = dict(self._model.named_modules())
         for path in self.adapters.pop(key).updates:
+            if (latent := _absorbed(modules, path)) is not None:
+                del latent.adapted[key]
+                continue
             del self._updates[path][key]
             if not self._updates[path]:
                 del self._updates[path]
@@ -201,7 +213,8 @@ class LoraRows:
         finally:
             self._rows = None
         for key in keys:
-            missing = [path for path in self.adapters[key].updates if (path, key) not in self._applied]
+            hooked = [path for path in self.adapters[key].updates if key in self._updates.get(path, ())]
+            missing = [path for path in hooked if (path, key) not in self._applied]
             if missing:
                 raise ModelError(f"the model does not run {missing[0]!r}, which the adapter changes")
 
@@ -221,6 +234,12 @@ class LoraRows:
             return flat.view_as(output)
 
         return add_updates
+
+
+def _absorbed(modules: Mapping[str, nn.Module], path: str) -> LatentProducts | None:
+    """The attention that has absorbed a Linear."""
+    parent, _, leaf = path.rpartition(".")
+    return getattr(modules[parent], "latent", None) if leaf == "kv_b_proj" else None
 
 
 def _check_module(adapter: LoraAdapter, path: str, module: Any, update: LoraUpdate) -> None:

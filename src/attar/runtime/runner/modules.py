@@ -66,7 +66,8 @@ class Modules:
         self.activations = _activations(model)
         self.features = _features(self.kv_dtype, eviction, shape)
         check_together(self.features)
-        geometry = PoolGeometry(shape.layers, blocks, block_size, shape.kv_heads, shape.head_dim)
+        sizes = shape.kv_heads, shape.head_dim, shape.latent
+        geometry = PoolGeometry(shape.layers, blocks, block_size, *sizes)
         self.pool = KVPool(geometry, self.kv_dtype, dtype=model.dtype, device=model.device)
         self.vocabulary, self.window = shape.vocabulary, shape.window
         self.context = None if isinstance(eviction, Streaming) else shape.context
@@ -230,4 +231,5 @@ def _features(kv_dtype: str, eviction: Eviction | None, shape: ModelShape) -> Fe
     """Rows of ``kv/compose.py`` that the runner has."""
     windows = any(window is not None for window in shape.windows)
     features = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}
-    return {**features, "sliding_window": None} if windows else features
+    own = {"sliding_window": windows, "latents": shape.latent > 0}
+    return {**features, **{name: None for name, has in own.items() if has}}

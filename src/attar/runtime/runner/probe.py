@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.runtime.runner import attention
+from attar.runtime.runner.latent import cache_latents
 
 ROPES_OF_LENGTH = ("dynamic", "longrope")  # their angles change with the length of the batch
 AT = 7  # position at which the rotation is verified
@@ -37,6 +38,12 @@ class ModelShape:
     vocabulary: int  # columns of the logits
     context: int | None  # positions
     windows: tuple[int | None, ...]  # positions each layer looks back, its own included
+    latent: int = 0  # numbers at the end of a key that are its value (MLA); 0: values are stored apart
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that a pool keeps of a token."""
+        return self.layers * self.kv_heads * self.head_dim * (1 if self.latent else 2)
 
     @property
     def window(self) -> int | None:
@@ -56,7 +63,8 @@ class AttentionProbe:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.shapes[layer] = (k.shape[1], k.shape[2], v.shape[2])
         self.windows[layer], self.keys[layer] = options["window"], k
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        values, latent = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), options["latent"]
+        return values if latent is None else latent.values(values)
 
 
 def probe(model: Any) -> ModelShape:
@@ -71,13 +79,17 @@ def probe(model: Any) -> ModelShape:
         model.set_attn_implementation(attention.NAME)
     except ValueError as problem:
         raise ModelError(f"{name}: its attention cannot be replaced: {problem}") from problem
+    if any(hasattr(module, "indexer") for module in model.modules()):
+        raise ModelError(f"{name}: its attention chooses what it reads (an indexer), which no runner does")
+    latent = cache_latents(model)
     record, logits = run_probe(model, 0)
     config = model.config.get_text_config()
     _check(name, record.shapes, config.num_hidden_layers)
     layers = len(record.shapes)
-    kv_heads, head_dim, _ = record.shapes[0]
+    kv_heads, head_dim, of_value = record.shapes[0]
     windows = tuple(record.windows[layer] for layer in range(layers))
-    return ModelShape(layers, kv_heads, head_dim, logits.shape[-1], _context(config), windows)
+    context, vocabulary = _context(config), logits.shape[-1]
+    return ModelShape(layers, kv_heads, head_dim, vocabulary, context, windows, of_value if latent else 0)
 
 
 def run_probe(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:

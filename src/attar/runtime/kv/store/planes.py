@@ -1,7 +1,8 @@
 """What all stores have in common, and the stores whose tokens are independent of each other.
 
 A plane is a tensor [layers, 2, blocks, block, kv_heads, n]: keys at [:, 0], values at [:, 1], n numbers for
-each token and head. Slot s is row s % block of block s // block.
+each token and head. Where values are the last numbers of their keys (MLA's latents), there are only keys:
+[layers, 1, ...]. Slot s is row s % block of block s // block.
 """
 
 from __future__ import annotations
@@ -19,17 +20,35 @@ Cells = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """The shape of a pool; MHA has as many ``kv_heads`` as heads, MQA has one."""
+    """The shape of a pool; MHA has as many ``kv_heads`` as heads, MQA has one.
+
+    Attributes:
+        latent: how many numbers at the end of a key are its value; 0: values are numbers of their own.
+    """
 
     layers: int
     blocks: int
     block_size: int  # tokens of a block
     kv_heads: int
     head_dim: int
+    latent: int = 0
+
+    @property
+    def kinds(self) -> int:
+        """2, keys and values, or 1."""
+        return 1 if self.latent else 2
 
     def plane(self, numbers: int) -> tuple[int, ...]:
         """Shape of a plane with ``numbers`` for each token and head."""
-        return (self.layers, 2, self.blocks, self.block_size, self.kv_heads, numbers)
+        return (self.layers, self.kinds, self.blocks, self.block_size, self.kv_heads, numbers)
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """What a plane has of keys and values."""
+        return (k,) if self.latent else (k, v)
+
+    def loaded(self, *stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what a plane has."""
+        return (stored[0], stored[0][..., -self.latent :]) if self.latent else (stored[0], stored[1])
 
 
 class Store(Protocol):
@@ -47,11 +66,13 @@ class Store(Protocol):
         ...
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v (T, kv_heads, head_dim) of any float dtype to slots int64 (T,)."""
+        """Write k and v (T, kv_heads, head_dim) of any float dtype to slots int64 (T,); with ``latent`` v is
+        the end of k."""
         ...
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks int64 (n,): two tensors (n * block, kv_heads, head_dim)."""
+        """Keys and values of whole blocks int64 (n,): two tensors (n * block, kv_heads, head_dim), values
+        (..., latent) where they are the end of keys."""
         ...
 
     def settle_(self, blocks: Sequence[int]) -> None:
@@ -97,7 +118,7 @@ class PlaneStore:
     def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
         heads = torch.arange(len(sources), device=sources.device)[:, None]
         for plane in self.planes:
-            for rows in plane[layer].flatten(1, 2):  # keys, values: (slots, kv_heads, n)
+            for rows in plane[layer].flatten(1, 2):  # of each kind: (slots, kv_heads, n)
                 rows[targets.expand_as(sources), heads] = rows[sources, heads]
 
     def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -107,7 +128,7 @@ class PlaneStore:
     def move_cells_(self, sources: Cells, targets: Cells) -> None:
         """Move keys and values between cells, bit for bit; all are read before any is written."""
         for plane in self.planes:
-            for kind in range(2):
+            for kind in range(self.geometry.kinds):
                 cells = plane[:, kind].flatten(1, 2)  # (layers, slots, kv_heads, n)
                 cells[targets] = cells[sources]
 
@@ -124,13 +145,13 @@ class DenseStore(PlaneStore):
         self.data = self.planes[0]
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for kind, x in enumerate((k, v)):
+        for kind, x in enumerate(self.geometry.stored(k, v)):
             self.rows(self.data, layer, kind).index_copy_(0, slots, x.to(self.data.dtype))
 
     def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = (self.data[:, kind].flatten(1, 2)[cells].to(dtype) for kind in range(2))
-        return k, v
+        kinds = (kind.flatten(1, 2)[cells].to(dtype) for kind in self.data.unbind(1))
+        return self.geometry.loaded(*kinds)
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = (kind.index_select(0, blocks).flatten(0, 1).to(dtype) for kind in self.data[layer])
-        return k, v
+        kinds = (kind.index_select(0, blocks).flatten(0, 1).to(dtype) for kind in self.data[layer])
+        return self.geometry.loaded(*kinds)

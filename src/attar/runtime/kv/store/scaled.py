@@ -35,25 +35,24 @@ class ScaledStore(PlaneStore):
         self.codes, self.scales, self.code = codes, scales, code
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for kind, x in enumerate((k, v)):
+        for kind, x in enumerate(self.geometry.stored(k, v)):
             q, s = encode(x, self.code)
             self.rows(self.codes, layer, kind).index_copy_(0, slots, q.view(torch.int8))
             self.rows(self.scales, layer, kind).index_copy_(0, slots, s)
 
     def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = (
-            self.codes[:, kind].flatten(1, 2)[cells].view(self.code).float()
-            * self.scales[:, kind].flatten(1, 2)[cells]
-            for kind in range(2)
+        kinds = (
+            (q.flatten(1, 2)[cells].view(self.code).float() * s.flatten(1, 2)[cells]).to(dtype)
+            for q, s in zip(self.codes.unbind(1), self.scales.unbind(1), strict=True)
         )
-        return k.to(dtype), v.to(dtype)
+        return self.geometry.loaded(*kinds)
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = (
+        kinds = (
             q.index_select(0, blocks).view(self.code).float().mul_(s.index_select(0, blocks)).flatten(0, 1)
             for q, s in zip(self.codes[layer], self.scales[layer], strict=True)
         )
-        return k.to(dtype), v.to(dtype)
+        return self.geometry.loaded(*(kind.to(dtype) for kind in kinds))
 
 
 def encode(x: Tensor, code: torch.dtype) -> tuple[Tensor, Tensor]:
