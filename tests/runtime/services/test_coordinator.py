@@ -28,9 +28,10 @@ from attar.runtime.services.messages import (
     Submit,
     TargetLoad,
     UnavailableError,
+    decode,
 )
 from attar.runtime.services.offer_proposer import OfferProposer
-from attar.runtime.services.target_service import TargetService
+from attar.runtime.services.target_service import CoordinatorStream, TargetService
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import VOCABULARY
 from tests.runtime.server.test_live import until
@@ -297,6 +298,28 @@ def test_what_is_too_large_for_a_frame_ends_its_own_request_alone(monkeypatch):
         assert answers == [[alone([number, 2], LONG)] for number in range(12)]
         assert coordinator.target.connections == 1
         target.idle()
+
+
+def test_an_answer_that_is_too_large_is_an_error_before_its_end():
+    """Its last event waits already: the error must come first, or the client has a text with a hole."""
+    frames = []
+
+    async def written(frame):
+        frames.append(frame)
+
+    async def run():
+        coordinator = CoordinatorStream(TargetService())
+        coordinator.send(EventMessage("r", 0, "x" * 3000, (1,)))
+        coordinator.send(EventMessage("r", 0, "", (), finish_reason="length"))
+        stream = FrameStream(None, written, None)
+        stream.most = 1500
+        writing = asyncio.create_task(coordinator.write(stream))
+        while not frames:
+            await asyncio.sleep(0.01)
+        writing.cancel()
+
+    asyncio.run(run())
+    assert [one.kind for frame in frames for one in decode(frame)] == ["refusal", "event"]
 
 
 def test_one_trace_id_through_target_and_drafter(caplog):

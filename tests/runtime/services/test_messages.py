@@ -50,6 +50,14 @@ def test_messages_are_divided_into_frames_of_bounded_bytes(most):
     assert (len(frames) == 1) == (most == 5000)
 
 
+def test_what_is_too_large_has_another_in_its_place():
+    """Where it stood: what follows may be the last of its request."""
+    large = Commit(request=3, base=0, tokens=(123_456,) * 1000, ahead=1)
+    messages = [MESSAGES[5], large, MESSAGES[6]]
+    [frame], too_large = encode(messages, 1500, lambda one: Close(one.request))
+    assert decode(frame) == [MESSAGES[5], Close(3), MESSAGES[6]] and too_large == [large]
+
+
 def test_no_frame_has_more_messages_than_may_be_read():
     frames, _ = encode([MESSAGES[5]] * 5000)
     assert [len(decode(frame)) for frame in frames] == [4096, 904]

@@ -96,15 +96,20 @@ class FrameStream:
             raise StreamEnded("the other side has ended the stream")
         return decode(frame)
 
-    async def write(self, messages: Sequence[ServiceMessage]) -> list[ServiceMessage]:
+    async def write(
+        self,
+        messages: Sequence[ServiceMessage],
+        instead: Callable[[ServiceMessage], ServiceMessage | None] | None = None,
+    ) -> list[ServiceMessage]:
         """Send messages, in as many frames as they need; waits while the other side is slow.
 
-        Returns those that are too large for a frame, and were not sent.
+        Returns those that are too large for a frame, and were not sent; what ``instead`` gives for one takes
+        its place.
 
         Raises:
             StreamEnded: the stream has ended.
         """
-        frames, too_large = encode(messages, self.most)
+        frames, too_large = encode(messages, self.most, instead)
         try:
             for frame in frames:
                 await self._write(frame)

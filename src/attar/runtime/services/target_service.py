@@ -139,9 +139,9 @@ class CoordinatorStream:
             self._waking = False
             while self._outbox:
                 count = min(len(self._outbox), MOST_MESSAGES)
-                for message in await stream.write([self._outbox.popleft() for _ in range(count)]):
+                messages = [self._outbox.popleft() for _ in range(count)]
+                for message in await stream.write(messages, _refused):
                     if isinstance(message, EventMessage):
-                        self.send(Refusal.of(message.request, too_large("answer", "ask for fewer logprobs")))
                         self._cancel(message.request)
 
     async def report(self) -> None:
@@ -224,6 +224,13 @@ class CoordinatorStream:
         drafter = self.remote.pop(request, None)
         if drafter is not None:
             drafter.lost = True
+
+
+def _refused(message: ServiceMessage) -> Refusal | None:
+    """In the place of an event that is too large: before the request's last event, which may wait already."""
+    if not isinstance(message, EventMessage):
+        return None
+    return Refusal.of(message.request, too_large("answer", "ask for fewer logprobs"))
 
 
 class RemoteDrafter:

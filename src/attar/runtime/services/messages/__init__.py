@@ -17,7 +17,7 @@ channel, then lists, texts and numbers here. A frame that breaks a rule ends its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -100,12 +100,15 @@ _FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
 
 
 def encode(
-    messages: Sequence[ServiceMessage], most: int = MOST_BYTES
+    messages: Sequence[ServiceMessage],
+    most: int = MOST_BYTES,
+    instead: Callable[[ServiceMessage], ServiceMessage | None] | None = None,
 ) -> tuple[list[bytes], list[ServiceMessage]]:
     """Frames with all messages in their order, and those that are too large for any frame, which are in none.
 
     Args:
         most: bytes of a frame.
+        instead: a message that is too large → what stands in its place, None: nothing.
     """
     frames, too_large = list[bytes](), list[ServiceMessage]()
     parts, size = list[bytes](), 1
@@ -113,7 +116,10 @@ def encode(
         part = _MESSAGE.dump_json(message)
         if len(part) + 2 > most:
             too_large.append(message)
-            continue
+            other = instead and instead(message)
+            if other is None:
+                continue
+            part = _MESSAGE.dump_json(other)
         if parts and (size + len(part) + 1 > most or len(parts) == MOST_MESSAGES):
             frames.append(b"[" + b",".join(parts) + b"]")
             parts, size = [], 1
