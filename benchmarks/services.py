@@ -2,18 +2,23 @@
 process.
 
     python benchmarks/services.py --shape M --draft-shape S --chances 0 0.8 --delays 0 5 20
+    python benchmarks/services.py --asleep 18 2 1.6 --chances 0 0.3 0.8 --delays 0 5 20
 
 Llamas of random weights (S: 88 M parameters, M: 1.1 B). The target generates its greedy completions once;
 then a drafter that runs the draft model for every token drafts each token right with probability a, by its
 position: in this process, or in one of its own behind gRPC, with a proxy between that holds every byte for
 some milliseconds in both directions. Target and draft service have a thread each; with ``--elsewhere`` the
-service sleeps for the time of its draft model, as if it ran on a machine of its own. All ways take turns with
-plain decoding, and each completion is compared with the plain one of its turn: the speed over plain is the
-geometric mean of prompts times rounds such pairs, with Student's interval of 95 %. ``loss`` says whether it
-is slower than plain by more than 3 %: "no" and "yes" where the whole interval is on one side, else "open".
-What speculation may lose is some passes and a share of the time (``loss_budget.py``), so short texts may lose
-more. ``same`` counts completions that equal those of plain decoding. On paper, per pass with K drafts, t(K+1)
-and K steps of d seconds:
+service sleeps for the time of its draft model, as if it ran on a machine of its own. With ``--asleep`` the
+target sleeps for the time of its passes, too, so that other work on the machine hardly counts: PASS ms for
+one token, MORE for each further one, STEP for a token of the drafter.
+
+All ways take turns with plain decoding, and each completion is compared with the plain one of its turn: the
+speed over plain is the geometric mean of prompts times rounds such pairs, with Student's interval of 95 %.
+``loss`` says whether it is slower than plain by more than 3 %: "no" and "yes" where the whole interval is on
+one side, else "open". What speculation may lose is some passes and a share of the time (``loss_budget.py``),
+so short texts may lose more. ``same`` counts completions that equal those of plain decoding.
+
+On paper, per pass with K drafts, t(K+1) and K steps of d seconds:
 
     in one process    E / (t(K+1) + K d)          E = (1 - a^(K+1)) / (1 - a)
     as services       E / (t(K+1) + (1 - a^(K+1)) (R + K d))
@@ -33,7 +38,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
@@ -55,13 +60,44 @@ from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.proposer import DraftRequest, DraftTimes
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.step import StepInput, TokenSpan
+from attar.runtime.step import Runner, StepInput, TokenSpan
 
 PROMPT, MOST = 32, 16
 BLOCKS = 256  # of the pool
 CONTEXT = 16 * BLOCKS  # tokens
 LEAST = 0.97  # of the plain speed
 PROXY = Path(__file__).with_name("delay_proxy.py")
+
+
+class Asleep:
+    """A target without a model: each pass takes its time and no processor, and every prompt is continued
+    alike.
+
+    Args:
+        first, more: seconds of a pass over one token, and of each further one.
+    """
+
+    repeats, capacity, block_size, context, vocabulary = True, BLOCKS, 16, CONTEXT, 1000
+
+    def __init__(self, first: float, more: float) -> None:
+        self.first, self.more = first, more
+        draws = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(1, self.vocabulary, (CONTEXT + 1,), generator=draws)
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        time.sleep(self.first + self.more * (step.count - 1))
+        logits = torch.zeros(step.wants, self.vocabulary)
+        next_tokens = self.tokens[torch.from_numpy(step.positions[step.rows] + 1)]
+        return logits.scatter_(1, next_tokens[:, None], 1.0)
+
+    def move(self, pairs: Any) -> None:
+        pass
+
+    def fork(self, sequence: int, child: int) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass
 
 
 class Steady:
@@ -74,9 +110,12 @@ class Steady:
     free, draws, learns_tree, confident, trees = False, False, False, False, False
     name, most, branches = "oracle", MOST, 1
 
-    def __init__(self, texts: Sequence[Sequence[int]], chance: float, step: Callable[[int], None]) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], chance: float, step: Callable[[int], None], vocabulary: int
+    ) -> None:
         self.texts = {tuple(text[:PROMPT]): list(text) for text in texts}
         self.chance, self.step, self.seconds = chance, step, 0.0
+        self.vocabulary = vocabulary
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         return [self._draft(request) for request in requests]
@@ -97,7 +136,7 @@ class Steady:
         for position in range(start, min(start + request.most, len(text))):
             self.step(position)
             right = random.Random(position).random() < self.chance
-            tokens.append(text[position] if right else (text[position] + 1) % 32000)
+            tokens.append(text[position] if right else (text[position] + 1) % self.vocabulary)
         return Draft.chain(tokens) if tokens else None
 
 
@@ -125,6 +164,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--elsewhere", action="store_true", help="the service takes no processor of this machine"
     )
+    parser.add_argument(
+        "--asleep", nargs=3, type=float, metavar=("PASS", "MORE", "STEP"), help="ms; nothing takes processors"
+    )
     parser.add_argument("--drafts-of", help=argparse.SUPPRESS)  # a file of texts: run the draft service
     arguments = parser.parse_args()
     if PROMPT + arguments.tokens > CONTEXT:
@@ -134,12 +176,17 @@ def parse() -> argparse.Namespace:
 
 def compare(arguments: argparse.Namespace) -> None:
     """The table."""
-    loaded = Loaded(make_runner(arguments.shape, arguments.weights))
-    step, seconds = stepper(make_runner(arguments.draft_shape, arguments.weights))
+    if arguments.asleep:
+        first, more, _ = (one / 1e3 for one in arguments.asleep)
+        loaded = Loaded(cast(Runner, Asleep(first, more)))
+    else:
+        loaded = Loaded(make_runner(arguments.shape, arguments.weights))
+    step, seconds = drafting_step(arguments)
     passes = measure(loaded.runner, {1: (1, 2, 3, 5, 9, 17)}, budget=6)[1]
     shown = {size: round(1e3 * one, 1) for size, one in passes.items()}
+    name = "asleep" if arguments.asleep else f"{arguments.shape} {arguments.weights}"
     print(
-        f"{arguments.shape} {arguments.weights}, t(n), ms: {shown}; a draft: {1e3 * seconds:.1f} ms",
+        f"{name}, t(n), ms: {shown}; a draft: {1e3 * seconds:.1f} ms",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -149,7 +196,7 @@ def compare(arguments: argparse.Namespace) -> None:
         file.write_text(json.dumps(texts))
         methods, papers = {}, {}
         for chance in arguments.chances:
-            proposer = Steady(texts, chance, step)
+            proposer = Steady(texts, chance, step, loaded.runner.vocabulary)
             proposer.seconds = seconds
             policy = DraftPolicy(Latency(passes, {1: seconds}), MOST)
             methods[f"a {chance:g}, one process"] = Speculator(proposer, policy, most=MOST)
@@ -157,6 +204,7 @@ def compare(arguments: argparse.Namespace) -> None:
             options = ("--drafts-of", str(file), "--chances", str(chance))
             shapes = ["--draft-shape", arguments.draft_shape, "--weights", arguments.weights]
             shapes += ["--elsewhere"] if arguments.elsewhere else []
+            shapes += ["--asleep", *map(str, arguments.asleep)] if arguments.asleep else []
             port = stack.enter_context(child(__file__, *shapes, *options))
             for delay in arguments.delays:
                 own = stack.enter_context(child(PROXY, str(port), str(delay)))
@@ -212,13 +260,13 @@ def services_speculator(loaded: Loaded, port: int, network: Network, passes: dic
 
 def serve(arguments: argparse.Namespace) -> None:
     """The draft service; prints its port and serves until it is killed."""
-    runner = make_runner(arguments.draft_shape, arguments.weights)
-    step, seconds = stepper(runner)
+    step, seconds = drafting_step(arguments)
     if arguments.elsewhere:
         step = lambda _: time.sleep(seconds)  # noqa: E731
     texts = json.loads(Path(arguments.drafts_of).read_text())
-    service, network = DraftService(Steady(texts, arguments.chances[0], step)), Network()
-    own = hello_of("draft", "oracle", None, 32000)
+    vocabulary = Asleep.vocabulary if arguments.asleep else 32000
+    service, network = DraftService(Steady(texts, arguments.chances[0], step, vocabulary)), Network()
+    own = hello_of("draft", "oracle", None, vocabulary)
     methods = {DRAFT: lambda stream: serve_drafts(stream, service, own)}
     _, port = network.run(listen(methods, "127.0.0.1", 0, Security()))
     print(port, flush=True)
@@ -252,6 +300,14 @@ def make_runner(shape: str, kind: Any) -> Compiled:
     config = llama_config(shape)
     weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
     return Compiled(weights, blocks=BLOCKS, threads=1)
+
+
+def drafting_step(arguments: argparse.Namespace) -> tuple[Callable[[int], None], float]:
+    """What the draft model does for one token, and its seconds."""
+    if arguments.asleep:
+        seconds = arguments.asleep[2] / 1e3
+        return lambda _: time.sleep(seconds), seconds
+    return stepper(make_runner(arguments.draft_shape, arguments.weights))
 
 
 def stepper(runner: Compiled) -> tuple[Callable[[int], None], float]:
