@@ -227,15 +227,17 @@ def test_two_models_side_by_side(browser, folders):
         assert not [one for one in Axe().run(page).response["violations"] if one["impact"] == "serious"]
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_accessible_at_320_pixels(served, browser, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 320), ("light", 1280), pytest.param("dark", 320, marks=pytest.mark.slow)]
+)
+def test_accessible_narrow_and_wide(served, browser, scheme, width):
     url, _ = served
-    with opened(browser, url, color_scheme=scheme, viewport={"width": 320, "height": 640}) as page:
+    with opened(browser, url, color_scheme=scheme, viewport={"width": width, "height": 640}) as page:
         send(page, "hello")
         says(page, "answered")
         for name in ("Chats", "Settings", "Engine", "Tokens"):
             button(page, name).click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page).response["violations"]
         serious = [one for one in found if one["impact"] in ("serious", "critical")]
         assert not serious, [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious]

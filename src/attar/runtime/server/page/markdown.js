@@ -80,7 +80,7 @@ function codeBlock(lines, fence) {
   const caption = el("figcaption", null, el("span", null, fence[3] || "code"),
     el("button", {type: "button", class: "quiet", onclick: () => copy(code)}, "Copy code"));
   const label = `code ${fence[3]}`.trim();
-  return el("figure", {class: "code"}, caption, el("pre", {tabindex: "0", role: "region", "aria-label": label}, el("code", null, code)));
+  return el("figure", {class: "code"}, caption, el("pre", {tabindex: "0", role: "group", "aria-label": label}, el("code", null, code)));
 }
 
 function listNode(lines, depth) {
@@ -111,7 +111,7 @@ function tableNode(lines) {
   const head = el("tr", null, cells(lines[0]).map((cell) => el("th", {scope: "col"}, cell)));
   const rows = lines.slice(2).map((line) => el("tr", null, cells(line).map((cell) => el("td", null, cell))));
   const table = el("table", null, el("thead", null, head), el("tbody", null, rows));
-  return el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "table"}, table);
+  return el("div", {class: "scroll", tabindex: "0", role: "group", "aria-label": "table"}, table);
 }
 
 const SPECIAL = /[\\`*_~[!<h\n]/g;
