@@ -245,6 +245,21 @@ def test_a_drafter_of_no_use_is_asked_now_and_then_until_it_is_right():
     service.close()
 
 
+def test_after_requests_without_use_new_ones_begin_with_questions():
+    runner = Wrong(blocks=512)
+    service = drafting(runner)
+    drafter = offered(service, policy=Waiting())
+    running = engine(Slow(blocks=128), speculator=drafter)
+    for number in range(5):
+        same(running, [([number, 3], GREEDY)])
+    openings = [one for one in drafter.proposer.pool.drafter.sent if isinstance(one, Open)]
+    assert openings[0].ahead > 1 and openings[-1].ahead == 0
+    runner.right = True
+    same(running, [([7, 8], replace(GREEDY, max_tokens=100))])
+    service.close()
+    assert drafter.counts.accepted > 20
+
+
 def test_a_right_drafter_rests_while_no_draft_pays():
     """Two tokens take three times as long as one."""
     service = drafting()

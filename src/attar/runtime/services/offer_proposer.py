@@ -42,7 +42,8 @@ from attar.runtime.speculate.target import PAST_END
 MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8
 REFRESH = 16  # passes between two choices of ``ahead``
-LEARN, RECOVER = 1 / 4, 32  # weight of a wait in ``usable``; passes with ready drafts until it is forgotten
+LEARN = 1 / 4  # weight of a wait in ``usable``, of a sequence in ``rested``
+RECOVER = 32  # passes with ready drafts until a wait in vain is forgotten
 
 
 @dataclass(eq=False)
@@ -100,6 +101,7 @@ class OfferProposer:
 
     Attributes:
         ahead: tokens that drafters may offer beyond the committed ones.
+        rested: share of the sequences, the last ones most, for which drafters rested at their end.
         usable: share of the waits after which there was a draft: an offer on an older length may disagree.
         pool: the drafters, which need ``offer`` before they can be made; set it before the first pass.
     """
@@ -118,7 +120,7 @@ class OfferProposer:
         self.policy, self.most, self.name, self.clock = policy, most, name, clock
         self.pool: DrafterPool | None = None
         self.offers, self.counts = Offers(vocabulary), OfferCounts()
-        self.ahead, self.usable = FIRST_AHEAD, 1.0
+        self.ahead, self.usable, self.rested = FIRST_AHEAD, 1.0, 0.0
         self._changed = Condition()
         self._numbers = itertools.count(1)
         self._sequences: dict[int, OfferedSequence] = {}
@@ -231,7 +233,7 @@ class OfferProposer:
             return None
         number, tokens = next(self._numbers), tuple(request.tokens)
         length, salt, trace = len(tokens), request.salt[:256], rules.request[:256]
-        demand = DraftDemand(length, self._pays(-1, batch))
+        demand = DraftDemand(length, self.rested < 0.5 and self._pays(-1, batch))
         ahead = demand.ahead(length, self.ahead)
         try:
             opening = Open(number, tokens, sampling_of(rules, length), ahead, salt, trace)
@@ -263,6 +265,7 @@ class OfferProposer:
     def _close(self, sequence: int) -> None:
         one = self._sequences.pop(sequence, None)
         if one is not None:
+            self.rested += (bool(one.demand.gap) - self.rested) * LEARN
             del self._by_request[one.request]
             self.offers.close(one.request)
             one.drafter.send(Close(one.request))
