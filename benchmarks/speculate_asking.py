@@ -1,6 +1,7 @@
 """What asking a proposer costs where it has nothing to draft: the time of the processor in the engine's loop.
 
-    ask        the speculator's plan and note in passes of attar:tiny, asked in each, beside the runner's pass
+    ask        the plan and note of the speculator in passes of attar:tiny, asked in each, beside the pass:
+               most passes only look whether there are drafts, some are planned and measured; and their mean
     rest       the same in passes of a pause
     as chosen  the mean over all passes, with the pauses that the policy makes
     notice     tokens until the first draft, after text turned repetitive, by what asking takes
@@ -11,6 +12,7 @@ processes make passes and the code around them slower, never faster.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -40,12 +42,13 @@ def print_asking_figures(runs: int) -> None:
     turns = [(_run(llm, each), _run(llm, pausing)) for _ in range(runs)]
     asked, chosen = ([turn[which] for turn in turns] for which in (0, 1))
     plan, note, whole = (min(statistics.median(column[FIRST:]) for column in one) for one in _columns(asked))
+    every = min(statistics.fmean(p + n for p, n, _ in rows[FIRST:]) for rows in asked)
     mean = min(statistics.fmean(p + n for p, n, _ in rows[FIRST:]) for rows in chosen)
     rest = min(statistics.median(sorted(p + n for p, n, _ in rows)[: len(rows) // 4]) for rows in chosen)
     print(
         f"a pass of the runner {whole:.0f} us; asked in each: plan {plan:.1f}, note {note:.1f} us,", end=" "
     )
-    print(f"{(plan + note) / whole:.1%} of a pass")
+    print(f"{(plan + note) / whole:.1%} of a pass; {every:.1f} us in the mean, {every / whole:.1%}")
     print(f"as chosen: {mean:.1f} us a pass in the mean, {mean / whole:.1%}; in a pause {rest:.1f} us")
     for share in (0.01, 0.03, 0.1):
         print(f"asking takes {share:.0%} of a pass: the first draft after {_noticed(share)} tokens at most")
@@ -56,9 +59,7 @@ def _speculator(loaded: Any, pauses: bool) -> Any:
     assert speculator is not None
     speculator.proposer = SuffixProposer(factor=0.0)
     if not pauses:
-        speculator.policy.budget = LossBudget(float("inf"))
-        skip = speculator.policy.passes_to_skip
-        speculator.policy.passes_to_skip = lambda *asked: 0 * skip(*asked)  # type: ignore[method-assign]
+        speculator.policy.budget, speculator.policy.asking = LossBudget(math.inf), math.inf
     return speculator
 
 

@@ -73,15 +73,17 @@ class CompiledSuffixTree:
         """Append tokens to a text, and draft after them: tokens, parents and kinds."""
         count, most = len(tokens), min(most, MOST)
         if count <= SHORT:
-            self._in[:count], address = list(tokens), self._in_at
+            for index, token in enumerate(tokens):  # faster than a slice
+                self._in[index] = token
+            address = self._in_at
         else:
             buffer = array("i", tokens)
             address = buffer.buffer_info()[0]
         below = None if others is None else others._tree
-        n = _checked(self._draft(self._tree, text, address, count, below, most, self._out_at))
+        n = self._draft(self._tree, text, address, count, below, most, self._out_at)
         if not n:
             return [], [], []
-        out = self._out
+        out, n = self._out, _checked(n)
         return out[:n], out[most : most + n], out[2 * most : 2 * most + n]
 
 
@@ -92,8 +94,9 @@ def _checked(result: int) -> int:
 
 
 @cache
-def _typed(library: Any) -> Any:
+def _typed(loaded: Any) -> Any:
     """The library with the types of its functions."""
+    library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
     pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     for name, arguments in {
         "free": [pointer],
@@ -112,5 +115,6 @@ def _typed(library: Any) -> Any:
 
 
 def _library() -> Any:
+    """It keeps the interpreter's lock: releasing it takes longer than a look-up."""
     library = load("suffix_tree")
     return None if library is None else _typed(library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ class Eager(DraftPolicy):
     """Takes everything, so that tests do not hang on times."""
 
     def __init__(self) -> None:
-        super().__init__(Latency())
+        super().__init__(Latency(), asking=math.inf)
 
     open = True  # type: ignore[assignment]
 

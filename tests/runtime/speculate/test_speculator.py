@@ -221,6 +221,88 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
     assert len(rounds) > 3 and 0.02 < policy.latency.draft(1) < 0.1
 
 
+class Mute(Barren):
+    """A free proposer that says so before it is asked in full; from a number of tokens on it has a draft."""
+
+    def __init__(self, speaks: int = 1 << 30, seconds: float = 0.0) -> None:
+        super().__init__([])
+        self.speaks, self.seconds, self.clock = speaks, seconds, Clock()
+        self.asked, self.looked, self.known = list[int](), list[int](), dict[int, int]()
+
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Any]:
+        for wish in wishes:
+            self.asked.append(len(wish.tokens))
+            self.known[wish.sequence] = len(wish.tokens)
+        return [Draft.chain([0]) if len(wish.tokens) >= self.speaks else None for wish in wishes]
+
+    def silent(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
+        self.clock.now += self.seconds
+        self.looked.append(len(tokens))
+        return sequence in self.known and len(tokens) < self.speaks
+
+    def forget(self, sequence: int) -> None:
+        self.known.pop(sequence, None)
+
+
+def decoded_with(proposer: Mute, passes: int) -> tuple[DraftPolicy, Any]:
+    """One sequence of three prompt tokens and so many passes of a second."""
+    runner = FakeRunner(blocks=400, context=None)
+    runner.run = proposer.clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}))
+    running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=proposer.clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=passes + 1))
+    finish(running)
+    return policy, running
+
+
+def test_after_a_proposal_in_vain_passes_are_looked_up_and_every_sixteenth_is_planned() -> None:
+    proposer = Mute()
+    decoded_with(proposer, 48)
+    assert proposer.asked == [4, 20, 36], "tokens of the sequence: the prompt's, and one of each pass"
+    assert proposer.looked == [tokens for tokens in range(5, 52) if tokens not in proposer.asked]
+    assert not proposer.known, "it is forgotten when it has ended"
+
+
+def test_a_look_up_that_finds_a_draft_is_proposed_for_in_the_same_pass() -> None:
+    proposer = Mute(speaks=11)
+    decoded_with(proposer, 20)
+    assert proposer.asked[:3] == [4, 11, 12] and proposer.looked == [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(ASKING / 2, 0), (4.5 * ASKING, 4), (0.05, 6), (0.3, PAUSE)])
+def test_look_ups_are_paid_by_pauses_too(seconds: float, pause: int) -> None:
+    proposer = Mute(seconds=seconds)
+    policy, _ = decoded_with(proposer, 260)
+    gaps = {later - before for before, later in zip(proposer.looked, proposer.looked[1:], strict=False)}
+    assert pause + 1 in gaps and gaps <= {pause + 1, pause + 2}, "one more where a pass is planned"
+    unpaid = len(proposer.looked) * max(seconds - (1 + PAUSE) * ASKING, 0.0)
+    assert policy.budget.left >= BUDGET - unpaid - 1e-6 and (not unpaid or policy.budget.left < BUDGET)
+
+
+def test_a_sequence_that_joins_is_asked_for_at_once() -> None:
+    proposer = Mute()
+    runner = FakeRunner(blocks=400, context=None)
+    subject = Speculator(proposer, DraftPolicy(Latency({1: 1.0, 8: 1.1})), most=4, clock=proposer.clock)
+    running = engine(runner, speculator=subject)
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=40))
+    for _ in range(5):
+        running.step()
+    assert proposer.asked == [4] and proposer.looked == [5, 6, 7]
+    running.add([4, 5, 6, 7], replace(GREEDY, max_tokens=4))
+    finish(running)
+    assert 5 in proposer.asked[1:], "the second sequence's first proposal"
+    assert subject.failure is None and running.scheduler.idle
+
+
+def test_a_look_up_that_fails_ends_speculation_and_no_request(broken_proposers: list[str]) -> None:
+    proposer = Mute()
+    proposer.silent = lambda *asked: 1 / 0  # type: ignore[method-assign, assignment]
+    _, running = decoded_with(proposer, 12)
+    assert isinstance(running.speculator.failure, ZeroDivisionError) and running.scheduler.idle
+    assert len(broken_proposers) == 1
+    broken_proposers.clear()
+
+
 def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     """Four passes as without speculation: three are not recorded, the last is recorded as a plain one."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])

@@ -63,6 +63,25 @@ def test_a_tree_that_grew_is_as_a_new_one() -> None:
         assert new and old and (new.tokens, new.parents, new.kinds) == (old.tokens, old.parents, old.kinds)
 
 
+def test_a_look_up_says_what_a_proposal_would_have() -> None:
+    rng = random.Random(2)
+    text = [rng.randrange(150) for _ in range(200)]
+    asked, looked = SuffixProposer(), SuffixProposer()
+    assert not looked.silent(0, text[:10], 8), "it was not asked for yet"
+    answers = set()
+    for proposer in (asked, looked):
+        ask(proposer, text[40::-1], sequence=7)
+        proposer.forget(7)
+        ask(proposer, text[:10])
+    for end in range(11, 200, 3):
+        draft, silent = ask(asked, text[:end]), looked.silent(0, text[:end], 8)
+        assert silent == (draft is None)
+        again = None if silent else ask(looked, text[:end])
+        assert again == draft or (again.tokens, again.kinds) == (draft.tokens, draft.kinds)  # type: ignore[union-attr]
+        answers.add(silent)
+    assert answers == {True, False}
+
+
 def test_finished_requests_of_the_tenant_help_and_no_other_s() -> None:
     proposer = SuffixProposer()
     ask(proposer, [1, 2, 3, 4, 5, 6], sequence=0, salt="a")

@@ -1,7 +1,7 @@
 // A counted suffix tree of token sequences: attar/runtime/speculate/suffix_tree.py compiled, with the same drafts.
 //
 //     node         a string of at most D tokens that occurs in the texts; count: how often
-//     append       the strings that end at the new token get one more occurrence: O(D)
+//     append       the strings that end at the new token get one more occurrence: O(longest that occurred before)
 //     remove       the strings of a text lose one; those left with none are freed
 //     leaf         a string that occurs once has no nodes below it: its continuation is read from its text, and
 //                  becomes a node when the string occurs again. So a token takes few nodes, not D
@@ -100,25 +100,35 @@ public:
         unused_.push_back(text);
     }
 
-    // The best draft after the last tokens of a context, if its match is longer than `shorter` tokens, and its score
-    // above that of `best`. Returns the tokens of the longest match.
-    Int draft(const std::vector<Int>& context, Int most, Int group, Int shorter, Draft& best) {
+    // The best draft after a text, from its own occurrences. Returns the tokens of the longest match.
+    Int draft(Int number, Int most, Draft& best) {
+        const Text& text = texts_[number];
+        const Int size = Int(text.tokens.size()), limit = std::min(size, depth_ - 1);
+        Int longest = 0;
+        while (longest < limit && nodes_[suffix(text, longest + 1)].child != NONE) longest++;  // a leaf is at the end
+        for (Int length = longest; length > 0; length--)
+            if (!better(text.tokens, {suffix(text, length), NONE, NONE}, length, most, 0, best)) break;
+        return longest;
+    }
+
+    // The same after the last tokens of a context of another tree, if the match is longer than `shorter` tokens, and
+    // the score above that of `best`.
+    void draft(const std::vector<Int>& context, Int most, Int shorter, Draft& best) {
         const Int* end = context.data() + context.size();
+        const Int limit = Int(std::min<std::size_t>(context.size(), depth_ - 1));
         Place at{};
-        Int low = 0, high = Int(std::min<std::size_t>(context.size(), depth_ - 1));
-        while (low < high) {  // the longest match that goes on: shorter ones go on, too
-            const Int middle = (low + high + 1) / 2;
-            if (matches(end, middle, at) && goes_on(at)) low = middle;
-            else high = middle - 1;
+        const auto occurs = [&](Int length) { return matches(end, length, at) && goes_on(at); };
+        Int low = shorter, high = low + 1;  // the longest match is shorter than `high`
+        while (high <= limit && occurs(high)) {
+            high += high - shorter;
+            low = (high + shorter) / 2;
         }
+        high = std::min(high, limit + 1);
+        while (low + 1 < high) (occurs((low + high) / 2) ? low : high) = (low + high) / 2;
         for (Int length = low; length > shorter; length--) {
-            const Int limit = std::min(most, Int(factor_ * length));
-            if (best.score >= limit) break;  // a score is at most the number of drafts
             matches(end, length, at);
-            grow(context, at, length, limit, group);
-            if (grown_.score > best.score) std::swap(grown_, best);
+            if (!better(context, at, length, most, 1, best)) break;
         }
-        return low;
     }
 
 private:
@@ -147,9 +157,9 @@ private:
         const Int n = Int(text.tokens.size());
         text.tokens.push_back(token);
         text.active[n % depth_] = ROOT;
-        for (Int start = std::max(0, n - depth_ + 1); start <= n; start++) {
+        for (Int start = n; start >= std::max(0, n - depth_ + 1); start--) {
             Int& at = text.active[start % depth_];
-            if (nodes_[at].text != NONE) continue;  // a leaf: its one occurrence is this one
+            if (nodes_[at].text != NONE) break;  // a leaf, as all longer ones: their one occurrence is this one
             Int child = find(at, token);
             if (child == NONE) {
                 child = create(at, token, number, n + 1);
@@ -272,6 +282,20 @@ private:
         return at.text == NONE ? nodes_[at.node].child != NONE : at.offset < Int(texts_[at.text].tokens.size());
     }
 
+    // The node of the last tokens of a text, at most D - 1; of a string that occurs once, of a beginning of it.
+    Int suffix(const Text& text, Int length) const {
+        return text.active[(Int(text.tokens.size()) - length) % depth_];
+    }
+
+    // Whether a match can still have a better draft than `best`, which then becomes the better of the two.
+    bool better(const std::vector<Int>& context, const Place& match, Int length, Int most, Int group, Draft& best) {
+        const Int limit = std::min(most, Int(factor_ * length));
+        if (best.score >= limit) return false;  // a score is at most the number of drafts
+        grow(context, match, length, limit, group);
+        if (grown_.score > best.score) std::swap(grown_, best);
+        return true;
+    }
+
     // At most `limit` drafts after a match, the likeliest first.
     void grow(const std::vector<Int>& context, const Place& match, Int length, Int limit, Int group) {
         grown_.score = 0;
@@ -392,8 +416,8 @@ std::int64_t attar_suffix_draft(void* tree, std::int64_t text, const Int* tokens
         best.parents.clear();
         best.kinds.clear();
         const std::vector<Int>& context = own.tokens(Int(text));
-        const Int length = own.draft(context, Int(most), 0, 0, best);
-        if (others) static_cast<SuffixTree*>(others)->draft(context, Int(most), 1, length, best);
+        const Int length = own.draft(Int(text), Int(most), best);
+        if (others) static_cast<SuffixTree*>(others)->draft(context, Int(most), length, best);
         std::copy(best.tokens.begin(), best.tokens.end(), out);
         std::copy(best.parents.begin(), best.parents.end(), out + most);
         std::copy(best.kinds.begin(), best.kinds.end(), out + 2 * most);

@@ -4,7 +4,7 @@
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
     speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
     left       plain passes that may still be lost (``loss_budget.py``)
-    pause      passes without a proposal after one without drafts: its seconds / (ASKING t(B, B))
+    pause      passes without a proposal after one without drafts: its seconds / (asking t(B, B))
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
@@ -73,8 +73,10 @@ class Trial:
 class DraftPolicy:
     """Chooses the drafts of each pass, at most ``most`` a sequence, and learns from every pass."""
 
-    def __init__(self, latency: Latency, most: int = 16, budget: LossBudget | None = None) -> None:
-        self.latency, self.most, self.budget = latency, most, budget or LossBudget()
+    def __init__(
+        self, latency: Latency, most: int = 16, budget: LossBudget | None = None, asking: float = ASKING
+    ) -> None:
+        self.latency, self.most, self.budget, self.asking = latency, most, budget or LossBudget(), asking
         self.acceptance = AcceptanceRates()
         self.least = 0.0  # of the round that was chosen last
         self._trials: dict[int, Trial] = {}
@@ -161,13 +163,19 @@ class DraftPolicy:
         What so many passes do not pay for is charged."""
         plain = self.latency.target(batch, batch) if batch else 0.0
         if proposing > 0 and plain > 0:
-            asked = self._charge(proposing, plain)
-            pause = min(int(asked / ASKING), PAUSE)
-            if pause == PAUSE:
-                self.budget.note(max(asked - (1 + PAUSE) * ASKING, 0.0), 0.0)
+            pause = min(int(self._charge(proposing, plain) / self.asking), PAUSE)
+            self.charge_asking(batch, proposing)
             if self.open:
                 return pause
         return self.budget.closed_passes
+
+    def charge_asking(self, batch: int, seconds: float, times: int = 1) -> None:
+        """Charge proposals in vain with what the longest pauses do not pay for."""
+        plain = self.latency.target(batch, batch) if times else 0.0
+        if plain > 0:
+            unpaid = self._charge(seconds, plain) - times * (1 + PAUSE) * self.asking
+            if unpaid > 0:
+                self.budget.note(unpaid, 0.0)
 
     def speedup(self, sequence: int, draft: int | Draft, width: int = 1) -> float:
         """Expected speedup of one sequence with the best part of a fixed draft, or with the best chain of at

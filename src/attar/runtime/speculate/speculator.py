@@ -8,7 +8,8 @@
     append      the accepted path's slots are moved together, the others are truncated
 
 Where no draft pays, the proposer's own time does not pay either: some passes then run without speculation,
-and the last of them is measured, which keeps the time of plain passes current (``_resting_pass``).
+and the last of them is measured, which keeps the time of plain passes current (``_resting_pass``). Where a
+free proposer has no draft, the next passes only look whether it has one (``silent_passes.py``).
 
 The state of a sequence that ended or was preempted is dropped before the next proposal. Sequences fork with
 their first token, before anything is drafted for them.
@@ -37,6 +38,7 @@ from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
 from attar.runtime.speculate.settings import LOSSY
 from attar.runtime.speculate.siblings import SiblingRounds
+from attar.runtime.speculate.silent_passes import Silent, SilentPasses
 from attar.runtime.speculate.speculative_pass import (
     RESTING,
     GuardedRules,
@@ -90,6 +92,7 @@ class Speculator:
         self._siblings = SiblingRounds()
         self._spent = 0.0  # own seconds, charged with the next proposal
         self._pause = self._resting = 0  # passes without speculation, and those that remain
+        self._silent = SilentPasses()
 
     def plan(
         self,
@@ -107,10 +110,12 @@ class Speculator:
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
+        began = self.clock()
+        if self._silent.active and self._silent_pass(planned, began):
+            return planned
         rests = self._resting > 0
         if rests and self._resting_pass():
             return planned
-        began = self.clock()
         self.follow(scheduler.running)
         decoding = {one.id: one for one, _ in planned if decodes_one(one)}
         total = sum([share for _, share in planned])
@@ -194,8 +199,11 @@ class Speculator:
                 self.proposer.observe(feedback)
             except Exception as failure:
                 self._fail(failure)
-        in_vain = 0.0 if drafts or this.doubted else drafting
-        self._pause = self._resting = self.policy.passes_to_skip(len(feedback), in_vain)
+        in_vain = this.asked and not (drafts or this.doubted)
+        self._pause = self.policy.passes_to_skip(len(feedback), drafting if in_vain else 0.0)
+        if in_vain and self.policy.open and self.prefilling is None and hasattr(self.proposer, "silent"):
+            self._silent.begin(self.policy, len(feedback), self._pause)
+        self._resting = 0 if self._silent.active else self._pause
         self._spent += self.clock() - now
 
     def stop(self, failure: Exception) -> None:
@@ -214,6 +222,19 @@ class Speculator:
             self.proposer.forget(gone)
             self.prefill.forget(gone)
         self._running = ids
+
+    def _silent_pass(self, planned: Planned, began: float) -> bool:
+        """Whether the pass runs without a plan."""
+        self._round = RESTING
+        try:
+            silent: Silent = self.proposer.silent  # type: ignore[attr-defined]
+            if self._silent.covers(planned, len(self._running), silent, self.most):
+                self._silent.note(self.clock() - began)
+                return True
+        except Exception as failure:
+            self._fail(failure)
+        self._silent.end(self.policy)
+        return False
 
     def _resting_pass(self) -> bool:
         """Whether the next pass runs without proposals and measurement."""

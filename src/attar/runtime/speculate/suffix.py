@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.suffix_tree import FACTOR, SuffixTree, suffix_tree
+from attar.runtime.speculate.suffix_tree import FACTOR, Nodes, SuffixTree, suffix_tree
 
 MOST_NODES, MOST_REQUESTS = 1 << 20, 10_000  # about 40 bytes a node
 NEAR = 4  # drafts that are proposed in any case
@@ -135,6 +135,11 @@ class SuffixProposer:
         """A tree of at most ``most`` drafts for each request."""
         return [self._proposed(request) for request in requests]
 
+    def silent(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
+        """Whether nothing would be proposed for a sequence; False for one that was not asked for yet."""
+        running = self._running.get(sequence)
+        return running is not None and not self._nodes(running, tokens, most)[0]
+
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Adapt the size of the next drafts to what was run."""
         for one in feedback:
@@ -152,11 +157,15 @@ class SuffixProposer:
         if request.most <= 0:
             return None
         running = self._running.get(request.sequence) or self._begin(request)
-        new = request.tokens[len(running.tokens) :]
-        running.tokens += new
-        most = min(request.most, running.reach)
-        tokens, parents, kinds = running.tree.draft(running.text, new, self.finished.tree(running.salt), most)
+        tokens, parents, kinds = self._nodes(running, request.tokens, request.most)
         return Draft(tuple(tokens), tuple(parents), kinds=tuple(kinds)) if tokens else None
+
+    def _nodes(self, running: RunningText, tokens: Sequence[int], most: int) -> Nodes:
+        """At most ``most`` drafts, after the tokens that are new have entered the tree."""
+        new = tokens[len(running.tokens) :]
+        running.tokens += new
+        others = self.finished.tree(running.salt)
+        return running.tree.draft(running.text, new, others, min(most, running.reach))
 
     def _begin(self, request: DraftRequest) -> RunningText:
         """The empty tree of a sequence; a preempted one is no finished request any more."""

@@ -38,14 +38,11 @@ class FixedPolicy(DraftPolicy):
     """Always K drafts (``most``): the first K of a tree; all of a tree that the proposer learns from."""
 
     def __init__(self, most: int, latency: Latency | None = None) -> None:
-        super().__init__(latency or Latency(), most, LossBudget(math.inf))
+        super().__init__(latency or Latency(), most, LossBudget(math.inf), asking=math.inf)
 
     @property
     def open(self) -> bool:
         return True
-
-    def passes_to_skip(self, batch: int, proposing: float) -> int:
-        return 0
 
     def choose(
         self,
