@@ -54,7 +54,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["tiny"])
     parser.add_argument("--minutes", type=float, default=20.0, help="of --threads cores, for each drafter")
     parser.add_argument("--steps", type=int, default=0, help="of each training instead of the minutes")
-    parser.add_argument("--drafters", nargs="+", help="the part's own by default")
+    parser.add_argument(
+        "--drafters", nargs="+", help="kinds, or drafters that are there; else the part's own"
+    )
     parser.add_argument("--teacher", default="attar:tiny")
     parser.add_argument("--data", default="python-stdlib", help="text or conversations to train on")
     parser.add_argument("--questions", type=Path, help="of smollm2: Spec-Bench's question.jsonl")
@@ -73,7 +75,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=8, help="of each set")
     parser.add_argument("--tokens", type=int, default=96, help="of a completion")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fixed", nargs="+", type=int, default=[1, 2, 4, 7], help="of chosen")
+    parser.add_argument("--fixed", nargs="+", type=int, default=[1, 2, 4, 7], help="K, of chosen and oracle")
     parser.add_argument("--sets", nargs="+", default=["code", "prose", "json", "repetition", "random"])
     parser.add_argument("--chances", nargs="+", type=float, default=[0.6, 0.7, 0.8, 0.9], help="of oracle")
     parser.add_argument("--shape", choices=["S", "M"], default="M", help="of oracle's target")

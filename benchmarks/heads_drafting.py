@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from heads_training import DRAFT_MODEL, HEADS, all_trained
@@ -107,7 +109,7 @@ def measured(
     wanted = {"temperature": temperature, "tokens": args.tokens, "rounds": args.rounds, "fixed": counts}
     prompts = {kind: [list(row) for row in rows] for kind, rows in sets.items()}
     key = identity("heads-measured", 1, {**wanted, **options, "prompts": prompts}, [args.teacher])
-    file = args.work / f"measured-{name.replace(' ', '-')}-{key[:12]}.json"
+    file = args.work / f"measured-{re.sub(r'[^a-z0-9+]', '-', name)}-{key[:12]}.json"
     if file.exists() and name not in args.again:
         return list(json.loads(file.read_text()))
     if args.cached:
@@ -172,8 +174,13 @@ def by_position(histogram: Sequence[int]) -> list[float]:
 
 
 def _trained(args: argparse.Namespace, minutes: float) -> list[dict[str, Any]]:
-    names = tuple(name for name in args.drafters or (*HEADS, DRAFT_MODEL) if name not in UNTRAINED)
-    return all_trained(names, minutes, args)
+    names = [name for name in args.drafters or (*HEADS, DRAFT_MODEL) if name not in UNTRAINED]
+    return all_trained(tuple(name for name in names if not _ready(name)), minutes, args)
+
+
+def _ready(name: str) -> bool:
+    """Whether a drafter is one that is there, and not the name of a kind."""
+    return ":" in name or Path(name).is_dir()
 
 
 def _methods(
@@ -182,9 +189,11 @@ def _methods(
     """Names and options: without training, each drafter, and each head in a tree with suffixes."""
     named = args.drafters or UNTRAINED
     untrained = [(name, {"speculate": name}) for name in UNTRAINED if name in named or args.drafters is None]
-    alone = [(cell["name"], {"draft": cell["folder"]}) for cell in drafters]
-    heads = [cell for cell in drafters if cell["name"] != DRAFT_MODEL]
-    both = [(f"{cell['name']} + suffix", {"draft": cell["folder"], "speculate": SUFFIX}) for cell in heads]
+    folders = {cell["name"]: cell["folder"] for cell in drafters}
+    folders |= {name: name for name in named if _ready(name)}
+    alone = [(name, {"draft": folder}) for name, folder in folders.items()]
+    heads = {name: folder for name, folder in folders.items() if name != DRAFT_MODEL}
+    both = [(f"{name} + suffix", {"draft": folder, "speculate": SUFFIX}) for name, folder in heads.items()]
     return [*untrained, *alone, *both]
 
 

@@ -3,7 +3,8 @@
 The target is a Llama of random weights, 1.1 B in int4. Its greedy text is written once; then every pass
 verifies K drafts, each of which is right with probability a if those before it are. Before each pass a head
 of random weights for this target is run as it would be: hidden states are kept by the target's passes and
-read, its context is written, its block or chain is drafted; what it drafts is dropped.
+read, its context is written, its block or chain is drafted; what it drafts is dropped. K is each of
+``--fixed``, and what the policy chooses of the ``--drafts`` that the head has.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.load import load_head_proposer
+from attar.runtime.speculate.latency import Latency, by_tokens, measure
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.speculator import Speculator
+
+CHOSEN = "chosen"
 
 
 class HeadOracle(Oracle):
@@ -69,12 +75,13 @@ class HeadOracle(Oracle):
 def oracle(args: argparse.Namespace) -> str:
     """Tokens/s over plain decoding by head and acceptance."""
     lines = [
-        f"a Llama of shape {args.shape}, random weights, int4, {args.threads} threads, K {args.drafts}",
+        f"a Llama of shape {args.shape}, random weights, int4, {args.threads} threads, {args.drafts} drafts",
         "",
     ]
     columns = [
         "head",
         "a",
+        "K",
         "tokens a pass",
         "a round of the head, ms",
         "plain, ms a token",
@@ -88,7 +95,9 @@ def oracle(args: argparse.Namespace) -> str:
         for cell in cells:
             numbers = [cell["tokens_per_pass"], cell["draft_ms"], cell["plain_ms"], cell["speedup"]]
             shown = " | ".join(f"{number:.2f}" for number in numbers)
-            lines.append(f"| {name} | {cell['a']} | {shown} | {cell['low']:.2f} to {cell['high']:.2f} |")
+            lines.append(
+                f"| {name} | {cell['a']} | {cell['K']} | {shown} | {cell['low']:.2f} to {cell['high']:.2f} |"
+            )
     return "\n".join(lines)
 
 
@@ -98,13 +107,14 @@ def _cells(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         args.shape,
         name,
         args.drafts,
+        args.fixed,
         args.chances,
         args.tokens,
         args.prompts,
         args.rounds,
         args.vocabulary,
     ]
-    file = args.work / f"oracle-{name}-{identity('heads-oracle', 1, {'wanted': wanted}, [])[:12]}.json"
+    file = args.work / f"oracle-{name}-{identity('heads-oracle', 2, {'wanted': wanted}, [])[:12]}.json"
     if file.exists() and name not in args.again:
         return list(json.loads(file.read_text()))
     if args.cached:
@@ -118,10 +128,15 @@ def _cells(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         1, runner.vocabulary, (args.prompts, 32), generator=draws
     ).tolist()
     texts = [prompt + generated(llm.engine, prompt, args.tokens) for prompt in prompts]
+    passes, times = by_tokens(measure(runner)), head.times()
     methods = {}
     for chance in args.chances:
         proposer = HeadOracle(head, texts, chance, runner.vocabulary)
-        methods[str(chance)] = Speculator(proposer, FixedPolicy(args.drafts), most=args.drafts)
+        for K in args.fixed:
+            methods[f"{chance} {K}"] = Speculator(proposer, FixedPolicy(K), most=K)
+        latency = Latency(passes, times.step, SETTLE, times.reading, times.begin)
+        policy = DraftPolicy(latency, args.drafts)
+        methods[f"{chance} {CHOSEN}"] = Speculator(proposer, policy, most=args.drafts)
     shown = profile(
         llm.engine,
         "target",
@@ -135,7 +150,8 @@ def _cells(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     plain, *rows = shown.rows
     cells = [
         {
-            "a": row.method,
+            "a": row.method.split()[0],
+            "K": row.method.split()[1],
             "tokens_per_pass": row.tokens_per_pass,
             "draft_ms": 1e3 * row.draft_share * (row.tokens_per_pass or 1.0) / row.tokens_per_s,
             "plain_ms": 1e3 / plain.tokens_per_s,

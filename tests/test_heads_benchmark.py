@@ -188,8 +188,15 @@ def test_oracle_takes_heads_as_they_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(heads_oracle, "llama_config", lambda shape: LlamaConfig(**sizes, **heads_count))
     assert llama_config("S").vocab_size  # the real one
     args = arguments(tmp_path, "--vocabulary", "64", "--drafts", "3", "--chances", "0.5", "1.0")
-    args.drafters = ["dspark", "medusa"]
+    args.drafters, args.fixed = ["dspark", "medusa"], [2]
     table = heads_oracle.oracle(args)
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| dspark")]
-    assert [row[1] for row in rows] == ["0.5", "1.0"] and float(rows[1][2]) > float(rows[0][2])
+    assert [row[1:3] for row in rows] == [[a, K] for a in ("0.5", "1.0") for K in ("2", "chosen")]
+    assert float(rows[2][3]) > float(rows[0][3]), "tokens a pass"
     assert "| medusa |" in table
+
+
+def test_a_drafter_that_is_there_is_measured_as_it_is(tmp_path):
+    args = arguments(tmp_path, "--drafters", "attar:head", "suffix", "--sets", "code", "--fixed", "2")
+    rows = [line.split(" | ")[:2] for line in heads_drafting.chosen(args).splitlines()[2:]]
+    assert rows == [[f"| {name}", "code"] for name in ("suffix", "attar:head", "attar:head + suffix")]

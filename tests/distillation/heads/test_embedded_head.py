@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
+from attar.checkpoint import paths
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.profile.profile import FixedPolicy
@@ -13,6 +15,7 @@ PROMPTS = (
     "class Reader:\n    def __init__(",
     "def test_the_length_of_a_list(self):\n        ",
 )
+MOST_BYTES = 6_000_000  # of the folder
 LEAST = 1.0  # accepted of the drafts of a pass, on average
 
 
@@ -39,3 +42,11 @@ def test_sampled_completions_with_a_seed_are_those_of_plain_decoding() -> None:
     params = SamplingParams(temperature=0.8, max_tokens=64, seed=7, ignore_eos=True)
     assert [result.token_ids for result in llm.generate(list(PROMPTS), params)] == plain(0.8)
     assert llm.engine.speculator.counts.accepted > 0
+
+
+def test_it_is_small_and_its_confidence_is_calibrated() -> None:
+    folder = paths.resolve("attar:head")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < MOST_BYTES
+    drafting = json.loads((folder / "attar.json").read_text())["details"]["drafting"]
+    errors = drafting["calibration_error"]["calibrated"]
+    assert len(errors) == 7 and max(errors) < 0.03, "expected calibration error at each position"
