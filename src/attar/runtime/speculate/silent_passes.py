@@ -41,26 +41,28 @@ class SilentPasses:
         self.active, self._left, self._rest = self._unit > 0, UNMEASURED, pause
         self._batch, self._passes, self._asked, self._seconds = batch, 0, 0, 0.0
 
-    def covers(self, planned: Planned, running: int, silent: Silent, most: int) -> bool:
-        """Whether nothing is drafted in the pass: it is one of a pause, or no sequence of it has drafts.
-        False as well where one is new, and where it is time to measure.
+    def rests(self) -> bool:
+        """Whether the next pass is one of a pause."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        self._passes += 1
+        return True
+
+    def look(self, planned: Planned, running: int, silent: Silent, most: int) -> bool:
+        """Whether no sequence of a pass has drafts; False as well if one is new, or it is time to measure.
 
         Args:
             running: sequences that the proposer follows.
             most: drafts of a sequence at most.
         """
-        if self._rest:
-            return True
         if not self._left or len(planned) != running:
             return False
         return all(decodes_one(one) and silent(one.id, one.tokens, most) for one, _ in planned)
 
     def note(self, seconds: float) -> None:
-        """Count a silent pass, after so many seconds."""
+        """A look in vain took so long."""
         self._passes += 1
-        if self._rest:
-            self._rest -= 1
-            return
         self._left -= 1
         self._asked += 1
         self._seconds += seconds

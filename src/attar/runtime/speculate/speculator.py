@@ -110,12 +110,12 @@ class Speculator:
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
-        began = self.clock()
-        if self._silent.active and self._silent_pass(planned, began):
+        if self._silent.active and self._silent_pass(planned):
             return planned
         rests = self._resting > 0
         if rests and self._resting_pass():
             return planned
+        began = self.clock()
         self.follow(scheduler.running)
         decoding = {one.id: one for one, _ in planned if decodes_one(one)}
         total = sum([share for _, share in planned])
@@ -223,18 +223,24 @@ class Speculator:
             self.prefill.forget(gone)
         self._running = ids
 
-    def _silent_pass(self, planned: Planned, began: float) -> bool:
+    def _silent_pass(self, planned: Planned) -> bool:
         """Whether the pass runs without a plan."""
-        self._round = RESTING
+        self._round, silent = RESTING, self._silent
+        if silent.rests():
+            return True
+        began, vain = self.clock(), False
         try:
-            silent: Silent = self.proposer.silent  # type: ignore[attr-defined]
-            if self._silent.covers(planned, len(self._running), silent, self.most):
-                self._silent.note(self.clock() - began)
-                return True
+            look: Silent = self.proposer.silent  # type: ignore[attr-defined]
+            vain = silent.look(planned, len(self._running), look, self.most)
         except Exception as failure:
             self._fail(failure)
-        self._silent.end(self.policy)
-        return False
+        seconds = self.clock() - began
+        if vain:
+            silent.note(seconds)
+        else:
+            self._spent += seconds
+            silent.end(self.policy)
+        return vain
 
     def _resting_pass(self) -> bool:
         """Whether the next pass runs without proposals and measurement."""
