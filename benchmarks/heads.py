@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import processor_time  # before attar
 import torch
 
 from attar.errors import AttarError
@@ -81,6 +82,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=["S", "M"], default="M", help="of oracle's target")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of oracle's heads")
     parser.add_argument("--threads", type=int, default=2)
+    processor_time.add_flag(parser)
     parser.add_argument("--cached", action="store_true", help="print what is done, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="DRAFTER", help="measure once more")
     return parser
@@ -88,7 +90,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Print the tables."""
-    args = arguments().parse_args()
+    parser = arguments()
+    args = parser.parse_args()
+    processor_time.check(parser, args)
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     for name in args.parts:
