@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import processor_time  # before attar
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
 from speculate_asking import print_asking_figures
@@ -71,7 +72,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-weights", choices=["bf16", "int8", "int4"], default="int4")
     parser.add_argument("--draft", help="a draft model, for tiny and transformers")
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    processor_time.add_flag(parser)
+    arguments = parser.parse_args()
+    processor_time.check(parser, arguments)
+    return arguments
 
 
 def ngram(arguments: argparse.Namespace) -> None:
