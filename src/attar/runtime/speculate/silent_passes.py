@@ -19,7 +19,7 @@ from attar.runtime.speculate.policy import PAUSE, DraftPolicy
 from attar.runtime.speculate.speculative_pass import decodes_one
 
 UNMEASURED = 15
-Silent = Callable[[int, Sequence[int], int], bool]
+HasNoDraft = Callable[[int, Sequence[int], int], bool]
 """Whether a proposer has no drafts for a sequence, its tokens, so many drafts at most."""
 
 
@@ -49,7 +49,7 @@ class SilentPasses:
         self._passes += 1
         return True
 
-    def look(self, planned: Planned, running: int, silent: Silent, most: int) -> bool:
+    def look(self, planned: Planned, running: int, silent: HasNoDraft, most: int) -> bool:
         """Whether no sequence of a pass has drafts; False as well if one is new, or it is time to measure.
 
         Args:

@@ -38,7 +38,7 @@ from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
 from attar.runtime.speculate.settings import LOSSY
 from attar.runtime.speculate.siblings import SiblingRounds
-from attar.runtime.speculate.silent_passes import Silent, SilentPasses
+from attar.runtime.speculate.silent_passes import HasNoDraft, SilentPasses
 from attar.runtime.speculate.speculative_pass import (
     RESTING,
     GuardedRules,
@@ -230,7 +230,7 @@ class Speculator:
             return True
         began, vain = self.clock(), False
         try:
-            look: Silent = self.proposer.silent  # type: ignore[attr-defined]
+            look: HasNoDraft = self.proposer.silent  # type: ignore[attr-defined]
             vain = silent.look(planned, len(self._running), look, self.most)
         except Exception as failure:
             self._fail(failure)
