@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.checkpoint import remote
+from attar.checkpoint.processes import Processes
 from attar.errors import UsageError
 from attar.progress import SILENT, Progress
 from attar.recipe.settings import PythonOrigin, parse
@@ -441,10 +442,12 @@ def run_evaluate(
     reference: ModelSource | None = None,
     progress: Progress | None = None,
 ) -> Measurements:
-    """Call the evaluation with settings that are checked already."""
+    """Call the evaluation with settings that are checked already; all processes of a run call it."""
     check_models(model, reference)
     function = load("attar.measure.evaluate:evaluate")
-    measurements: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
+    measurements: Measurements = function(
+        model, settings, reference=reference, processes=Processes.of_run(), progress=progress or SILENT
+    )
     return measurements
 
 

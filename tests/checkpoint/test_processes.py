@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from attar.checkpoint import processes
 from attar.checkpoint.card import Card
@@ -17,6 +19,7 @@ from attar.errors import OutputError
 def second(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("attar.checkpoint.output.wait_for_claim", lambda *given: None)
 
 
 def test_the_rank_is_the_launchers(monkeypatch):
@@ -45,6 +48,47 @@ def test_what_is_left_to_the_first_process_leaves_nothing(tmp_path, second, monk
         output.leave_to_first()
         raise AssertionError("the block went on")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_process_alone_goes_on_and_removes_what_others_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for number in (1, 2, 3):  # of a run of four that was killed
+        (tmp_path / f"..out.rank-{number}.work").mkdir()
+    (tmp_path / "..out.rank-3.partial").mkdir()
+    with produce(tmp_path / "out", "distill", {"seed": 0}, 1, []) as output:
+        assert output.processes.count == 2 and output.shared == output.work
+        output.leave_to_first()
+        assert output.processes is processes.ALONE
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["..out.rank-1.work", "out"]
+
+
+def test_it_waits_until_the_first_process_has_claimed_its_work(tmp_path, monkeypatch):
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 2:
+            (tmp_path / "key.json").write_text(json.dumps({"key": "other"}))
+        if len(naps) == 4:
+            (tmp_path / "key.json").write_text(json.dumps({"key": "key"}))
+
+    monkeypatch.setattr(processes.time, "sleep", nap)
+    processes.wait_for_claim(tmp_path / "out", "key", tmp_path)
+    assert len(naps) == 4
+
+
+def test_one_process_is_all():
+    alone = processes.ALONE
+    assert alone.of_first("a") == "a" and alone.of_all("a") == ["a"]
+    assert alone.agreed(True) and not alone.agreed(False) and alone.first
+    assert float(alone.total(torch.tensor(2.0))) == 2.0
+
+
+def test_the_largest_piece_goes_to_the_process_with_least_to_do():
+    two = processes.Processes(0, 2)
+    assert two.deal([4, 1, 1, 2]) == [0, 1, 1, 1]
+    assert two.deal([1, 10, 2]) == [1, 0, 1]
 
 
 def test_it_waits_until_the_output_is_there(tmp_path, monkeypatch):

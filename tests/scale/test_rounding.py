@@ -6,16 +6,10 @@ from safetensors.torch import load_file
 
 from attar.checkpoint.open import open_checkpoint
 from attar.quantization.hessian import CrossHessian
-from attar.walks.shared_solver import deal
 from tests.scale import rounding
 from tests.scale.processes import run_ranks
 
 SAME = 0.999  # of the codes: a sum's rounding moves a weight over the middle between two
-
-
-def test_the_largest_linear_goes_to_the_process_with_least_to_do():
-    assert deal([[4], [1], [1], [2]], 2) == [0, 1, 1, 1]
-    assert deal([[1], [5, 5], [2]], 2) == [1, 0, 1]
 
 
 def test_sums_of_parts_are_the_sums_of_the_whole():

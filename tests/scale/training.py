@@ -9,9 +9,13 @@ import torch
 from attar.checkpoint.processes import SHARD, rank
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
+from attar.distillation.feature_settings import FeatureSettings
+from attar.distillation.features.probe import make_features
+from attar.distillation.learn import divided
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.signals.online import OnlineTeacher
+from attar.models.frozen import round_frozen
 from attar.models.head import head_of
 from attar.walks.distributed import blocks_of, shards
 from attar.walks.masks import Masks
@@ -37,6 +41,8 @@ CASES = {
     "checkpointing": ("qwen3", {"gradient_checkpointing": True}),
     "muon": ("llama3", {"optimizer": "muon"}),
     "teacher": ("smollm", {"accumulate": 2}),
+    "features": ("smollm", {"accumulate": 2}),
+    "bf16": ("smollm", {"precision": "bf16"}),
     "patience": ("llama3", {"patience": 2, "evaluate_every": 1, "learning_rate": 0.05}),
 }
 
@@ -69,10 +75,17 @@ def learn(case, work=None, stop=None):
     if case == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)
-    if case == "teacher":
+    teacher, features = None, ()
+    if case in ("teacher", "features", "bf16"):
         teacher = tiny_models.build("smollm", num_hidden_layers=4).float().requires_grad_(False)
         signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 1.0, head_of(teacher))
-    loss = DistillationLoss(signal, alpha=0.7, head=head_of(model))
+    if case == "features":  # of a state in the middle: the blocks after it, and the head, get no gradient
+        middle = FeatureSettings(features=("hidden",), feature_map="1:2", prediction_weight=0.0)
+        features = make_features(model, teacher, middle, "causal", 0)
+    if case == "bf16":
+        round_frozen(teacher)
+    weight = 0.0 if features else 1.0
+    loss = DistillationLoss(signal, 0.7, features, head_of(model), weight)
     held = examples()[:4]
     measured = []
 
@@ -83,7 +96,8 @@ def learn(case, work=None, stop=None):
         return measured[-1]
 
     identities = [id(parameter) for parameter in model.parameters()]
-    history = train(model, loss, examples(), settings, work=work, masks=masks, held_out=held_out)
+    with divided(teacher):
+        history = train(model, loss, examples(), settings, work=work, masks=masks, held_out=held_out)
     assert [id(parameter) for parameter in model.parameters()] == identities
     if masks is not None:
         masks.check(model)

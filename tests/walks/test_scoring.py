@@ -27,7 +27,7 @@ def test_a_killed_scoring_goes_on_after_its_last_batch_to_the_same_bytes(tmp_pat
     hook.remove()
     whole = scored(model, "neurons", "activation", batches, tmp_path / "whole")
     assert torch.equal(first, whole)
-    files = [(tmp_path / name / "activation.safetensors").read_bytes() for name in ("killed", "whole")]
+    files = [(tmp_path / name / "activation-0-of-1.safetensors").read_bytes() for name in ("killed", "whole")]
     assert files[0] == files[1]
 
 

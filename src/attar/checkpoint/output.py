@@ -28,12 +28,21 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
-from attar.checkpoint.processes import LeftToFirst, own_output, rank, wait_for_first
+from attar.checkpoint.processes import (
+    ALONE,
+    KEY,
+    LeftToFirst,
+    Processes,
+    count,
+    own_output,
+    wait_for_claim,
+    wait_for_first,
+)
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
 from attar.options import flatten
 
-_LOCK, _KEY = "lock", "key.json"
+_LOCK = "lock"
 
 
 @dataclass
@@ -42,7 +51,9 @@ class StageOutput:
 
     Attributes:
         folder: the checkpoint's folder; empty at first.
-        work: scratch folder that survives a kill; empty unless ``resumed``.
+        work: scratch folder that survives a kill; empty unless ``resumed``. Each process has its own.
+        shared: that of the first process, which all of them use.
+        processes: those that do the block together.
         resumed: an earlier run of the same work left files in ``work``.
         command: a command line that makes this checkpoint again.
         texts: the text that the stage read, as records of :mod:`attar.data.seen`.
@@ -54,14 +65,17 @@ class StageOutput:
     key: str
     resumed: bool
     command: str
+    shared: Path
+    processes: Processes = ALONE
     texts: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
     def leave_to_first(self) -> None:
         """Of several processes all but the first end the block here (``processes.py``)."""
-        if rank():
+        if not self.processes.first:
             raise LeftToFirst
+        self.processes = ALONE
 
 
 @contextmanager
@@ -121,7 +135,10 @@ def produce(
         key = key or stage_key(stage, version, settings, lineage, text)
         resumed = _claim(work, stage, key)
         command = command_line(stage, settings, parents, final)
-        output = StageOutput(folder, work, key, resumed, command)
+        shared = atomic.hidden(final, "work")
+        if own != final:
+            wait_for_claim(final, key, shared)
+        output = StageOutput(folder, work, key, resumed, command, shared, Processes.of_run())
         with _named(folder, final):
             yield output
         write_texts(folder, [*weights, *signals], output.texts)
@@ -132,6 +149,17 @@ def produce(
         for path in (own, atomic.hidden(own, "work")):
             shutil.rmtree(path, ignore_errors=True)
         wait_for_first(final, key, atomic.hidden(final, "work") / _LOCK)
+    elif own == final:
+        _remove_left(final)
+
+
+def _remove_left(final: Path) -> None:
+    """Remove what processes beyond those of this run left when they were killed."""
+    number = count()
+    while (left := atomic.hidden(atomic.hidden(final, f"rank-{number}"), "work")).exists():
+        shutil.rmtree(left)
+        shutil.rmtree(atomic.hidden(atomic.hidden(final, f"rank-{number}"), "partial"), ignore_errors=True)
+        number += 1
 
 
 @contextmanager
@@ -291,17 +319,17 @@ def _lock(work: Path, final: Path) -> int:
 def _claim(work: Path, stage: str, key: str) -> bool:
     """Clear the scratch folder of other work; True if an earlier run of this work left files there."""
     try:
-        same = read_json(work / _KEY).get("key") == key
+        same = read_json(work / KEY).get("key") == key
     except CheckpointError:
         same = False
     if same:
         return bool(_progress(work))
     for path in _progress(work):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    atomic.write_json(work / _KEY, {"stage": stage, "key": key})
+    atomic.write_json(work / KEY, {"stage": stage, "key": key})
     return False
 
 
 def _progress(work: Path) -> list[Path]:
     """The files that a stage wrote into its scratch folder."""
-    return sorted(path for path in work.iterdir() if path.name not in (_LOCK, _KEY)) if work.is_dir() else []
+    return sorted(path for path in work.iterdir() if path.name not in (_LOCK, KEY)) if work.is_dir() else []

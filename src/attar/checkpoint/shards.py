@@ -1,9 +1,11 @@
 """Weights written as safetensors shards, with bounded memory, and resumable after a kill at any moment.
 
 Names, dtypes and shapes are declared in advance (the *layout*). They fix the shards, their headers and the
-offset of every byte, so a tensor is written directly to its offset. A complete shard is fsynced, renamed from
-``.NAME.partial`` to its name, and listed in a manifest; a writer with a manifest of the same layout resumes
-with the unfinished shards. Equal layout and equal tensors give equal bytes, in any order of writing.
+offset of every byte, so a tensor is written directly to its offset. A complete shard is fsynced and renamed
+from ``.NAME.partial`` to its name; a manifest identifies the layout, and a writer of the same layout resumes
+with the shards that have no name yet. Equal layout and equal tensors give equal bytes, in any order of
+writing. Several processes may write the shards of one folder, each its own: all of them open it before the
+first adds a tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,9 +95,21 @@ class ShardWriter:
         """Bytes of all shards together."""
         return sum(shard.size for shard in self._shards)
 
-    def missing(self) -> list[str]:
-        """Names still to be added, in the layout's order; after a kill, all names of unfinished shards."""
-        return [name for name in self._order if name in self._waiting[self._of[name][0].name]]
+    @property
+    def files(self) -> list[Path]:
+        """The finished shards, sorted by name."""
+        return [self.folder / shard.name for shard in self._shards]
+
+    def unfinished(self) -> dict[str, int]:
+        """Bytes of the shards that are not complete, by file name."""
+        return {shard.name: shard.size for shard in self._shards if self._waiting[shard.name]}
+
+    def missing(self, shards: Container[str] | None = None) -> list[str]:
+        """Names still to be added, in the layout's order, to all shards or to some; after a kill, all names
+        of unfinished shards."""
+        files = {name: self._of[name][0].name for name in self._order}
+        chosen = [name for name in self._order if shards is None or files[name] in shards]
+        return [name for name in chosen if name in self._waiting[files[name]]]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; thread-safe. The tensor is neither changed nor kept.
@@ -118,7 +132,6 @@ class ShardWriter:
                 self._waiting[shard.name].discard(name)
                 if not self._waiting[shard.name]:
                     atomic.publish(partial, self.work / shard.name)
-                    self._note()
 
     def finish(self) -> list[Path]:
         """Link the finished shards into ``folder``, and write the index of more than one. Returns the shard
@@ -133,7 +146,7 @@ class ShardWriter:
                 atomic.write_json(self.folder / INDEX, self._index())
             if self.work == self.folder:
                 (self.work / MANIFEST).unlink(missing_ok=True)
-        return [self.folder / shard.name for shard in self._shards]
+        return self.files
 
     def _index(self) -> dict[str, object]:
         total = sum(entry.end - entry.begin for _, entry in self._of.values())
@@ -142,34 +155,28 @@ class ShardWriter:
 
     def _resume(self) -> None:
         """Keep the finished shards of an earlier writer of the same layout; delete its other files."""
-        finished = self._finished()
+        same = self._manifest() == self._layout
+        finished = [shard.name for shard in self._shards if same and self._complete(shard)]
         for pattern in ("model*.safetensors*", ".model*.safetensors*"):
             for path in sorted(self.work.glob(pattern)):
                 if path.name not in finished:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
         for name in finished:
             self._waiting[name].clear()
-        self._note()
+        if not same:
+            atomic.write_json(self.work / MANIFEST, {"layout": self._layout})
 
-    def _finished(self) -> list[str]:
-        """Shards that the manifest lists and that have their full size."""
-        path = self.work / MANIFEST
+    def _manifest(self) -> object:
+        """The layout that the folder's files have."""
         try:
-            manifest = read_json(path)
+            return read_json(self.work / MANIFEST).get("layout")
         except CheckpointError:
-            return []
-        if manifest.get("layout") != self._layout:
-            return []
-        sizes = {shard.name: shard.size for shard in self._shards}
-        listed = [name for name in manifest.get("finished", []) if name in sizes]
-        files = {name: self.work / name for name in listed}
-        return [
-            name for name in listed if files[name].is_file() and files[name].stat().st_size == sizes[name]
-        ]
+            return None
 
-    def _note(self) -> None:
-        finished = [shard.name for shard in self._shards if not self._waiting[shard.name]]
-        atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
+    def _complete(self, shard: _Shard) -> bool:
+        """Whether a shard has its name, and its size."""
+        file = self.work / shard.name
+        return file.is_file() and file.stat().st_size == shard.size
 
 
 def write_checkpoint_tensors(

@@ -14,7 +14,10 @@ from attar.cli.command import (
     settings_options,
     text_option,
 )
+from attar.cli.launch import launch_if_asked
+from attar.cli.stage import launch_options
 from attar.cluster.settings import ClusterSettings
+from attar.errors import UsageError
 from attar.measure.settings import EvaluateSettings
 from attar.progress import Progress
 from attar.verbs import check_models, run_evaluate
@@ -55,11 +58,15 @@ def build_evaluate(verb: str) -> Any:
         *settings_options(EvaluateSettings),
         text_option("on", "--on", help="a Ray cluster: local, auto or ray://HOST:PORT", metavar="CLUSTER"),
         *settings_options(ClusterSettings, without=("on", "jobs")),
+        *launch_options(),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(EvaluateSettings, verb, values)
         cluster = read_settings(ClusterSettings, verb, values)
+        if cluster.on and values["launch"]:
+            raise UsageError("--on and --launch", hint="processes of this machine, or workers of a cluster")
+        launch_if_asked(values)
         if cluster.on:
             from attar.measure.evaluate_task import evaluate_on
 

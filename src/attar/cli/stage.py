@@ -48,6 +48,8 @@ def build_prune(verb: str) -> Any:
             return _run_stage(verb, values, progress)
         if not values["scan"]:
             raise UsageError("no output folder", hint="-o OUT, or --scan FILE to measure only")
+        if values["launch"]:
+            raise UsageError("--scan works in one process", hint="leave out --launch")
         values["method"] = values["method"] or "mixed"
         settings = read_settings(stage.settings_class(), verb, values)
         return Answer(*run_scan(values["model"], values["scan"], settings, progress=progress))
@@ -68,13 +70,12 @@ def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
         help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
         parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
-    if verb in ("distill", "recover", "quantize"):
-        parameters += _launch_options(shard=verb != "quantize")
+    parameters += launch_options(shard=verb in ("distill", "recover"))
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters
 
 
-def _launch_options(*, shard: bool = False) -> list[Any]:
+def launch_options(*, shard: bool = False) -> list[Any]:
     """How many processes work, and whether they divide the model."""
     help = "processes on this machine that share the work"
     options = [text_option("launch", "--launch", help=help, metavar="N")]
@@ -113,6 +114,7 @@ def build_merge(verb: str) -> Any:
         argument("config", "the models, the method and its parameters, in mergekit's YAML", "CONFIG.yml"),
         text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT"),
         *settings_options(cls, without=("config",)),
+        *launch_options(),
         flag("dry_run", "--dry-run", help="show what would be merged and how the tokenizers align, and stop"),
         flag("force", "--force", help="replace an existing checkpoint"),
     ]
@@ -126,6 +128,7 @@ def build_merge(verb: str) -> Any:
             return Answer(plan.to_dict(), plan.text())
         if not values["out"]:
             raise UsageError("no output folder", hint="-o OUT")
+        launch_if_asked(values)
         start = time.monotonic()
         checkpoint = run_merge(values["out"], settings, force=values["force"], progress=progress)
         return _merge_answer(checkpoint, values["out"], time.monotonic() - start)
@@ -141,11 +144,13 @@ def build_extract(verb: str) -> Any:
         text_option("base", "--base", help="the model it came from", metavar="BASE", required=True),
         text_option("out", "--out", "-o", help="folder of the adapter", metavar="OUT", required=True),
         *settings_options(cls),
+        *launch_options(),
         flag("force", "--force", help="replace an existing adapter"),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
+        launch_if_asked(values)
         start = time.monotonic()
         folder = run_extract(
             values["model"], values["base"], values["out"], settings, force=values["force"], progress=progress

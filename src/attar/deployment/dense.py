@@ -59,8 +59,17 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         assert tensor is not None and slot is not None, "scales have no slot"
         return {slot[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
 
-    work = output.work / "shards"
-    stream(source, layout, transform, output.folder, work=work, progress=progress, what="export dense")
+    stream(
+        source,
+        layout,
+        transform,
+        output.folder,
+        work=output.shared / "shards",
+        processes=output.processes,
+        progress=progress,
+        what="export dense",
+    )
+    output.leave_to_first()
     copy_companions(source.path, output.folder)
     return same_tensors(source, open_checkpoint(output.folder), dtype, progress)
 

@@ -104,7 +104,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
             source,
             batches,
             solver,
-            work=output.work / name,
+            work=output.shared / name,
+            processes=output.processes,
             select=shapes.__contains__,
             precision=settings.precision,
             device=pick_device(settings.device),
@@ -141,10 +142,12 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         conversion.slots,
         conversion.tensors,
         output.folder,
-        work=output.work / "shards",
+        work=output.shared / "shards",
+        processes=output.processes,
         progress=progress,
         what="export exl2",
     )
+    output.leave_to_first()
     copy_companions(source.path, output.folder)
     output.details["layers"] = list(swept.reports)
     output.details["bits_per_weight"] = stored
@@ -230,7 +233,8 @@ def _rounded_head(
     sums = imatrix.compute(
         source,
         batches,
-        work=output.work / "head",
+        work=output.shared / "head",
+        processes=output.processes,
         precision=settings.precision,
         device=pick_device(settings.device),
         progress=progress,

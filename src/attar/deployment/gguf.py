@@ -10,6 +10,8 @@ verify   the file's bytes against those in memory, and decoded by the gguf libra
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import StageOutput
+from attar.checkpoint.processes import Processes
 from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.checkpoint.units import byte_count
@@ -109,20 +112,23 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     """Write the file (or its parts) into the output folder; what was checked, in words."""
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
-    importance = importance_of(source, view, placed, settings, output.work, progress)
+    importance = importance_of(source, view, placed, settings, output.shared, output.processes, progress)
     tokenizer = read_tokenizer_files(source.path, view.config)
     metadata = {
         **described(view.config, file_stem(source)),
         **source_metadata(tokenizer, settings.pretokenizer or None),
     }
     weighted = bool(importance.entries) or settings.rounding != "nearest"
-    kinds = choose_kinds(source, view, placed, settings, metadata, weighted, progress)
-    codes = quantized_codes(source, view, placed, kinds, settings, importance, output.work, progress)
+    kinds = choose_kinds(source, view, placed, settings, metadata, weighted, output.processes, progress)
+    codes = quantized_codes(
+        source, view, placed, kinds, settings, importance, output.shared, output.processes, progress
+    )
     file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
     metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}
     if importance.origin:
         imatrix.write_imatrix(output.folder / IMATRIX, importance.entries, **importance.origin)
-    digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
+    digests = _write(file, metadata, placed, kinds, codes, settings, view, output.processes, progress)
+    output.leave_to_first()
     if file.exists():  # Ollama takes no file in several parts
         write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
@@ -158,15 +164,24 @@ def _write(
     codes: GGUFCodes,
     settings: ExportSettings,
     view: Any,
+    processes: Processes,
     progress: Progress,
 ) -> dict[str, str]:
-    """Fill the file; the digest of each tensor's bytes, as they are in memory."""
+    """Fill the first process's file, each process with some of the tensors; the digest of each tensor's
+    bytes, as they are in memory."""
     shapes = {one.gguf: one.file_shape for one in placed}
     slots = [GGUFTensorInfo(name, kinds.of[name], shape) for name, shape in shapes.items()]
-    writer = GGUFWriter(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
+    writer = GGUFWriter(
+        processes.of_first(file),
+        metadata,
+        slots,
+        max_bytes=byte_count("max_file", settings.max_file) or None,
+        processes=processes,
+    )
+    own = _own(placed, processes)
     digests: dict[str, Future[str]] = {}
-    with progress.task("write gguf", total=len(placed)) as task, ThreadPoolExecutor(1) as pool:
-        for one in placed:
+    with progress.task("write gguf", total=len(own)) as task, ThreadPoolExecutor(1) as pool:
+        for one in own:
             kind = kinds.of[one.gguf]
             data = _floats(one, kind, view) if kind in FLOATS else _blocks(one, kind, codes)
             digests[one.piece] = pool.submit(_digest, data)
@@ -175,7 +190,18 @@ def _write(
             if len(digests) > WAITING:  # what waits for its digest is in memory
                 digests[list(digests)[-1 - WAITING]].result()
     writer.finish()
-    return {name: digest.result() for name, digest in digests.items()}
+    parts = processes.of_all({name: digest.result() for name, digest in digests.items()})
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _own(placed: Sequence[Any], processes: Processes) -> list[Any]:
+    """The tensors that this process writes; those that are stored in one go together."""
+    sizes: dict[str, int] = {}
+    for one in placed:
+        name = one.stored or one.gguf
+        sizes[name] = sizes.get(name, 0) + math.prod(one.shape)
+    owners = dict(zip(sizes, processes.deal(list(sizes.values())), strict=True))
+    return [one for one in placed if owners[one.stored or one.gguf] == processes.rank]
 
 
 def _floats(one: Any, kind: str, view: Any) -> Tensor:

@@ -33,6 +33,7 @@ from attar.quantization.settings import QuantizeSettings, quantize_settings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.checkpoint.processes import Processes
     from attar.deployment.imatrix import Sums
     from attar.quantization.plan import QuantizationPlan
     from attar.quantization.rounding import RoundedModel
@@ -93,6 +94,7 @@ def quantized_codes(
     settings: ExportSettings,
     importance: InputImportance,
     work: Path,
+    processes: Processes,
     progress: Progress,
 ) -> GGUFCodes:
     """Codes for every placement whose type has blocks.
@@ -102,7 +104,7 @@ def quantized_codes(
         placed: of the architecture.
         kinds: a type for each placement.
         importance: of the inputs, for nearest rounding.
-        work: folder of the finished parts of a sweep.
+        work: folder of the finished parts of a sweep, which the processes share.
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
@@ -111,7 +113,7 @@ def quantized_codes(
         plan, head = rounding_plan(view, placed, kinds), HeadImportance()
         after_blocks = None if importance.entries else head
         quantization = _quantize_settings(settings)
-        task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks)
+        task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks, processes)
         rounded = METHODS[settings.rounding].walk(task)
         importance = head.added(importance, placed)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
@@ -125,11 +127,13 @@ class HeadImportance:
     def __init__(self) -> None:
         self.sums: Sums = {}
 
-    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> None:
+    def __call__(
+        self, skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+    ) -> None:
         """See :data:`attar.walks.sweep.AfterBlocks`."""
         from attar.deployment.imatrix import head_sums
 
-        self.sums = head_sums(skeleton, batches, hidden)
+        self.sums = head_sums(skeleton, batches, hidden, processes)
 
     def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
         """The importance with the head's."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
 from attar.formats.gguf.container import MetadataValue
@@ -90,6 +91,7 @@ def gguf_mixture(
     size: int = 0,
     metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> TypeMixture:
     """The types of least summed KL under a budget.
@@ -101,6 +103,7 @@ def gguf_mixture(
         size: the budget in bytes of the file.
         metadata: the file's metadata; counts for ``size``, with :data:`KEYS`.
         share: q, k and v get one type, and so do gate and up; False: each its own.
+        processes: they share the measurements.
 
     Raises:
         SettingsError: not even the smallest types fit; the message has the least budget.
@@ -122,6 +125,7 @@ def gguf_mixture(
         key=on.key,
         blocks=on.blocks,
         after_blocks=_after_blocks(on),
+        processes=processes,
         fits=fits,
         progress=progress,
     )

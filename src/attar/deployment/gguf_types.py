@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.processes import Processes
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
@@ -90,6 +91,7 @@ def choose_kinds(
     settings: ExportSettings,
     metadata: Mapping[str, Any],
     weighted: bool,
+    processes: Processes,
     progress: Progress,
 ) -> TensorTypes:
     """The types that the settings ask for.
@@ -97,12 +99,13 @@ def choose_kinds(
     Args:
         source: the checkpoint; ``view`` decodes it.
         weighted: scales will be searched with importance.
+        processes: they share the measurements under a budget.
 
     Raises:
         SettingsError: the budget cannot be met, or an override does not fit a tensor.
     """
     if settings.bits or settings.size:
-        return _budget(source, placed, settings, metadata, progress)
+        return _budget(source, placed, settings, metadata, processes, progress)
     if settings.type == "auto":
         return _overridden(_as_stored(source, view, placed), placed, settings.overrides)
     return _mix(settings, view.config, placed, weighted)
@@ -194,6 +197,7 @@ def _budget(
     placed: Sequence[Any],
     settings: ExportSettings,
     metadata: Mapping[str, Any],
+    processes: Processes,
     progress: Progress,
 ) -> TensorTypes:
     from attar.deployment.gguf_mixture import gguf_mixture
@@ -205,6 +209,7 @@ def _budget(
         bits=settings.bits,
         size=byte_count("size", settings.size),
         metadata=metadata,
+        processes=processes,
         progress=progress,
     )
     label = f"{mixture.bits_per_weight:.2f}bpw"

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
+from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.progress import SILENT, Progress
@@ -47,6 +48,7 @@ def compute(
     batches: Sequence[Tensor],
     *,
     work: Path,
+    processes: Processes = ALONE,
     precision: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
@@ -56,6 +58,7 @@ def compute(
     Args:
         batches: int64 (B, S), none padded.
         work: folder of its own for this; what a finished run left there is read back.
+        processes: each runs a part of the batches; all get the sums of all.
         precision: of the passes: "fp32", "bf16" or "auto".
 
     Raises:
@@ -70,8 +73,11 @@ def compute(
         for name in [name for block in discover(model).blocks for name in block.linears]:
             inputs.watch(name, model.get_submodule(name))
 
-    def after_blocks(skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> None:
+    def after_blocks(
+        skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+    ) -> None:
         _run_head(skeleton, batches, hidden, inputs)
+        inputs.reduce(processes)
         sums.update(_named(skeleton, inputs))
 
     sweep(
@@ -83,18 +89,23 @@ def compute(
         precision=precision,
         prepare=prepare,
         after_blocks=after_blocks,
+        processes=processes,
         device=device,
         progress=progress,
         what="importance",
     )
-    _write_sums(work / RESULT, sums)
+    if processes.first:
+        _write_sums(work / RESULT, sums)
     return sums
 
 
-def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> Sums:
+def head_sums(
+    skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+) -> Sums:
     """The head's sums alone, from the hidden states after the last block; none for a model without a head."""
     inputs = _SquaredInputs()
     _run_head(skeleton, batches, hidden, inputs)
+    inputs.reduce(processes)
     return _named(skeleton, inputs)
 
 
@@ -131,6 +142,15 @@ class _SquaredInputs:
             raise NumericsError(f"an input of {name} is not finite", hint="the model overflows; try fp32")
         self.sums[name] = squares + self.sums[name] if name in self.sums else squares.clone()
         self.counts[name] = self.counts.get(name, 0) + x.shape[:-1].numel()
+
+    def reduce(self, processes: Processes) -> None:
+        """Add the sums of several processes; an expert may have seen tokens in some of them only."""
+        parts = processes.of_all((self.sums, self.counts))
+        self.sums, self.counts = {}, {}
+        for sums, counts in parts:
+            for name, value in sums.items():
+                self.sums[name] = self.sums[name] + value if name in self.sums else value
+                self.counts[name] = self.counts.get(name, 0) + counts[name]
 
 
 def _run_head(

@@ -21,6 +21,7 @@ from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.checkpoint.processes import Processes
     from attar.deployment.imatrix import Sums
     from attar.formats.gguf.placement import Placement
 
@@ -59,6 +60,7 @@ def importance_of(
     placed: Sequence[Any],
     settings: ExportSettings,
     work: Path,
+    processes: Processes,
     progress: Progress,
 ) -> InputImportance:
     """The importance that the settings ask for; none with ``auto`` and a rounding that runs the calibration
@@ -71,7 +73,7 @@ def importance_of(
         SettingsError: the file does not fit the model.
     """
     if settings.importance_rows:
-        return _compute(source, view, placed, settings, work, progress)
+        return _compute(source, view, placed, settings, work, processes, progress)
     if settings.imatrix in ("auto", "none", ""):
         return InputImportance()
     return _read(Path(settings.imatrix), placed)
@@ -117,6 +119,7 @@ def _compute(
     placed: Sequence[Any],
     settings: ExportSettings,
     work: Path,
+    processes: Processes,
     progress: Progress,
 ) -> InputImportance:
     from attar.deployment.imatrix import compute
@@ -136,6 +139,7 @@ def _compute(
         with_single_experts(view, placed),
         batches,
         work=work / "imatrix",
+        processes=processes,
         precision=settings.precision,
         device=pick_device(settings.device),
         progress=progress,

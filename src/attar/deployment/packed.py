@@ -94,6 +94,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     if isinstance(conversion, FromCompressedTensors):
         write_config(output.folder / "hf_quant_config.json", conversion.hf_quant_config)
     _stream(source, conversion, output, progress)
+    output.leave_to_first()
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
     output.details["limits"] = target_limits(written)
@@ -112,10 +113,12 @@ def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[s
         lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         lambda name, load: {name: load()},
         output.folder,
-        work=output.work / "shards",
+        work=output.shared / "shards",
+        processes=output.processes,
         progress=progress,
         what="export",
     )
+    output.leave_to_first()
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
     output.details["limits"] = target_limits(written)
@@ -131,7 +134,8 @@ def _stream(source: Checkpoint, conversion: Conversion, output: StageOutput, pro
         lambda info: [TensorSpec(*slot) for slot in conversion.headers(info)],
         transform,
         output.folder,
-        work=output.work / "shards",
+        work=output.shared / "shards",
+        processes=output.processes,
         progress=progress,
         what="export",
     )

@@ -6,6 +6,8 @@ model also trains on rows that its teacher generated (``rollouts/``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from attar.models.head import head_of
 from attar.models.load import load_tokenizer
 from attar.models.plain_config import end_tokens
 from attar.progress import Progress
-from attar.walks.distributed import shards
+from attar.walks.distributed import blocks_of, sharded, shards
 from attar.walks.masks import Masks
 from attar.walks.objectives import Loss
 from attar.walks.train import BatchSource, TrainHistory, train
@@ -104,13 +106,26 @@ def learn(
         return mean_loss(loss, trained, held_out, settings.batch_size)
 
     options: dict[str, Any] = {"held_out": held_out_loss, "progress": progress, "what": what}
-    history = train(model, loss, rows, settings, work=source.work, masks=masks, **options)
+    runs = settings.teacher_signal == "online"  # in step with the student, in every process
+    with divided(source.teacher if runs else None):
+        history = train(model, loss, rows, settings, work=source.work, masks=masks, **options)
     if LAYER_WEIGHTS in projections:
         matrix = projections[LAYER_WEIGHTS].matrix()
         progress.log(f"{what}: the learned layer map comes down to --feature-map {hard_map(matrix)}")
         if details is not None:
             details["feature_map"] = {"weights": matrix, "hard": hard_map(matrix)}
     return history
+
+
+@contextmanager
+def divided(teacher: Any | None) -> Iterator[None]:
+    """Within it, processes that divide what is trained divide the teacher too: each holds a part of every
+    block, which is gathered for the block's pass."""
+    if teacher is None or not shards() or not blocks_of(teacher):
+        yield
+        return
+    with sharded(teacher):
+        yield
 
 
 def _save_memory(source: SignalSource, settings: LearnSettings) -> None:

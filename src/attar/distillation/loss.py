@@ -47,6 +47,11 @@ class DistillationLoss:
     weight: float = 1.0
     routers: RouterLoss | None = None
 
+    @property
+    def partial(self) -> bool:
+        """Whether it leaves parameters without a gradient: those after the last feature."""
+        return not self.weight
+
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         insides = Insides.all_of(feature.insides for feature in self.features)
         target = None if self.signal is None else self.signal.target(batch, insides)

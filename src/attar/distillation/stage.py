@@ -16,6 +16,7 @@ from attar.checkpoint.licence_gate import check_licences
 from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.checkpoint.processes import Processes
 from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.provenance import provenance
@@ -123,8 +124,8 @@ def distill(
         if settings.adapter_rank:
             torch.manual_seed(settings.seed)  # A is drawn
             student = add_adapters(student, linears_of(student), settings.adapter_rank)
-        written = samples or output.work / "samples"
-        rollouts = _rollouts(model, source, settings, written, progress) if writes else None
+        written = samples or output.shared / "samples"
+        rollouts = _rollouts(model, source, settings, written, output.processes, progress) if writes else None
         cache = signal or output.work / "signal"
         origin = SignalSource(model, source, cache, output.work / "train", tokens)
         history = learn(
@@ -286,11 +287,16 @@ def _trainable(
 
 
 def _rollouts(
-    model: Any, source: Checkpoint, settings: DistillSettings, folder: Path, progress: Progress
+    model: Any,
+    source: Checkpoint,
+    settings: DistillSettings,
+    folder: Path,
+    processes: Processes,
+    progress: Progress,
 ) -> RolloutWriter:
     """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
-    return RolloutWriter(model, load_tokenizer(source), settings, length, folder, progress)
+    return RolloutWriter(model, load_tokenizer(source), settings, length, folder, progress, processes)
 
 
 def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:

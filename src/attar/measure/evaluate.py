@@ -10,6 +10,7 @@ is read, and only then the logits of the whole text are computed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import Checkpoint
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError, UsageError
 from attar.measure.encoders import (
@@ -134,16 +136,19 @@ def evaluate(
     settings: EvaluateSettings | None = None,
     *,
     reference: str | Path | Checkpoint | Subject | Reference | EncoderReference | None = None,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> Measurements:
     """Measure a language model, or an encoder (encoders.py).
 
     Args:
+        processes: they share the text and the questions; the first one alone generates the sample and is
+            timed. An encoder is measured by one process.
         reference: what the divergence is measured against: a model, or a :class:`Reference` shared by
             several evaluations. Both models read the same tokens, those of the reference's tokenizer.
 
     Raises:
-        UsageError: model and reference have different tokenizers.
+        UsageError: model and reference have different tokenizers, or several processes an encoder.
         DataError: the text is missing, empty or too short, or a file of questions has a bad line.
         SettingsError: no such device.
         NumericsError: the model's logits are NaN.
@@ -152,6 +157,8 @@ def evaluate(
     settings = settings or EvaluateSettings()
     check_device(settings.device)
     if not isinstance(model, Subject) and encoder_task(model):
+        if processes.count > 1:
+            raise UsageError("an encoder is measured by one process", hint="leave out --launch")
         return _evaluate_encoder(model, settings, reference, progress)
     if isinstance(reference, EncoderReference):
         raise UsageError("the reference is an encoder, the model is none")
@@ -166,23 +173,27 @@ def evaluate(
     subject = load_subject(model, **formats, **placement)
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
-    prompt, sample = _sample(subject, settings)
-    speed = _speed(subject, settings) if settings.speed else None
+    prompt, sample = _sample(subject, settings) if processes.first else (None, None)
+    speed = _speed(subject, settings) if settings.speed and processes.first else None
+    processes.wait()  # nothing runs beside what is timed
     peak, device_peak = peak_rss_bytes(), peak_device_bytes(settings.device)
     if isinstance(reference, Reference):
         peak -= reference.nbytes
     elif reference is not None:
         reference_subject = load_subject(reference, **placement)
         check_same_tokens(subject, reference_subject)
-        reference = make_reference(reference_subject, settings, progress=progress)
+        reference = make_reference(reference_subject, settings, processes=processes, progress=progress)
     elif subject.checkpoint is not None:
         settings = fit(settings, subject.checkpoint, progress)
     note = text_note(subject, settings, reference)
     if note:
         progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
-    quality = measure_quality(subject, settings, reference, progress=progress)
-    tasks = tuple(measure_task(subject, file, rows, progress=progress) for file, rows in questions.items())
-    transformers_speed = _transformers_speed(model, subject, settings)
+    quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
+    tasks = tuple(
+        measure_task(subject, file, rows, processes=processes, progress=progress)
+        for file, rows in questions.items()
+    )
+    transformers_speed = _transformers_speed(model, subject, settings) if processes.first else None
     return Measurements(
         **asdict(quality),
         **asdict(measure_size(subject)),
@@ -260,12 +271,14 @@ def measure_quality(
     reference: Reference | None = None,
     *,
     batches: list[Tensor] | None = None,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> Quality:
     """Perplexity, and the divergence from a reference.
 
     Args:
         batches: int64 (B, S) batches to read when there is no reference; None: the settings' text.
+        processes: each runs a part of the batches; all get the quality on all.
 
     Raises:
         NumericsError: a logit is NaN.
@@ -274,26 +287,25 @@ def measure_quality(
         pieces = reference.batches
     else:
         pieces = split(held_out(subject, settings) if batches is None else batches, subject.vocabulary)
-    losses: list[Tensor] = []
-    divergences: list[Tensor] = []
-    agreements: list[Tensor] = []
-    correct: list[Tensor] = []
-    reference_correct: list[Tensor] = []
-    with progress.task(f"evaluate {subject.name}", total=len(pieces)) as task:
-        for number, piece in enumerate(pieces):
+    own = range(processes.rank, len(pieces), processes.count)
+    measured: dict[int, list[tuple[Tensor, ...]]] = {}
+    with progress.task(f"evaluate {subject.name}", total=len(own)) as task:
+        for number in own:
+            rows = subject_logits(subject, pieces[number], subject.vocabulary)
             reference_rows = reference.rows(number) if reference else None
-            for logits, labels in subject_logits(subject, piece, subject.vocabulary):
-                losses.append(token_losses(logits, labels).cpu())
-                correct.append(hits(logits, labels).cpu())
-                if reference_rows is not None:
-                    row = next(reference_rows)
-                    reference_correct.append(hits(row, labels).cpu())
-                    divergences.append(kl(row, logits).cpu())
-                    agreements.append(agreement(row, logits).cpu())
-            task.advance(loss=float(losses[-1].mean()))
+            measured[number] = [
+                _measured(logits, labels, None if reference_rows is None else next(reference_rows))
+                for logits, labels in rows
+            ]
+            task.advance(loss=float(measured[number][-1][0].mean()))
+    measured = {number: rows for part in processes.of_all(measured) for number, rows in part.items()}
+    losses, correct, *compared = zip(
+        *(row for _, rows in sorted(measured.items()) for row in rows), strict=True
+    )
     quality = _prediction(subject.name, losses, correct)
-    if not divergences:
+    if not compared:
         return quality
+    divergences, agreements, reference_correct = compared
     distances, reference_accuracy = torch.cat(divergences), _fraction(reference_correct)
     kept = (
         quality.accuracy / reference_accuracy if reference_accuracy and quality.accuracy is not None else None
@@ -307,7 +319,16 @@ def measure_quality(
     )
 
 
-def _prediction(name: str, losses: list[Tensor], correct: list[Tensor]) -> Quality:
+def _measured(logits: Tensor, labels: Tensor, reference: Tensor | None) -> tuple[Tensor, ...]:
+    """Losses and hits (n,) of a sequence; with a reference's logits (n, V) KL, agreement and its hits too."""
+    own = token_losses(logits, labels), hits(logits, labels)
+    if reference is None:
+        return tuple(value.cpu() for value in own)
+    compared = kl(reference, logits), agreement(reference, logits), hits(reference, labels)
+    return tuple(value.cpu() for value in (*own, *compared))
+
+
+def _prediction(name: str, losses: Sequence[Tensor], correct: Sequence[Tensor]) -> Quality:
     """Perplexity and accuracy, from the losses (n,) and hits (n,) of each sequence."""
     all_losses = torch.cat(losses)
     loss = float(all_losses.mean())
@@ -319,7 +340,7 @@ def _prediction(name: str, losses: list[Tensor], correct: list[Tensor]) -> Quali
     return Quality(perplexity(loss), loss, all_losses.numel(), accuracy=_fraction(correct))
 
 
-def _fraction(parts: list[Tensor]) -> float:
+def _fraction(parts: Sequence[Tensor]) -> float:
     """The fraction of elements that are true."""
     return float(torch.cat(parts).double().mean())
 

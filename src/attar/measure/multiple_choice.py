@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import PADDING
 from attar.errors import DataError
 from attar.measure.logits import next_token_logits
@@ -123,26 +124,36 @@ def _label(where: str, value: object, choices: int) -> int:
 
 
 def measure_task(
-    subject: Subject, file: str | Path, questions: Sequence[MultipleChoice], *, progress: Progress = SILENT
+    subject: Subject,
+    file: str | Path,
+    questions: Sequence[MultipleChoice],
+    *,
+    processes: Processes = ALONE,
+    progress: Progress = SILENT,
 ) -> TaskScore:
     """Accuracy of a model on questions.
 
     Args:
         file: names the score.
+        processes: each answers a part of the questions; all get the score of all.
 
     Raises:
         DataError: a choice is longer than the context, or the model has no tokenizer.
     """
     if subject.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, and questions are text")
-    pairs = [pair for question in questions for pair in _pairs(subject, question)]
+    own = questions[processes.rank :: processes.count]
+    pairs = [pair for question in own for pair in _pairs(subject, question)]
     scores = iter([score for score, _ in log_likelihoods(subject, pairs, progress=progress)])
-    plain, normed = [], []
-    for question in questions:
+    plain: list[float] = []
+    normed: list[float] = []
+    for question in own:
         sums = np.array([next(scores) for _ in question.choices])
         lengths = np.array([float(len(choice)) for choice in question.choices])
         plain.append(float(np.argmax(sums) == question.label))
         normed.append(float(np.argmax(sums / lengths) == question.label))
+    parts = processes.of_all((plain, normed))
+    plain, normed = ([right for part in parts for right in part[which]] for which in (0, 1))
     name = Path(file).name.removesuffix(".jsonl")
     return TaskScore(name, len(questions), *_mean(plain), *_mean(normed))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.auto import AUTO, fit
 from attar.data.packing import PackedRows, evaluation_rows
 from attar.data.python_text import PROSE
@@ -38,7 +39,8 @@ class Reference:
         batches: the text, int64 (B, S) each.
         width: compared columns of the logits.
         shared: why the text is in other splits too, as in :class:`attar.data.packing.PackedRows`.
-        logits: per batch and sequence, float32 (n, width); None where each evaluation recomputes them.
+        logits: per batch and sequence, float32 (n, width), none for batches of other processes; None where
+            each evaluation recomputes them.
     """
 
     subject: Subject
@@ -73,6 +75,7 @@ def make_reference(
     *,
     batches: list[Tensor] | None = None,
     memory_limit: int = MEMORY_LIMIT,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> Reference:
     """Run the reference over the held-out text.
@@ -80,6 +83,7 @@ def make_reference(
     Args:
         batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
         memory_limit: bytes for kept logits; above it each evaluation recomputes them.
+        processes: each runs a part of the batches.
 
     Raises:
         AttarError: the model or the text cannot be used.
@@ -92,14 +96,15 @@ def make_reference(
         packed = held_out_rows(subject, settings)
         batches, shared = list(packed.rows.split(settings.batch_size)), packed.shared
     pieces = split(batches, width)
-    size = sum(int(predicted(piece).sum()) for piece in pieces) * width * 4
+    own = range(processes.rank, len(pieces), processes.count)
+    size = sum(int(predicted(pieces[number]).sum()) for number in own) * width * 4
     if size > memory_limit:
         return Reference(subject, settings, pieces, width, None, shared)
-    logits = []
-    with progress.task(f"reference {subject.name}", total=len(pieces)) as task:
-        for piece in pieces:
-            rows = next_token_logits(subject.model, piece, width)
-            logits.append([row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows])
+    logits: list[list[Tensor]] = [[] for _ in pieces]
+    with progress.task(f"reference {subject.name}", total=len(own)) as task:
+        for number in own:
+            rows = next_token_logits(subject.model, pieces[number], width)
+            logits[number] = [row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows]
             task.advance()
     bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
     return Reference(bare, settings, pieces, width, logits, shared)

@@ -176,10 +176,12 @@ class ConflictRecorder:
     """Measures conflicts while a merge runs; a resumed merge does not measure a tensor again.
 
     Attributes:
-        file: one line for every tensor that was compared.
+        folder: of the files, one for each process, with one line for every tensor that it compared.
+        rank: of this process.
     """
 
-    file: Path
+    folder: Path
+    rank: int = 0
     _sums: dict[str, ConflictSums] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -189,9 +191,20 @@ class ConflictRecorder:
             b"\n"
         ):  # cut short by a kill; drop it before the next is appended
             write_bytes(self.file, b"".join(lines[:-1]))
-            lines.pop()
-        for row in map(json.loads, lines):
-            self._sums[row["name"]] = ConflictSums.from_plain(row["sums"])
+        self._read()
+
+    @property
+    def file(self) -> Path:
+        """Of this process."""
+        return self.folder / f"conflicts-{self.rank}.jsonl"
+
+    def _read(self) -> None:
+        """What is in the files of all processes."""
+        for file in sorted(self.folder.glob("conflicts-*.jsonl")):
+            for line in file.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    row = json.loads(line)
+                    self._sums[row["name"]] = ConflictSums.from_plain(row["sums"])
 
     def record(self, output: OutputTensor, tensors: list[Tensor], base: Tensor) -> None:
         """Compare the inputs of one output; may be called from several threads."""
@@ -204,6 +217,7 @@ class ConflictRecorder:
 
     def details(self, plan: MergePlan) -> dict[str, Any]:
         """For the card: ``conflicts``, rows by layer and part, and ``conflict_models``, the models' names."""
+        self._read()
         outputs = [output for output in plan.outputs if output.name in self._sums]
         models = {tuple(item.model for item in output.inputs) for output in outputs}
         if len(models) != 1:  # slices of different models cannot be compared

@@ -119,7 +119,7 @@ class _MergeRun:
     def merge_earlier(self, document: MergeDocument, output: StageOutput) -> None:
         """Merge a document that later ones use into a checkpoint in the work folder."""
         assert document.name is not None, "only the last document may have no name"
-        folder = output.work / "models" / document.name
+        folder = output.shared / "models" / document.name
         key = sha256_text(f"{output.key}\n{document.name}")
         if not finished(folder, key):
             with self.produce(folder, True, key, None) as inner:
@@ -138,22 +138,25 @@ class _MergeRun:
         if self.settings.search or prepared.document.method in SEARCHED:
             from attar.merging.search.choose import choose
 
-            prepared = choose(prepared, self.parents, self.settings, output, self.progress)
+            with output.processes.main_process_first():  # the others find its losses in the work folder
+                prepared = choose(prepared, self.parents, self.settings, output, self.progress)
         texts = None
         if prepared.quality_tokens(self.settings):
             from attar.merging.quality import measure_quality, texts_of_parents
 
             texts = texts_of_parents(prepared, self.settings)
-        conflicts = ConflictRecorder(output.work / "conflicts.jsonl")
+        conflicts = ConflictRecorder(output.shared, output.processes.rank)
         merge = replace(prepared.merge.scanned(self.progress), observe=conflicts.record)
         atomic.write_json(output.folder / "config.json", merge.plan.config)
         _write_companions(prepared, output.folder)
         merge.write(
             output.folder,
-            work=output.work / "shards",
+            work=output.shared / "shards",
+            processes=output.processes,
             shard_bytes=byte_count("shard_size", self.settings.shard_size),
             progress=self.progress,
         )
+        output.leave_to_first()
         output.details |= {"method": merge.plan.method.name, "models": list(merge.plan.labels)}
         output.details |= {"notes": notes} if notes else {}
         output.details |= self._drawn(conflicts.details(merge.plan), output.folder)

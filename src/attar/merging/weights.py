@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
@@ -141,10 +142,15 @@ class Merge:
         folder: Path,
         *,
         work: Path | None = None,
+        processes: Processes = ALONE,
         shard_bytes: int = SHARD_BYTES,
         progress: Progress = SILENT,
     ) -> list[Path]:
-        """Write every tensor, from the first unfinished shard on; returns the files written."""
+        """Write every tensor, from the first unfinished shard on; returns the files written.
+
+        Args:
+            processes: they share the shards.
+        """
         steps = [
             WriteStep([spec], partial(self.merged, output), self.input_bytes(output))
             for spec, output in zip(self.specs(), self.plan.outputs, strict=True)
@@ -153,6 +159,7 @@ class Merge:
             steps,
             folder,
             work=work,
+            processes=processes,
             shard_bytes=shard_bytes,
             together=TOGETHER,
             progress=progress,

@@ -43,10 +43,12 @@ def amounts_of(
         name = "global"
     if name == "uniform":
         return dict.fromkeys(linears, asked), {}
-    file = task.output.work / "allocation.json"
-    if not file.exists():
+    file, processes = task.output.shared / "allocation.json", task.output.processes
+    if not processes.agreed(file.exists()):
         counts, chosen = ALLOCATIONS[name](task, linears, batches, asked)
-        write_json(file, {"zeros": counts, "report": {"by": name, **chosen}})
+        if processes.first:
+            write_json(file, {"zeros": counts, "report": {"by": name, **chosen}})
+        processes.wait()
     content = read_json(file)
     amounts = {name: Sparsity(content["zeros"][name] / linear.size) for name, linear in linears.items()}
     return amounts, content["report"]
@@ -130,13 +132,16 @@ def dense_norms(task: PruneTask, linears: Linears, batches: Sequence[Tensor]) ->
         task.source,
         batches,
         None,
-        work=task.output.work / "norms",
+        work=task.output.shared / "norms",
+        processes=task.output.processes,
         precision=task.settings.precision,
         prepare=lambda model: accumulators.update(observe_norms(model, inputs)[0]),
         device=torch.device(pick_device(task.settings.device)),
         progress=task.progress,
         what="input norms",
     )
+    for accumulator in accumulators.values():
+        accumulator.reduce(task.output.processes.total)
     return {name: accumulator.value().cpu() for name, accumulator in accumulators.items()}
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.atomic import hidden
 from attar.checkpoint.open import open_checkpoint
 from attar.data.auto import fit
+from attar.errors import UsageError
 from attar.models.load import save_model
 from attar.models.plan_space import plan_space
 from attar.models.stored import precision_note, stored_precision
@@ -40,9 +41,11 @@ def prune_mixed(task: PruneTask) -> None:
     """Cut the plan of the least KL within the budget.
 
     Raises:
-        AttarError: the budget is out of reach, or removes nothing.
+        AttarError: the budget is out of reach, or removes nothing; or there are several processes.
     """
     source, options, output, progress = task.source, task.options, task.output, task.progress
+    if output.processes.count > 1:
+        raise UsageError("--method mixed works in one process", hint="leave out --launch")
     space = plan_space(source.config, stored_precision(source))
     plan_budget(space.planned, options).check(space.planned, space.grid)
     texts = candidate_texts(task, space.anatomy) if options.candidates > 1 else None

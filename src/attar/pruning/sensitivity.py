@@ -68,6 +68,7 @@ def measured_fractions(
         inputs.file,
         key=inputs.key,
         blocks=inputs.blocks,
+        processes=task.output.processes,
         progress=task.progress,
     )
     chosen = choose(measurements, sizes, asked.zeros)

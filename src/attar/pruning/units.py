@@ -18,7 +18,7 @@ from torch import Tensor
 from attar.errors import ModelError, UsageError
 from attar.models.anatomy import discover
 from attar.models.cut_plan import CutPlan
-from attar.models.device import pick_device, resolve
+from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
 from attar.models.masking import masked_units
 from attar.models.parts import Anatomy
@@ -32,6 +32,7 @@ from attar.pruning.structures import STRUCTURES
 from attar.pruning.structures.heads import zero_heads
 from attar.pruning.structures.structure import Structure
 from attar.pruning.task import PruneTask
+from attar.walks.distributed import agreed_precision
 from attar.walks.objectives import Loss, masked_token_loss, next_token_loss
 from attar.walks.scoring import UnitScoring, no_loss
 
@@ -68,8 +69,9 @@ def prune_units(task: PruneTask) -> None:
         structure.weights(loaded, anatomy),
         task.batches(),
         training_loss(anatomy, tokenizer) if name in HEAD_CRITERIA else no_loss,
-        output.work,
-        precision=resolve(settings.precision, loaded.device, output.work),
+        output.shared,
+        precision=agreed_precision(output.processes, settings.precision, loaded.device, output.shared),
+        processes=output.processes,
         progress=progress,
         what=f"prune {settings.method}",
     )
@@ -78,6 +80,7 @@ def prune_units(task: PruneTask) -> None:
     if settings.reconstruction != "none":
         reconstruct_units(task, loaded, anatomy, plan, settings.reconstruction, scoring.batches)
         output.details["reconstruct"] = settings.reconstruction
+    output.leave_to_first()
     smaller = zero_heads(loaded, anatomy, plan) if zeroed else checked_cut(scoring, plan)
     save_model(smaller, output.folder, dtype=stored_precision(source))
     output.details["layers"] = _report(structure.parts(anatomy), scores, keep)

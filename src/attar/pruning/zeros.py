@@ -83,6 +83,7 @@ def prune_zeros(task: PruneTask) -> None:
     if task.settings.reconstruction != "none":
         weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
     write(task, linears, weights, biases)
+    task.output.leave_to_first()
     rows = check(task, linears, amounts, reports)
     details = task.output.details
     zeros, of = sum(row["zeros"] for row in rows), sum(linear.size for linear in linears.values())
@@ -131,7 +132,8 @@ def sweep_linears(
         task.source,
         batches,
         LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row),
-        work=task.output.work / "blocks",
+        work=task.output.shared / "blocks",
+        processes=task.output.processes,
         select=linears.__contains__,
         precision=task.settings.precision,
         device=torch.device(pick_device(task.settings.device)),
@@ -174,7 +176,8 @@ def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Bia
         lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         transform,
         output.folder,
-        work=output.work / "shards",
+        work=output.shared / "shards",
+        processes=output.processes,
         progress=task.progress,
     )
 

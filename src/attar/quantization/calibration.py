@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
@@ -78,6 +79,11 @@ class ActivationRange:
         self.high = torch.maximum(self.high.to(x.device), high.float())
         self.tokens += x[..., 0].numel()
 
+    def reduce(self, processes: Processes) -> None:
+        """The range over what several processes have seen."""
+        lows, highs, tokens = zip(*processes.of_all((self.low, self.high, self.tokens)), strict=True)
+        self.low, self.high, self.tokens = torch.stack(lows).min(), torch.stack(highs).max(), sum(tokens)
+
     def scale(self) -> float:
         """s; 1 where only zeros were seen.
 
@@ -112,7 +118,12 @@ class StaticScales:
 
 
 def static_scales(
-    checkpoint: Checkpoint, plan: QuantizationPlan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    processes: Processes = ALONE,
 ) -> StaticScales:
     """The static scales of a plan, from the ranges in the float model over the calibration batches.
 
@@ -148,12 +159,15 @@ def static_scales(
         batches_of(checkpoint, settings),
         None,
         work=work / "ranges",
+        processes=processes,
         precision=settings.calibration.precision,
         prepare=prepare,
         device=torch.device(pick_device(settings.device)),
         progress=progress,
         what="ranges",
     )
+    for seen in [*inputs.values(), *(one for pair in caches.values() for one in pair)]:
+        seen.reduce(processes)
     return StaticScales(
         input_scales(inputs),
         {name: (keys.scale(), values.scale()) for name, (keys, values) in caches.items()},

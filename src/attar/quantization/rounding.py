@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device, resolve
+from attar.models.device import pick_device
 from attar.models.experts import unstack
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.models.zeros import zero_mask
@@ -52,6 +53,7 @@ from attar.quantization.settings import (
     SparseGPTQSettings,
     YAQASettings,
 )
+from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
@@ -74,7 +76,8 @@ class RoundingTask:
 
     Attributes:
         checkpoint: dense; the plan was made for it.
-        work: folder of finished parts; survives a kill.
+        work: folder of finished parts, which the processes share; survives a kill.
+        processes: those that take the walk together.
         after_blocks: called with the hidden states after the last block, where a sweep rounds.
     """
 
@@ -84,6 +87,7 @@ class RoundingTask:
     work: Path
     progress: Progress
     after_blocks: AfterBlocks | None = None
+    processes: Processes = ALONE
 
     def batches(self) -> list[Tensor]:
         """The calibration batches, int64 (B, S)."""
@@ -152,10 +156,11 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
     batches, hessian = task.batches(), None
     if isinstance(options, YAQASettings):
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
-        hessian.collect(precision)
+        if task.processes.first:
+            hessian.collect(precision)
+        task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    options_of_sweep = _sweep_options(task, layers, precision) | {"shared": True}
-    return _swept(task, sweep(task.checkpoint, batches, solver, **options_of_sweep))
+    return _swept(task, sweep(task.checkpoint, batches, solver, **_sweep_options(task, layers, precision)))
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:
@@ -186,6 +191,7 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         "select": layers.__contains__,
         "precision": precision,
         "after_blocks": task.after_blocks,
+        "processes": task.processes,
         "device": torch.device(pick_device(task.settings.device)),
         "experts": counted_tokens(task.settings.calibration),
         "progress": task.progress,
@@ -263,7 +269,8 @@ def _schedule(settings: QuantizeSettings, options: QATSettings) -> TrainSettings
 def _precision(task: RoundingTask) -> str:
     """``bf16`` or ``fp32`` for the passes of a sweep; a resumed sweep keeps its own."""
     device = torch.device(pick_device(task.settings.device))
-    return resolve(task.settings.calibration.precision, device, task.work / "blocks")
+    precision = task.settings.calibration.precision
+    return agreed_precision(task.processes, precision, device, task.work / "blocks")
 
 
 def _masks(task: RoundingTask) -> dict[str, Tensor]:
@@ -318,10 +325,10 @@ class TrainedCodes:
 
 class StreamedCodes:
     """Codes rounded to nearest when a tensor is read. The numbers of each layer go to a file that survives a
-    kill."""
+    kill, of each process its own."""
 
     def __init__(self, task: RoundingTask) -> None:
-        self.task, self.errors = task, task.work / "errors.jsonl"
+        self.task, self.errors = task, task.work / f"errors-{task.processes.rank}.jsonl"
         self.method = METHODS[task.settings.method]
         self.stored = {layer.module: stored for stored, layer in task.plan.sites.items()}
         self.fused_with: dict[str, list[str]] = {}
@@ -350,8 +357,10 @@ class StreamedCodes:
 
     def reports(self) -> list[dict[str, Any]]:
         """One row a layer, in the order of the file."""
-        rows = [json.loads(line) for line in self.errors.read_text().splitlines() if line.endswith("}")]
-        return list({row["name"]: row for row in rows}.values())
+        files = sorted(self.task.work.glob("errors-*.jsonl"))
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        rows = {row["name"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
+        return [rows[name] for name in self.stored]
 
 
 def dense_weight(stored: Tensor, layer: LayerPlan) -> Tensor:

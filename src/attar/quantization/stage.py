@@ -88,8 +88,12 @@ def quantize(
         note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.storage.bits:
-            assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)
-        source, transforms = apply_transforms(checkpoint, settings, assigned, output.work, progress)
+            assigned, details["mixture"] = mixture(
+                checkpoint, settings, output.work, progress, processes=output.processes
+            )
+        source, transforms = apply_transforms(
+            checkpoint, settings, assigned, output.shared, output.processes, progress
+        )
         dtype = stored_precision(checkpoint) if transforms else None
         if transforms:
             details["transforms"] = transforms
@@ -100,21 +104,22 @@ def quantize(
         details["group_sizes"] = group_sizes(chosen)
         for warning in warnings(details["loads_in"]):
             progress.log(f"note: {warning}")
-        scales = static_scales(source, chosen, settings, output.work, progress)
-        task = RoundingTask(source, chosen, settings, output.work, progress)
+        scales = static_scales(source, chosen, settings, output.shared, progress, output.processes)
+        task = RoundingTask(source, chosen, settings, output.shared, progress, processes=output.processes)
         rounded = METHODS[settings.method].walk(task)
-        output.leave_to_first()
         write(
             source,
             chosen,
             rounded.codes,
             output.folder,
-            output.work / "shards",
+            output.shared / "shards",
             progress,
+            processes=output.processes,
             input_scales={**scales.inputs, **rounded.input_scales},
             kv_scales=scales.caches,
             dtype=dtype,
         )
+        output.leave_to_first()
         copy_companions(checkpoint.path, output.folder)
         details["layers"] = reports = rounded.reports()
         rarest = rarest_expert(reports)

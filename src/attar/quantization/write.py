@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
+from attar.checkpoint.processes import ALONE, Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
@@ -52,6 +53,7 @@ def write(
     work: Path,
     progress: Progress = SILENT,
     *,
+    processes: Processes = ALONE,
     input_scales: Mapping[str, float] | None = None,
     kv_scales: Mapping[str, tuple[float, float]] | None = None,
     dtype: torch.dtype | None = None,
@@ -61,6 +63,7 @@ def write(
     Args:
         checkpoint: the dense model that the codes were made of.
         work: where unfinished shards survive a kill.
+        processes: they share the shards.
         input_scales: of the inputs of each layer whose activations are static, by module name.
         kv_scales: of keys and values, by the name of the attention module.
         dtype: of every floating-point tensor that stays dense, where a transform has left them in another
@@ -107,7 +110,16 @@ def write(
             return {**_embedding(chosen, name, cast(load())), **cache_scales}
         return {name: cast(load()), **cache_scales}
 
-    stream(checkpoint, layout, transform, folder, work=work, progress=progress, what="pack")
+    stream(
+        checkpoint,
+        layout,
+        transform,
+        folder,
+        work=work,
+        processes=processes,
+        progress=progress,
+        what="pack",
+    )
 
 
 def layer_specs(layer: LayerPlan, base: str) -> list[TensorSpec]:

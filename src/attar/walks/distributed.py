@@ -1,4 +1,4 @@
-"""Several processes of one run: how they divide a step's rows, and with FSDP2 the model.
+"""Several processes of one run: how they divide a step's rows, calibration batches, and with FSDP2 the model.
 
 Rows. A step sees the same rows however many processes share it: whole micro-batches where they can be dealt
 out evenly, else each process takes every R-th row of each. So the step is the same up to the rounding of
@@ -15,16 +15,19 @@ Letters: R processes, r the number of this one, A micro-batches a step, B rows a
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed, nn
 
-from attar.checkpoint.processes import SHARD, count
+from attar.checkpoint.processes import SHARD, Processes, count
 from attar.data.examples import Examples, predictions
+from attar.errors import DataError
+from attar.models.device import resolve
 
 Rows: TypeAlias = Tensor | Examples
 
@@ -52,15 +55,40 @@ def shards() -> bool:
     return os.environ.get(SHARD, "").lower() in ("1", "true") and count() > 1
 
 
-def connect() -> None:
-    """Let the processes reach each other: gloo for tensors on CPUs, NCCL for those on GPUs. Who dies is seen
-    at once; waiting for who works is no error."""
-    if distributed.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group(backend, timeout=timedelta(days=7))
+def own_batches(batches: Sequence[Tensor], processes: Processes) -> list[Tensor]:
+    """The batches int64 (B, S) that this process runs: every R-th, or rows where batches are fewer than
+    processes.
+
+    Raises:
+        DataError: there are fewer rows than processes.
+    """
+    if len(batches) < processes.count:
+        batches = [row for batch in batches for row in batch.split(1)]
+    if len(batches) < processes.count:
+        hint = f"more --samples, or --launch {max(len(batches), 1)}"
+        raise DataError(f"{len(batches)} rows of text are too few for {processes.count} processes", hint=hint)
+    return list(batches[processes.rank :: processes.count])
+
+
+def agreed_precision(
+    processes: Processes, precision: str, device: torch.device, work: Path | None = None
+) -> str:
+    """As :func:`attar.models.device.resolve` of the first process has it, on every process."""
+    return processes.of_first(resolve(precision, device, work) if processes.first else "")
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace each gradient by its mean over the processes; where none has one, it stays None."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = parameters[0].device
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], device=device).int()
+    distributed.all_reduce(used)
+    for parameter, processes in zip(parameters, used.tolist(), strict=True):
+        if processes:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(parameter.grad)
+            parameter.grad.div_(count())
 
 
 @contextmanager
@@ -76,6 +104,7 @@ def sharded(model: nn.Module) -> Iterator[nn.Module]:
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (count(),))
     original = _Original(model)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # head.py's, of no row
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -4,6 +4,9 @@
     m       floor * K tokens, K the wider of the expert's inputs
     H_e  =  2 / max(n, m) * (sum over the n tokens of x x^T  +  sum over (m - n)+ others of x x^T)
 
+Several processes hold a part of the batches each (every R-th); the numbers of tokens are those of all of
+them, and the tokens of others that fill an expert up are the ones that a single process would take.
+
 An expert that saw few tokens would get a Hessian of their number's rank. It is filled up with tokens that the
 router gave to other experts, evenly spaced over the calibration: so H_e shrinks towards the Hessian of all
 tokens, with weight (m - n) / m, and any other statistic of a solver with it. With ``everything`` all tokens
@@ -17,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.models.device import bf16_products
 from attar.models.experts import Expert, Experts
 from attar.walks.skeleton import HiddenStates
@@ -48,12 +53,20 @@ class ExpertInputs:
         experts: the module that is called with them.
         folder: for hidden states beyond ``limit`` bytes.
         fast: products in bfloat16.
+        processes: those that hold the other batches.
     """
 
     def __init__(
-        self, experts: Experts, counted: ExpertTokens, folder: Path, limit: int, device: Any, fast: bool
+        self,
+        experts: Experts,
+        counted: ExpertTokens,
+        folder: Path,
+        limit: int,
+        device: Any,
+        fast: bool,
+        processes: Processes = ALONE,
     ) -> None:
-        self.experts, self.counted = experts, counted
+        self.experts, self.counted, self.processes = experts, counted, processes
         self.device, self.fast = device, fast
         self.hidden = HiddenStates(folder, limit)
         self.index: list[Tensor | None] = []
@@ -64,7 +77,8 @@ class ExpertInputs:
         self.index.append(index)
 
     def rows(self, number: int, floor: int) -> tuple[list[Tensor], int]:
-        """Rows of each batch that count for an expert, int64, and how many of them are its own.
+        """Rows of each batch that count for an expert, int64, and how many tokens of all processes are its
+        own.
 
         Args:
             floor: m, tokens.
@@ -73,9 +87,13 @@ class ExpertInputs:
         for batch, index in enumerate(self.index):
             hidden = self.hidden[batch] if index is None else torch.empty(0)
             own.append(self.experts.tokens(number, hidden, index)[0])
-        seen = sum(len(rows) for rows in own)
-        wanted = self._all if self.counted.everything else max(floor - seen, 0)
-        if self.index[0] is None or not wanted:  # scored inputs hold no tokens of other experts
+        counts = self._of_all([len(rows) for rows in own])
+        seen = sum(counts)
+        if self.index[0] is None:  # scored inputs hold no tokens of other experts
+            return own, seen
+        sizes = self._of_all([len(index) for index in self.index if index is not None])
+        wanted = sum(sizes) if self.counted.everything else max(floor - seen, 0)
+        if not wanted:
             return own, seen
         others = []
         for rows, index in zip(own, self.index, strict=True):
@@ -83,20 +101,20 @@ class ExpertInputs:
             free = torch.ones(len(index), dtype=torch.bool, device=rows.device)
             free[rows] = False
             others.append(free.nonzero().flatten())
-        left = sum(len(rows) for rows in others)
-        wanted = min(wanted, left)
-        chosen = torch.arange(wanted) * left // max(wanted, 1)
-        start, counted = 0, []
-        for rows, free in zip(own, others, strict=True):
+        left = [size - count for size, count in zip(sizes, counts, strict=True)]
+        wanted = min(wanted, sum(left))
+        chosen = torch.arange(wanted) * sum(left) // max(wanted, 1)
+        starts = list(accumulate(left, initial=0))[self.processes.rank :: self.processes.count]
+        counted = []
+        for rows, free, start in zip(own, others, starts, strict=False):
             inside = chosen[(chosen >= start) & (chosen < start + len(free))] - start
             counted.append(torch.cat([rows, free[inside.to(free.device)]]))
-            start += len(free)
         return counted, seen
 
-    @property
-    def _all(self) -> int:
-        """More tokens than there are."""
-        return sum(len(index) for index in self.index if index is not None)
+    def _of_all(self, counts: list[int]) -> list[int]:
+        """A number for each batch of all processes, in the order of the calibration."""
+        parts = self.processes.of_all(counts)
+        return [parts[number % len(parts)][number // len(parts)] for number in range(sum(map(len, parts)))]
 
     def inputs(self, rows: list[Tensor], expert: Expert | None = None) -> Iterator[Tensor]:
         """An expert's inputs (T, H) batch by batch; with ``expert`` what its down gets, (T, I)."""

@@ -2,7 +2,8 @@
 that survive a kill.
 
 A score is a sum over batches of a small tensor, or made of one. The sum is kept in the work folder with the
-number of its batches: a killed run adds the rest and ends in the same bytes.
+number of its batches: a killed run adds the rest and ends in the same bytes. Several processes each run a
+part of the batches.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
+from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError
 from attar.models.masking import stream_norms
 from attar.models.parts import Anatomy
 from attar.models.unit_weights import UnitWeights
 from attar.progress import SILENT, Progress
+from attar.walks.distributed import own_batches
 from attar.walks.objectives import Loss
 from attar.walks.passes import StopForward
 
@@ -39,7 +42,8 @@ class UnitScoring:
         weights: of the units of each layer; empty for hidden channels and for layers.
         batches: int64 (B, S), none padded.
         loss: that the model was trained with.
-        work: folder for what survives a kill.
+        work: folder for what survives a kill, which the processes share.
+        processes: each runs a part of the batches; all get the sums of all.
         stay: how many units of a layer (or channels, or layers) will be kept.
         precision: of the passes: ``bf16`` or ``fp32``.
     """
@@ -50,6 +54,7 @@ class UnitScoring:
     batches: Sequence[Tensor]
     loss: Loss
     work: Path
+    processes: Processes = ALONE
     stay: int = 1
     precision: str = "fp32"
     progress: Progress = SILENT
@@ -74,21 +79,24 @@ class UnitScoring:
         Raises:
             NumericsError: it is not finite.
         """
-        file = self.work / f"{name}.safetensors"
+        rank, count = self.processes.rank, self.processes.count
+        file = self.work / f"{name}-{rank}-of-{count}.safetensors"
+        batches = own_batches(self.batches, self.processes)
         done, total = _read(file)
         saved = time.monotonic()
-        with self.progress.task(self.what, total=len(self.batches), done=done) as task:
-            for number in range(done, len(self.batches)):
+        with self.progress.task(self.what, total=len(batches), done=done) as task:
+            for number in range(done, len(batches)):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                    value = measure(self.batches[number].to(self.device)).double().cpu()
+                    value = measure(batches[number].to(self.device)).double().cpu()
                 total = value if total is None else total + value
-                last = number + 1 == len(self.batches)
+                last = number + 1 == len(batches)
                 if last or time.monotonic() - saved > SAVE_SECONDS:
                     saved = time.monotonic()
                     self.work.mkdir(parents=True, exist_ok=True)
                     atomic.save_tensors(file, {"total": total}, {"batches": str(number + 1)})
                 task.advance()
         assert total is not None, "there are batches"
+        total = self.processes.total(total)
         if not torch.isfinite(total).all():
             raise NumericsError(
                 f"the scores of {self.what} are not finite", hint="check the model for NaN: attar inspect"

@@ -8,7 +8,9 @@ both uses at once. The sum of the groups' KLs approximates the KL of all changes
 order without its mixed terms; it fails when a few large changes dominate).
 
 The file (measurements.py) is replaced after every measurement: a killed run resumes after the last one. It is
-in the user's cache, named after the checkpoint and the text: other budgets measure nothing again.
+in the user's cache, named after the checkpoint and the text: other budgets measure nothing again. Several
+processes each make a part of the measurements, on all of the text, and keep them in a file of their own until
+all are made.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.checkpoint.hashing import sha256_text
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
 from attar.errors import DataError
@@ -159,6 +162,7 @@ def measure_changes(
     blocks: Sequence[str] = (),
     after_blocks: Sequence[str] = (),
     memory: int = MEMORY,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
     """Measure every change alone; what the file holds is not measured again.
@@ -174,6 +178,7 @@ def measure_changes(
         after_blocks: names of modules that run after the last block, such as an untied head; for them the
             blocks are not run at all.
         memory: bytes of reference logits kept in memory; more are spilled to disk.
+        processes: they share the measurements; all of them get all.
 
     Raises:
         ModelError: the file belongs to another model or text.
@@ -182,17 +187,32 @@ def measure_changes(
     """
     if not batches:
         raise DataError("no text to measure sensitivities with", hint="more --samples")
-    known = {one.identity: one for one in read(file, key)} if file.exists() else {}
+    parts = f"{file.stem}.rank-*.json"  # of processes that were killed, or are at work
+    files = [path for path in (file, *sorted(file.parent.glob(parts))) if path.exists()]
+    stored = [one for path in files for one in read(path, key)]
+    known = processes.of_first({one.identity: one for one in stored})
     todo = [change for change in changes if change.blank.identity not in known]
-    with progress.task("sensitivity", total=len(changes), done=len(changes) - len(todo)) as task:
-        if todo:
-            work = file.with_name(f".{file.name}.work")
+    rank, count = processes.rank, processes.count
+    own = file if processes.first else file.with_name(f"{file.stem}.rank-{rank}.json")
+    shares = range(rank, len(todo), count)
+    done = len(changes) - len(todo)
+    with progress.task("sensitivity", total=done + len(shares), done=done) as task:
+        if shares:
+            work = own.with_name(f".{own.name}.work")
             with reference_of(model, blocks, batches, key.precision, memory, work, after_blocks) as reference:
-                for change in sorted(todo, key=lambda one: reference.first_block(one.blank.modules)):
-                    measurement = _measure(reference, change)
+                ordered = sorted(todo, key=lambda one: reference.first_block(one.blank.modules))
+                for number in shares:
+                    measurement = _measure(reference, ordered[number])
                     known[measurement.identity] = measurement
-                    write(file, key, list(known.values()))
+                    write(own, key, list(known.values()))
                     task.advance(kl=measurement.kl)
+    if todo and count > 1:
+        known = {name: one for part in processes.of_all(known) for name, one in part.items()}
+        if processes.first:
+            write(file, key, list(known.values()))
+            for path in file.parent.glob(parts):
+                path.unlink()
+        processes.wait()
     return [known[change.blank.identity] for change in changes]
 
 

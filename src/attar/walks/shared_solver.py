@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from attar.walks.distributed import connect
+from attar.checkpoint.processes import Processes
 from attar.walks.sweep import Solution
 
 
@@ -32,8 +32,7 @@ class SharedSolver:
     """
 
     solver: Any
-    rank: int
-    ranks: int
+    processes: Processes
 
     @property
     def original(self) -> bool:
@@ -51,11 +50,11 @@ class SharedSolver:
 
     def solve(self, weights: dict[str, Tensor], accumulator: Any) -> dict[str, Solution]:
         """Every process gets the solutions of all Linears (N, K)."""
-        accumulator.reduce(total)
+        accumulator.reduce(self.processes.total)
         units = getattr(self.solver, "units", lambda names: [[name] for name in names])(list(weights))
-        owners = deal([[weights[name].numel() for name in unit] for unit in units], self.ranks)
+        owners = self.processes.deal([sum(weights[name].numel() for name in unit) for unit in units])
         owner_of = {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
-        own = {name: weight for name, weight in weights.items() if owner_of[name] == self.rank}
+        own = {name: weight for name, weight in weights.items() if owner_of[name] == self.processes.rank}
         solved = self.solver.solve(own, accumulator) if own else {}
         return {name: self._shared(name, owner_of[name], solved, weights) for name in weights}
 
@@ -82,29 +81,5 @@ class SharedSolver:
             sent = own.tensors[key].to(device).contiguous() if own else None
             tensors[key] = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent
             distributed.broadcast(tensors[key].view(-1).view(torch.uint8), src=owner)
-        return Solution(self.restore(name, tensors), tensors, report)
-
-
-def total(part: Tensor) -> Tensor:
-    """The sum of a tensor over the processes, in place."""
-    connect()
-    distributed.all_reduce(part)
-    return part
-
-
-def deal(units: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The process of each unit of Linears, given their sizes: the largest unit first, to the process with the
-    least so far."""
-    loads, owners = [0] * ranks, [0] * len(units)
-    for number in sorted(range(len(units)), key=lambda number: -sum(units[number])):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += sum(units[number])
-    return owners
-
-
-def agreed(done: bool) -> bool:
-    """Whether something is so on every process."""
-    connect()
-    counts = torch.tensor(int(done))
-    distributed.all_reduce(counts, op=distributed.ReduceOp.MIN)
-    return bool(counts)
+        weight = self.restore(name, tensors) if tensors else weights[name]
+        return Solution(weight, tensors, report)

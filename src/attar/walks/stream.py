@@ -4,7 +4,8 @@
 
 Peak memory is the largest tensor with its results, whatever the model's size. The output's names, types and
 shapes are declared before anything is read (the layout), so that shards are written in place, a killed run
-continues at the first unfinished shard, and the same input gives the same bytes.
+continues at the first unfinished shard, and the same input gives the same bytes. Several processes write a
+shard each: unfinished shards are dealt out by size, the first process writes the index.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def stream(
     *,
     work: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
@@ -69,6 +72,7 @@ def stream(
         folder: for the shards and their index.
         work: for unfinished shards, which a resumed run completes; by default ``folder``.
         shard_bytes: bytes of a shard at most.
+        processes: they share the shards, in the folders of the first one, and return when all are written.
 
     Raises:
         OutputError: no space, or no permission.
@@ -80,7 +84,9 @@ def stream(
         )
         for info in checkpoint.tensors.values()
     ]
-    return stream_steps(steps, folder, work=work, shard_bytes=shard_bytes, progress=progress, what=what)
+    return stream_steps(
+        steps, folder, work=work, shard_bytes=shard_bytes, processes=processes, progress=progress, what=what
+    )
 
 
 def stream_steps(
@@ -90,6 +96,7 @@ def stream_steps(
     work: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     together: int = 0,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
@@ -99,19 +106,31 @@ def stream_steps(
         steps: in the order of the output.
         together: bytes that concurrent steps may read, one thread each; a step that reads more runs alone.
             0: one after the other.
-        folder, work, shard_bytes, progress, what: as in :func:`stream`.
+        folder, work, shard_bytes, processes, progress, what: as in :func:`stream`.
 
     Raises:
         OutputError: no space, or no permission.
     """
     from attar.checkpoint.shards import ShardWriter
 
-    if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
+    folder, work = processes.of_first((folder, work))
     specs = [spec for step in steps for spec in step.specs]
-    writer = ShardWriter(folder, specs, max_shard_bytes=shard_bytes, work=work)
-    missing = frozenset(writer.missing())
+
+    def opened() -> ShardWriter:
+        return ShardWriter(folder, specs, max_shard_bytes=shard_bytes, work=work)
+
+    if work is not None and processes.first:
+        work.mkdir(parents=True, exist_ok=True)
+    writer = opened() if processes.first else None
+    processes.wait()  # the first one has deleted what it does not resume
+    writer = writer or opened()
+    unfinished = writer.unfinished()
+    owners = processes.deal(list(unfinished.values()))
+    own = {name for name, owner in zip(unfinished, owners, strict=True) if owner == processes.rank}
+    missing, waiting = frozenset(writer.missing(own)), frozenset(writer.missing())
+    processes.wait()  # all have seen what is finished
     todo = [step for step in steps if any(spec.name in missing for spec in step.specs)]
+    finished = [step for step in steps if all(spec.name not in waiting for spec in step.specs)]
 
     def run(step: WriteStep) -> None:
         tensors = step.make()
@@ -119,10 +138,14 @@ def stream_steps(
             if spec.name in missing:
                 writer.add(spec.name, tensors[spec.name])
 
-    with progress.task(what, total=len(steps), done=len(steps) - len(todo)) as task:
+    with progress.task(what, total=len(finished) + len(todo), done=len(finished)) as task:
         for _ in _concurrently(todo, run, together) if together else map(run, todo):
             task.advance()
-    return writer.finish()
+    processes.wait()
+    if processes.first:
+        opened().finish()  # all shards are finished for a writer that opens them now
+    processes.wait()
+    return writer.files
 
 
 def _concurrently(

@@ -16,6 +16,9 @@ tensor (q/k/v, gate/up) form a group and share an accumulator; groups are found 
 names. The experts of a mixture are solved one by one from the mixture's input (expert_inputs.py). Each
 finished block is one file. A resumed sweep reads these files, runs their forward passes only,
 and continues.
+
+Several processes each run a part of the batches, and share the Linears (shared_solver.py). A block that is
+solved as a whole is the first process's.
 """
 
 from __future__ import annotations
@@ -32,18 +35,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import count, rank
+from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError
-from attar.models.device import bf16_products, free_memory, resolve, trim_memory
+from attar.models.device import bf16_products, free_memory, trim_memory
 from attar.models.experts import Experts
 from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
+from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
 from attar.walks.passes import BlockPasses
 from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 
-AfterBlocks = Callable[[Skeleton, Sequence[Tensor], HiddenStates], None]
-"""``after_blocks(skeleton, batches, hidden)``: gets the hidden states after the last block."""
+AfterBlocks = Callable[[Skeleton, Sequence[Tensor], HiddenStates, Processes], None]
+"""``after_blocks(skeleton, batches, hidden, processes)``: gets the hidden states after the last block of the
+batches that this process has run; the processes have the others."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class SweepResult:
 
     def tensors(self, block: int) -> dict[str, dict[str, Tensor]]:
         """Solution tensors of one block: module name to short name to tensor."""
-        return _read(self.files[block])[0]
+        return _read(self.files[block])
 
 
 def sweep(
@@ -159,7 +164,7 @@ def sweep(
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
     after_blocks: AfterBlocks | None = None,
-    shared: bool = False,
+    processes: Processes = ALONE,
     device: str | torch.device = "cpu",
     experts: ExpertTokens = ExpertTokens(),  # noqa: B008  (frozen)
     progress: Progress = SILENT,
@@ -171,7 +176,8 @@ def sweep(
         checkpoint: an opened checkpoint (attar.checkpoint.Checkpoint) with dense tensors.
         batches: int64 (B, S) token batches, none padded.
         solver: for each Linear, or each block; None: nothing is solved, the hooks of ``prepare`` observe.
-        work: folder for finished blocks and spilled activations; the sweep resumes from it.
+        work: folder for finished blocks and spilled activations, which the processes share; the sweep resumes
+            from it.
         select: which Linears, by full module name, are solved.
         skip: numbers of blocks that the model no longer has: its hidden states pass them unchanged, only the
             original model's (of solvers that compare with it) go through.
@@ -183,66 +189,75 @@ def sweep(
         prepare: called with the model, its parameters on the meta device, before anything runs: to hook what
             a solver does not see (keys and values, say). Hooks are also called with meta tensors.
         after_blocks: called at the end, see :data:`AfterBlocks`.
-        shared: every process of the run makes this sweep: where the solver's accumulators can be added, each
-            runs a part of the batches and solves a part of the Linears (shared_solver.py). Not of mixtures.
+        processes: they make this sweep together. What hooks of ``prepare`` see is of this process's batches.
         device: where the blocks run; weights and hidden states between blocks are float32.
         experts: which tokens count for an expert of a mixture.
 
     Raises:
         NumericsError: a block's output is not finite.
+        DataError: there are fewer rows than processes.
     """
     work.mkdir(parents=True, exist_ok=True)
     device = torch.device(device)
-    precision = resolve(precision, device, work)
+    precision = agreed_precision(processes, precision, device, work)
     fast = precision == "bf16"
-    waiting = free_memory(device) // 4 if waiting_bytes is None else waiting_bytes
+    waiting = free_memory(device) // (4 * processes.count) if waiting_bytes is None else waiting_bytes
     skeleton = Skeleton(checkpoint, device)
     if prepare is not None:
         prepare(skeleton.model)
-    # an expert's share of the tokens is counted over all batches
-    mixture = any(isinstance(module, Experts) for module in skeleton.model.modules())
-    shared = shared and 1 < count() <= len(batches) and after_blocks is None and not mixture
-    if shared:
-        from attar.walks.shared_solver import SharedSolver, agreed
+    files = [work / f"block-{index:05d}.safetensors" for index in range(len(skeleton.blocks))]
+    everyone = processes
+    if hasattr(solver, "solve_block"):
+        if not processes.first:
+            processes.wait()
+            return _result(files, precision)
+        processes = ALONE
+    if processes.count > 1:
+        from attar.walks.shared_solver import SharedSolver
 
-        batches, solver = batches[rank() :: count()], SharedSolver(solver, rank(), count())
-    store = HiddenStates(work / "activations", spill_bytes)
+        batches = own_batches(batches, processes)
+        solver = SharedSolver(solver, processes) if solver is not None else None
+    store = HiddenStates(work / f"activations-{processes.rank}", spill_bytes)
     needs_originals = hasattr(solver, "solve_block") or bool(getattr(solver, "original", False))
-    originals = HiddenStates(work / "originals", spill_bytes) if needs_originals else None
-    files: list[Path] = []
-    reports: list[dict[str, Any]] = []
-    block_of: dict[str, int] = {}
+    originals = HiddenStates(work / f"originals-{processes.rank}", spill_bytes) if needs_originals else None
     with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
         calls = skeleton.trace(batches, store)
         if originals is not None:
             for number in range(len(store)):
                 originals[number] = store[number]
-        for index, block in enumerate(skeleton.blocks):
-            file = work / f"block-{index:05d}.safetensors"
-            runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting, experts)
+        for index, (block, file) in enumerate(zip(skeleton.blocks, files, strict=True)):
+            runner = _BlockRunner(
+                block, calls, index, store, originals, device, fast, waiting, experts, processes
+            )
             groups = runner.groups(select) if solver is not None else []
             with skeleton.loaded(block):
                 if index in skip:
                     runner.skip(file)
-                elif agreed(file.exists()) if shared else file.exists():
+                elif processes.agreed(file.exists()):
                     runner.restore(solver, file)
                 elif hasattr(solver, "solve_block"):
                     runner.solve_whole(cast(BlockSolver, solver), groups, file)
                 else:
                     runner.solve(cast(Solver, solver), groups, file)
-            solved = _read(file)[1]
-            files.append(file)
-            reports.extend(solved)
-            block_of.update({report["name"]: index for report in solved})
-            errors = [float(report["error"]) for report in solved if "error" in report]
+            processes.wait()  # for the first one's file
+            errors = [float(report["error"]) for report in _reports(file) if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
             trim_memory()
     if after_blocks is not None:
-        after_blocks(skeleton, batches, store)
+        after_blocks(skeleton, batches, store, processes)
     store.clear()
     if originals is not None:
         originals.clear()
-    return SweepResult(tuple(files), tuple(reports), block_of, precision)
+    if processes is not everyone:
+        everyone.wait()
+    return _result(files, precision)
+
+
+def _result(files: Sequence[Path], precision: str) -> SweepResult:
+    """What the files of a finished sweep say."""
+    reports = [_reports(file) for file in files]
+    block_of = {report["name"]: index for index, rows in enumerate(reports) for report in rows}
+    return SweepResult(tuple(files), tuple(row for rows in reports for row in rows), block_of, precision)
 
 
 def _write(file: Path, solutions: dict[str, Solution]) -> None:
@@ -256,15 +271,21 @@ def _write(file: Path, solutions: dict[str, Solution]) -> None:
     atomic.save_tensors(file, tensors, {"reports": json.dumps(reports)})
 
 
-def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]]]:
-    """A block file: solution tensors by module, and the reports."""
+def _read(file: Path) -> dict[str, dict[str, Tensor]]:
+    """The solution tensors of a block file, by module."""
     tensors: dict[str, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118  (not a dict)
             name, _, short = key.rpartition("/")
             tensors.setdefault(name, {})[short] = opened.get_tensor(key)
-        reports = json.loads(opened.metadata()["reports"])
-    return tensors, reports
+    return tensors
+
+
+def _reports(file: Path) -> list[dict[str, Any]]:
+    """The reports of a block file."""
+    with safe_open(file, framework="pt") as opened:
+        reports: list[dict[str, Any]] = json.loads(opened.metadata()["reports"])
+    return reports
 
 
 def _put(module: Any, weight: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -288,8 +309,9 @@ class _BlockRunner:
         fast: bool,
         waiting_bytes: int,
         experts: ExpertTokens,
+        processes: Processes,
     ) -> None:
-        self.experts = experts
+        self.experts, self.processes = experts, processes
         self.block, self.calls, self.index = block, calls, index
         self.store, self.originals = store, originals
         self.device, self.fast, self.waiting_bytes = device, fast, waiting_bytes
@@ -359,7 +381,8 @@ class _BlockRunner:
                     solutions.update({name: solved[name] for name in group})
                 for inputs in held:
                     inputs.clear()
-            _write(file, solutions)
+            if self.processes.first:
+                _write(file, solutions)
             for name in solutions if at_once else ():
                 _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
             self._replace(
@@ -407,8 +430,10 @@ class _BlockRunner:
     def _held(self, module: nn.Module, holder: str, passes: BlockPasses, number: int) -> ExpertInputs:
         """The arguments of a mixture's experts in every batch."""
         experts = cast(Experts, module.get_submodule(holder))
-        folder = self.store.folder.parent / f"experts-{module is self.block.module:d}"
-        held = ExpertInputs(experts, self.experts, folder, self.store.limit, self.device, self.fast)
+        folder = self.store.folder / f"experts-{module is self.block.module:d}"
+        held = ExpertInputs(
+            experts, self.experts, folder, self.store.limit, self.device, self.fast, self.processes
+        )
         for arguments in passes.arguments(number):
             held.add(*arguments)
         return held
@@ -430,13 +455,14 @@ class _BlockRunner:
         """Run the original model's hidden states alone; nothing is solved."""
         if self.originals is not None:
             self._replace(self.originals, self._outputs(self.block.module, self.originals))
-        _write(file, {})
+        if self.processes.first:
+            _write(file, {})
 
     def restore(self, solver: Solver | BlockSolver | None, file: Path) -> None:
         """Put the weights of a finished block in place."""
         if self.originals is not None:
             self._replace(self.originals, self._outputs(self.block.module, self.originals))
-        for name, tensors in _read(file)[0].items():
+        for name, tensors in _read(file).items():
             assert solver is not None, "a sweep without a solver stores nothing"
             _put(self.modules[name], solver.restore(name, tensors), tensors)
         self._replace(self.store, self._outputs(self.block.module, self.store))

@@ -96,7 +96,7 @@ def train(
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
             only).
         loss: see :data:`attar.walks.objectives.Loss`; like ``held_out``, called under autocast where
-            products are in bf16.
+            products are in bf16. One that leaves parameters without a gradient says so by ``partial``.
         rows: training rows int64 (N, S), or examples, shuffled by the settings' seed; or a source of batches.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
@@ -115,10 +115,11 @@ def train(
     with ExitStack() as stack:
         if distributed.shards() and distributed.blocks_of(model):
             stack.enter_context(distributed.sharded(model))
-            prepared = model
-        else:
-            prepared = accelerator.prepare(model)
-        run = _TrainRun(accelerator, prepared, optimizers.build(model, settings), work)
+            prepared, averages = model, False
+        else:  # DDP waits for the gradient of all that its forward pass has used
+            averages = getattr(loss, "partial", False) and accelerator.num_processes > 1
+            prepared = model if averages else accelerator.prepare(model)
+        run = _TrainRun(accelerator, prepared, optimizers.build(model, settings), work, averages)
         if masks is not None:
             run.pruned = masks.pairs(model)
         source: BatchSource
@@ -240,6 +241,8 @@ def _step(
         total = float(accelerator.reduce(torch.tensor(total, device=device), "mean"))
     if not math.isfinite(total):
         raise _diverged(f"the loss became {total} at step {step + 1}", settings)
+    if run.averages:
+        distributed.average_gradients(run.model)
     mask_gradients(run.pruned)
     norm = accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
     norm = float(distributed.gathered(norm))
@@ -300,6 +303,7 @@ class _TrainRun:
     """The prepared model and optimizers of a run, and the folder of its states.
 
     Attributes:
+        averages: gradients of several processes are averaged here, not by the wrapper of the model.
         pruned: parameters with the weights in them that stay zero.
     """
 
@@ -307,6 +311,7 @@ class _TrainRun:
     model: nn.Module
     optimizers: list[Any]
     work: Path | None
+    averages: bool = False
     best: dict[str, Tensor] | None = None
     pruned: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
 

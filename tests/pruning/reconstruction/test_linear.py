@@ -169,7 +169,7 @@ def test_a_new_bias_is_used_by_the_layers_after_it(tmp_path):
             work=tmp_path / "work",
             select=pruned.__contains__,
             precision="fp32",
-            after_blocks=lambda skeleton, batches, hidden, last=last: last.update(hidden=hidden[0]),
+            after_blocks=lambda skeleton, batches, hidden, _, last=last: last.update(hidden=hidden[0]),
         )
         changed = load_model(checkpoint, dtype=torch.float32)
         with torch.no_grad():

@@ -134,7 +134,8 @@ def write_rows(
     tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
     text = read_head_text(source, tokenizer, settings, training_rows(settings))
     note_texts(output, text.records, progress)
-    writer = RolloutWriter(target, tokenizer, settings, length, samples or output.work / "samples", progress)
+    folder = samples or output.shared / "samples"
+    writer = RolloutWriter(target, tokenizer, settings, length, folder, progress, output.processes)
     training, different = NumberedRows.of(text.training_rows(writer))
     held_out = text.held_out_rows(writer)
     for name, part in (("training", training), ("held-out", held_out)):

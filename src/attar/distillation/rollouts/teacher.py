@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint import atomic
+from attar.checkpoint.processes import ALONE, Processes
 from attar.data.examples import Examples
 from attar.data.packing import pack
 from attar.distillation.rollouts.sampling import ROWS, completions, joined, prompt_lengths, sample_rows
@@ -41,6 +42,8 @@ class RolloutWriter:
 
     Attributes:
         length: S.
+        work: folder of the finished batches, which the processes share.
+        processes: each writes some of the batches.
     """
 
     teacher: Any
@@ -49,6 +52,7 @@ class RolloutWriter:
     length: int
     work: Path
     progress: Progress
+    processes: Processes = ALONE
 
     @property
     def prompt(self) -> int:
@@ -97,6 +101,7 @@ class RolloutWriter:
             temperature=temperature,
             seed=seed,
             work=self.work / folder,
+            processes=self.processes,
             progress=self.progress,
         )
         return completions(rows, torch.tensor([len(prompt) for prompt in prompts]))
@@ -122,6 +127,7 @@ def write_rows(
     temperature: float,
     seed: int,
     work: Path,
+    processes: Processes = ALONE,
     progress: Progress,
 ) -> Tensor:
     """Continue each prompt with the teacher: int64 (N, S) on the CPU, each row beginning with its prompt.
@@ -134,18 +140,19 @@ def write_rows(
         ends: tokens that end a text; positions after the first one sampled are ``PADDING``.
         work: folder of the finished batches; a run with the same arguments resumes from it, and one with
             fewer of the prompts takes its rows from it. Rows after other prompts are written anew.
+        processes: each writes some of the batches into it; all get all rows.
     """
     work.mkdir(parents=True, exist_ok=True)
     starts, runner = range(0, len(prompts), ROWS), None
-    written: list[Tensor] = []
-    with progress.task("rollouts", total=len(starts)) as task:
-        for number, start in enumerate(starts):
-            file = work / f"{number:06d}.safetensors"
+    files = [work / f"{number:06d}.safetensors" for number in range(len(starts))]
+    own = range(processes.rank, len(starts), processes.count)
+    with progress.task("rollouts", total=len(own)) as task:
+        for number in own:
+            start, file = starts[number], files[number]
             asked = prompts[start : start + ROWS]
-            kept = _kept_rows(file, asked)
-            if kept is None:
+            if _kept_rows(file, asked) is None:
                 runner = runner or runner_of(teacher, sequences=ROWS, length=length, exact=True)
-                kept, _ = sample_rows(
+                rows, _ = sample_rows(
                     runner,
                     asked,
                     length,
@@ -154,10 +161,13 @@ def write_rows(
                     seed=seed * 1_000_003 + start,
                     temperature=temperature,
                 )
-                atomic.save_tensors(file, {"tokens": kept})
-            written.append(kept)
+                atomic.save_tensors(file, {"tokens": rows})
             task.advance()
-    return torch.cat(written)
+    processes.wait()
+    parts = [
+        load_file(file)["tokens"][: len(prompts) - start] for start, file in zip(starts, files, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _kept_rows(file: Path, prompts: Sequence[Sequence[int]]) -> Tensor | None:

@@ -8,6 +8,8 @@
 Offsets count from the start of the data. The data and every tensor start at a multiple of the alignment;
 tensors are in the order of their infos without other gaps, as llama.cpp requires.
 
+Several processes may write one file, each its own tensors; the first one makes it and gives it its name.
+
 Split files ``NAME-00001-of-0000N.gguf``: each has ``split.no`` (from 0), ``split.count`` and
 ``split.tensors.count`` (of all parts); the first alone has the other metadata. Source: ggml ``docs/gguf.md``,
 ``gguf.cpp``; llama.cpp ``gguf-split.cpp``, whose limit counts tensors, while ours counts whole files.
@@ -25,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
+from attar.checkpoint.processes import ALONE, Processes
 from attar.checkpoint.shards import reserve, write_at
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, OutputError
@@ -72,6 +75,7 @@ class GGUFWriter:
         infos: every tensor, in the order of the file.
         alignment: where tensors start; a power of two, at least 8.
         max_bytes: of a file at most; a tensor that is larger has a file of its own. None: one file.
+        processes: they write together; all open the writer, and all call :meth:`finish`.
 
     Raises:
         ModelError: a name, shape, key or value that the format cannot hold.
@@ -86,6 +90,7 @@ class GGUFWriter:
         *,
         alignment: int = ALIGNMENT,
         max_bytes: int | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         assert alignment >= 8 and not alignment & (alignment - 1), f"alignment {alignment}"
         self.path = Path(path)
@@ -97,14 +102,16 @@ class GGUFWriter:
         self._offsets = {
             name: (part, offset) for part in self._parts for name, offset in part.offsets.items()
         }
+        self.processes = processes
         self._missing = dict.fromkeys(self._infos)
         self._written: dict[str, set[int | None]] = {}
-        self._unfinished = [part.partial for part in self._parts]
+        self._unfinished = [part.partial for part in self._parts] if processes.first else []
         self._discard = weakref.finalize(self, _remove, self._unfinished)
         with self._guarded():
-            for part in self._parts:
+            for part in self._parts if processes.first else []:
                 atomic.check_file(part.file, force=True)
                 reserve(part.partial, part.header, part.size)
+        processes.wait()
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +149,14 @@ class GGUFWriter:
 
     def finish(self) -> list[Path]:
         """Give the files their names. Returns the files, sorted by name."""
+        for written in self.processes.of_all(self._written):
+            for name, indices in written.items():
+                self._written.setdefault(name, set()).update(indices)
+                if len(self._written[name]) == (1 if None in indices else self._infos[name].shape[0]):
+                    self._missing.pop(name, None)
         assert not self._missing, f"{len(self._missing)} tensors were never added, first {self.missing()[0]}"
+        if not self.processes.first:
+            return [part.file for part in self._parts]
         with self._guarded():
             for part in self._parts:
                 atomic.fsync(part.partial)

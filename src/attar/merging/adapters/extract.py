@@ -30,6 +30,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import SINGLE, check_finite, open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
+from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
@@ -79,7 +80,8 @@ def extract(
     models = pair_models(_dense(tuned), _dense(start))
     with produce(out, "extract", settings, VERSION, [tuned, start], force=force, key=key) as output:
         output.command = output.command.replace(" --model ", " --base ", 1)
-        rows = _compute(models, settings, output.work, progress)
+        rows = _compute(models, settings, output.shared, output.processes, progress)
+        output.leave_to_first()
         _write(models, rows, settings, output, start)
         copy_companions(tuned.path, output.folder)
         output.details["extraction"] = _details(rows, settings)
@@ -91,24 +93,27 @@ def _dense(checkpoint: Checkpoint) -> ModelView:
 
 
 def _compute(
-    models: ModelPair, settings: ExtractSettings, work: Path, progress: Progress
+    models: ModelPair, settings: ExtractSettings, work: Path, processes: Processes, progress: Progress
 ) -> list[dict[str, Any]]:
-    """One row for each tensor; factors and rows are kept in the work folder for a resumed run."""
-    rows = []
-    with progress.task("extract", total=len(models.tensors)) as task:
-        for index, pair in enumerate(models.tensors):
-            folder = work / f"{index:05d}"
-            row_file = folder / "row.json"
+    """One row for each tensor; factors and rows are kept in the work folder for a resumed run. The processes
+    share the tensors."""
+    files = [work / f"{index:05d}" / "row.json" for index in range(len(models.tensors))]
+    owners = processes.deal([models.base.tensors[pair.base].nbytes for pair in models.tensors])
+    own = [index for index, owner in enumerate(owners) if owner == processes.rank]
+    with progress.task("extract", total=len(own)) as task:
+        for index in own:
+            row_file, pair = files[index], models.tensors[index]
             if not row_file.is_file():
+                folder = row_file.parent
                 shutil.rmtree(folder, ignore_errors=True)  # factors without their row: killed in between
                 folder.mkdir()
                 row, factors = _factorize(models, pair, settings)
                 if factors:
                     write_checkpoint_tensors(folder, factors)
                 atomic.write_json(row_file, row)
-            rows.append(read_json(row_file))
             task.advance()
-    return rows
+    processes.wait()
+    return [read_json(file) for file in files]
 
 
 def _factorize(

@@ -181,12 +181,14 @@ def write_mixture(
     stream_steps(
         steps,
         output.folder,
-        work=output.work / "shards",
+        work=output.shared / "shards",
+        processes=output.processes,
         shard_bytes=byte_count("shard_size", settings.shard_size),
         together=TOGETHER,
         progress=progress,
         what="mixture",
     )
+    output.leave_to_first()
     output.details |= {**prepared.to_dict(), "notes": notes}
 
 

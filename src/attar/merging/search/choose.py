@@ -112,7 +112,7 @@ def _search_coefficients(scorer: _CandidateScorer, output: StageOutput) -> Merge
         lambda values: scorer.loss(space.config_with(values), text),
         budget=scorer.settings.search,
         seed=scorer.settings.seed,
-        cache=LossCache(output.work / "search.jsonl"),
+        cache=LossCache(output.shared / "search.jsonl"),
         progress=scorer.progress,
     )
     output.details["search"] = result.report(space)
@@ -122,7 +122,7 @@ def _search_coefficients(scorer: _CandidateScorer, output: StageOutput) -> Merge
 def _choose_ingredients(scorer: _CandidateScorer, output: StageOutput) -> MergeConfig:
     """The mean of the models that a greedy soup keeps."""
     text, document = scorer.text(), scorer.prepared.document
-    cache = LossCache(output.work / "soup.jsonl")
+    cache = LossCache(output.shared / "soup.jsonl")
     labels = [str(source.model) for source in _ingredients(document)]
 
     with scorer.progress.task("soup", total=2 * len(labels) - 1) as task:

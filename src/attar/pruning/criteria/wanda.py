@@ -10,7 +10,7 @@ Letters: W (N, K) weight; X (T, K) inputs over T tokens, X_j the j-th input; S (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,12 @@ class InputNorms:
             self.kept.append(rows[chosen.to(rows.device)].clone())
             self.spare -= len(chosen)
         self.tokens += len(rows)
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Add the sums of several processes: ``total`` of a tensor is its sum over them. The tokens that are
+        kept stay those of this process."""
+        self.sum = total(self.sum)
+        self.tokens = int(total(torch.tensor(self.tokens)))
 
     def value(self) -> Tensor:
         """||X_j||_2, float32 (K,).

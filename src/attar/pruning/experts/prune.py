@@ -68,6 +68,7 @@ def prune_experts(task: PruneTask) -> None:
             batches,
             norms=criterion == "reap",
             means=criterion == "cluster",
+            processes=output.processes,
             progress=task.progress,
         )
         groups = [choose(layer, criterion, keep) for layer in statistics]
@@ -75,7 +76,15 @@ def prune_experts(task: PruneTask) -> None:
     config = sizes.changed(source.config, keep, active)
     atomic.write_json(output.folder / "config.json", config)
     steps = cut_steps(source, tensors, groups)
-    stream_steps(steps, output.folder, work=output.work / "shards", progress=task.progress, what="experts")
+    stream_steps(
+        steps,
+        output.folder,
+        work=output.shared / "shards",
+        processes=output.processes,
+        progress=task.progress,
+        what="experts",
+    )
+    output.leave_to_first()
     output.details["kept"] = {
         "unit": "experts",
         "of": sizes.experts,

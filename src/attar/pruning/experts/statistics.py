@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.progress import SILENT, Progress
 from attar.pruning.experts.mixtures import expert_modules
+from attar.walks.distributed import own_batches
 
 
 @dataclass
@@ -44,6 +46,7 @@ def collect_statistics(
     *,
     norms: bool = True,
     means: bool = False,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> list[ExpertStatistics]:
     """Run the model over batches of token ids (B, S); the statistics of each layer with experts.
@@ -52,6 +55,7 @@ def collect_statistics(
         experts: E.
         norms: measure the experts' outputs, else ``saliency`` is 0.
         means: run every expert on every token too.
+        processes: each runs a part of the batches; all get the statistics of all.
     """
     modules = expert_modules(model)
     layers = [_Recorder(module, experts, norms, means) for module in modules.values()]
@@ -60,13 +64,16 @@ def collect_statistics(
         for module, layer in zip(modules.values(), layers, strict=True)
     ]
     try:
-        with progress.task("experts", total=len(batches)) as task:
-            for batch in batches:
+        own = own_batches(batches, processes)
+        with progress.task("experts", total=len(own)) as task:
+            for batch in own:
                 model(input_ids=batch.to(model.device), use_cache=False)
                 task.advance()
     finally:
         for hook in hooks:
             hook.remove()
+    for layer in layers:
+        layer.reduce(processes.total)
     return [layer.statistics() for layer in layers]
 
 
@@ -103,6 +110,14 @@ class _Recorder:
         forward: Callable[..., Tensor] = self.module.forward
         index = torch.full((len(x), 1), expert, device=x.device)
         return forward(x, index, torch.ones(len(x), 1, dtype=x.dtype, device=x.device))
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Add the sums of several processes: ``total`` of a tensor is its sum over them."""
+        for sums in (self.frequency, self.gates, self.activation):
+            total(sums)
+        if self.outputs is not None:
+            total(self.outputs)
+        self.tokens = int(total(torch.tensor(self.tokens)))
 
     def statistics(self) -> ExpertStatistics:
         saliency = self.activation / self.frequency.clamp(min=1)

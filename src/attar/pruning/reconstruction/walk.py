@@ -24,15 +24,17 @@ from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attar.formats.readers import Decoded, quant_method
-from attar.models.device import pick_device, resolve
+from attar.models.device import pick_device
 from attar.models.load import empty_model
 from attar.models.stored import stored_names
 from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource
 from attar.pruning.task import PruneTask
+from attar.walks.distributed import agreed_precision
 from attar.walks.sweep import SweepResult, sweep
 
 STEP_TOKENS = 512  # tokens in a step of training, at least one row
@@ -111,8 +113,12 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     source: Any = Decoded(task.source) if quant_method(task.source) else task.source
     biases = _biases(source, {*plan.solved, *plan.trained})
     device = pick_device(task.settings.device)
+    output = task.output
     common: dict[str, Any] = {
-        "precision": resolve(task.settings.precision, device, task.output.work),
+        "precision": agreed_precision(
+            output.processes, task.settings.precision, torch.device(device), output.shared
+        ),
+        "processes": output.processes,
         "skip": plan.removed,
         "device": device,
         "progress": task.progress,
@@ -123,7 +129,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
             source,
             batches,
             least_squares,
-            work=task.output.work / "reconstruct-linear",
+            work=output.shared / "reconstruct-linear",
             select=plan.solved.__contains__,
             what="reconstruct linear",
             **common,
@@ -144,7 +150,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
             source,
             [part for batch in batches for part in batch.split(rows)],
             training,
-            work=task.output.work / "reconstruct-block",
+            work=output.shared / "reconstruct-block",
             select=plan.trained.__contains__,
             what="reconstruct block",
             **common,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import ModelError, SettingsError
 from attar.models.parts import weight_of
 from attar.models.stored import stored_precision
@@ -40,12 +41,14 @@ def mixture(
     work: Path,
     progress: Progress,
     candidates: Mapping[str, CandidateGrid] | None = None,
+    processes: Processes = ALONE,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The scheme of each Linear under the average bits of the settings. Returns scheme by module name, and
     for the card: the mix, its predicted and measured KL, the trade-off curve.
 
     Args:
         candidates: grids by scheme; None: integers of 2 to 8 bits.
+        processes: they share the measurements.
 
     Raises:
         SettingsError: not even the smallest candidates fit the budget.
@@ -66,6 +69,7 @@ def mixture(
         blocks=inputs.blocks,
         dtype=dtype,
         fits=_fits,
+        processes=processes,
         progress=progress,
     )
     chosen = mix(measurements, shapes, storage.bits)

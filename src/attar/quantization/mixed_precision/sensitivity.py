@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from attar.checkpoint.processes import ALONE, Processes
 from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, QuantizedTensor
@@ -51,12 +52,13 @@ def measure(
     fits: Callable[[Grid, tuple[int, int]], bool] = lambda grid, shape: True,
     rounding: RoundFunction = nearest_mse,
     memory: int = MEMORY,
+    processes: Processes = ALONE,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
     """The sensitivity of every group to every candidate, group by group.
 
     Args:
-        model, batches, file, key, blocks, after_blocks, memory: as in
+        model, batches, file, key, blocks, after_blocks, memory, processes: as in
             :func:`attar.walks.sensitivity.measure_changes`.
         groups: names of Linears (or Conv1D, or Embedding) by group.
         dtype: of the stored weights; None: that of the loaded ones.
@@ -75,6 +77,7 @@ def measure(
         key=key,
         blocks=blocks,
         after_blocks=after_blocks,
+        processes=processes,
         memory=memory,
         progress=progress,
     )

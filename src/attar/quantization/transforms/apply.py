@@ -24,6 +24,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError, SettingsError
@@ -60,9 +61,22 @@ def apply_transforms(
     settings: QuantizeSettings,
     assigned: Mapping[str, str] | None,
     work: Path,
+    processes: Processes,
     progress: Progress,
 ) -> tuple[Checkpoint, list[dict[str, Any]]]:
-    """The checkpoint to round and the report of each transform; without any, the checkpoint itself."""
+    """The checkpoint to round and the report of each transform; without any, the checkpoint itself. The first
+    of several processes makes it, in a work folder that they share."""
+    with processes.main_process_first():
+        return _transformed(checkpoint, settings, assigned, work, progress)
+
+
+def _transformed(
+    checkpoint: Checkpoint,
+    settings: QuantizeSettings,
+    assigned: Mapping[str, str] | None,
+    work: Path,
+    progress: Progress,
+) -> tuple[Checkpoint, list[dict[str, Any]]]:
     reports = []
     source, device, options = checkpoint, pick_device(settings.device), settings.transform
     if options.rotate:
