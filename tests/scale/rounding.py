@@ -44,13 +44,13 @@ def target(folder):
 
 
 def start_and_stop(target, out):
-    """A quantization that dies after two blocks in one process, and after one in the other."""
+    """A quantization whose first process dies after two blocks; the other one hears of it."""
     from attar.walks import sweep
 
     written, write = [], sweep._write
 
     def dying(file, solutions):
-        if len(written) == 2 - rank():
+        if len(written) == 2:
             raise KeyboardInterrupt
         write(file, solutions)
         written.append(file)
@@ -61,3 +61,14 @@ def start_and_stop(target, out):
     except (KeyboardInterrupt, RuntimeError):
         os._exit(0)
     raise AssertionError("it did not stop")
+
+
+def go_on(target, out, before):
+    """The same one to its end, which writes no block that is there."""
+    from attar.walks import sweep
+
+    written, write = [], sweep._write
+    sweep._write = lambda file, solutions: (written.append(str(file)), write(file, solutions))
+    quantize(target, out, "gptq")
+    assert not set(written) & set(before)
+    assert bool(written) == (not rank())

@@ -47,13 +47,15 @@ def test_two_processes_round_as_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_stopped_at_different_blocks_go_on_together(tmp_path):
+def test_a_sweep_that_two_began_three_end(tmp_path):
     target = rounding.target(tmp_path / "target")
     out = str(tmp_path / "out")
     run_ranks(rounding.start_and_stop, 2, str(target), out)
-    blocks = {path.parents[1].name: path for path in (tmp_path / "out").glob(".gptq*/blocks/block-00001*")}
-    assert list(blocks) == [".gptq.work"], "one of them was a block behind"
-    run_ranks(rounding.quantize_all, 2, str(target), out)
+    blocks = sorted(path.name[:11] for path in (tmp_path / "out" / ".gptq.work" / "blocks").glob("block-*"))
+    assert blocks == ["block-00000", "block-00001"]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob(".gptq.work/blocks/block-*")}
+    run_ranks(rounding.go_on, 3, str(target), out, {str(path): time for path, time in before.items()})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["gptq"]
     rounding.quantize(target, tmp_path / "one", "gptq")
     files = [load_file(tmp_path / name / "gptq" / "model.safetensors") for name in ("one", "out")]
     for name, tensor in files[0].items():
