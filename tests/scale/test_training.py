@@ -9,6 +9,7 @@ from attar.walks.distributed import passes_of, share
 from tests.scale import training
 from tests.scale.processes import run_ranks
 
+GRADIENT = 1e-5  # of a matrix's largest
 ROUNDING = 0.01  # of the learning rate: AdamW's step is the rate, whatever the gradient's size
 
 
@@ -21,6 +22,21 @@ def test_processes_share_every_row_of_a_step_once(micro, rows, ranks):
     counted = [batch.tokens for parts in shares for batch, n in parts if n]
     assert sorted(torch.cat(counted).flatten().tolist()) == numbers.flatten().tolist()
     assert all(n in (0, batch.count()) for parts in shares for batch, n in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [False, True], ids=["replicated", "sharded"])
+def test_gradients_of_two_processes_are_those_of_one(tmp_path, shard):
+    run_ranks(training.gradients_of_all, 2, str(tmp_path), shard)
+    for case, (_, changes) in training.CASES.items():
+        one, two = training.gradients(case), torch.load(tmp_path / f"{case}.pt")
+        assert one.keys() == two.keys()
+        for name, gradient in one.items():
+            assert (gradient is None) == (two[name] is None), (case, name)
+            if gradient is not None:
+                bound = GRADIENT if changes.get("precision") != "bf16" else 2.0**-6
+                off = float((two[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12))
+                assert off < bound, (case, name)
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.signals.online import OnlineTeacher
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
-from attar.walks.distributed import blocks_of, shards
+from attar.walks import optimizers
+from attar.walks.distributed import blocks_of, gathered, shards
 from attar.walks.masks import Masks
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
@@ -59,10 +60,10 @@ def examples():
     return Examples.of_text(rows.masked_fill(torch.arange(12) >= lengths[:, None], PADDING))
 
 
-def learn(case, work=None, stop=None):
+def learn(case, work=None, stop=None, steps=SETTINGS.steps):
     """Train the model of a case; its weights, and the history."""
     family, changes = CASES[case]
-    settings = replace(SETTINGS, **changes)
+    settings = replace(SETTINGS, **changes, steps=steps)
     model = tiny_models.build(family).float().requires_grad_(True)
     masks, signal = None, None
     if case == "masks":
@@ -112,6 +113,39 @@ def learn_all(out, shard):
         weights, history = learn(case, Path(out) / "work" / case)
         if not rank():
             torch.save({"weights": weights, "curve": history.curve}, Path(out) / f"{case}.pt")
+
+
+def gradients(case):
+    """The gradients of the first step, whole, by the parameter's name; None where there is none."""
+    found = {}
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for name, p in zip(group["names"], group["params"], strict=True):
+                    found[name] = None if p.grad is None else gathered(p.grad).clone()
+
+    def build(model, settings):
+        names, parameters = zip(
+            *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+        )
+        return [Recording([{"params": list(parameters), "names": names}], lr=0.1)]
+
+    original, optimizers.build = optimizers.build, build
+    try:
+        learn(case, steps=1)
+    finally:
+        optimizers.build = original
+    return found
+
+
+def gradients_of_all(out, shard):
+    """Of every case in this process; the first one keeps them."""
+    os.environ[SHARD] = str(shard).lower()
+    for case in CASES:
+        found = gradients(case)
+        if not rank():
+            torch.save(found, Path(out) / f"{case}.pt")
 
 
 def start_and_stop(work, shard):
