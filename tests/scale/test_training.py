@@ -46,7 +46,7 @@ def test_two_processes_end_as_one(tmp_path, shard):
     for case, (_, changes) in training.CASES.items():
         weights, history = training.learn(case)
         two = torch.load(tmp_path / f"{case}.pt")
-        rounding = ROUNDING if changes.get("precision") != "bf16" else 2.0  # steps in another direction
+        rounding = ROUNDING if changes.get("precision") != "bf16" else 10.0  # all steps may go elsewhere
         bound = rounding * changes.get("learning_rate", training.SETTINGS.learning_rate)
         for name, weight in weights.items():
             assert float((two["weights"][name] - weight).abs().max()) < bound, (case, name)
