@@ -150,7 +150,7 @@ def write_rows(
         for number in own:
             start, file = starts[number], files[number]
             asked = prompts[start : start + ROWS]
-            if _kept_rows(file, asked) is None:
+            if not _kept(file, asked):
                 runner = runner or runner_of(teacher, sequences=ROWS, length=length, exact=True)
                 rows, _ = sample_rows(
                     runner,
@@ -170,12 +170,10 @@ def write_rows(
     return torch.cat(parts)
 
 
-def _kept_rows(file: Path, prompts: Sequence[Sequence[int]]) -> Tensor | None:
-    """The first rows of a finished batch, where they follow the prompts; None: there are none."""
+def _kept(file: Path, prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether the first rows of a finished batch follow the prompts."""
     if not file.exists():
-        return None
+        return False
     rows = load_file(file)["tokens"][: len(prompts)]
-    if len(rows) < len(prompts):
-        return None
-    same = all(row[: len(prompt)].tolist() == list(prompt) for row, prompt in zip(rows, prompts, strict=True))
-    return rows if same else None
+    pairs = zip(rows, prompts, strict=False)
+    return len(rows) == len(prompts) and all(row[: len(one)].tolist() == list(one) for row, one in pairs)
