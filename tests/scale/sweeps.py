@@ -32,9 +32,10 @@ EXPORT = {
     "rounded": {"format": "gguf", "type": "Q4_0", "rounding": "gptq"},
     "exl2": {"format": "exl2", "bits": 4.6},
 }
+GPTQ = {"method": "gptq", "scheme": "W4A16", "group_size": 32, "scales": "absmax", "refine": 0}
 MIXTURE = {
     "experts": (attar.prune, {"method": "experts", "ratio": 0.25}),
-    "mixture": (attar.quantize, {"method": "gptq", "scheme": "W4A16", "group_size": 32, "check_tokens": 0}),
+    "mixture": (attar.quantize, {**GPTQ, "moe_floor": 4.0, "check_tokens": 0}),
 }
 QUESTIONS = [{"q": f"{n} and", "choices": ["a dog", "b", "a"], "label": n % 3} for n in range(7)]
 
