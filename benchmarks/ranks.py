@@ -1,7 +1,7 @@
 """What several processes of this machine save: a rounding by one process and by more, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/ranks.py [MODEL] [--method gptq] [--scheme W4A16] [--processes 1 2]
-        [--samples 64] [--length 256] [--batch-size 8] [--rounds 2]
+        [--samples 64 ...] [--length 256] [--batch-size 8] [--rounds 2]
 
     seconds    of the whole stage; ``sweep`` its sweep, ``other`` the rest (text, writing, the check)
     cpu        seconds of the sweep on a processor, user and system, of each process: on a machine that other
@@ -19,7 +19,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def run(count: int, model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a row for each run and the medians' shares."""
+    """Each number of rows by each number of processes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,35 +93,37 @@ def main() -> None:
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--scheme", default="W4A16")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--samples", type=int, nargs="+", default=[64])
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    settings = {
-        "method": options.method,
-        "scheme": options.scheme,
-        "samples": options.samples,
-        "sequence_length": options.length,
-        "batch_size": options.batch_size,
-        "check_tokens": 0,
-    }
-    rows: dict[int, list[dict[str, Any]]] = {count: [] for count in options.processes}
-    for _ in range(options.rounds):
-        for count in options.processes:
-            rows[count].append(run(count, options.model, settings))
+    for samples in options.samples:
+        settings = {
+            "method": options.method,
+            "scheme": options.scheme,
+            "samples": samples,
+            "sequence_length": options.length,
+            "batch_size": options.batch_size,
+            "check_tokens": 0,
+        }
+        compare(options.model, settings, options.processes, options.rounds)
+
+
+def compare(model: str, settings: dict[str, Any], processes: Sequence[int], rounds: int) -> None:
+    """Print a row for each run, and the medians with their shares of the first."""
+    rows: dict[int, list[dict[str, Any]]] = {count: [] for count in processes}
+    for _ in range(rounds):
+        for count in processes:
+            rows[count].append(run(count, model, settings))
             print(json.dumps(rows[count][-1]), flush=True)
-    first = options.processes[0]
+    alone = None
     for count, runs in rows.items():
-        sweep, cpu = (
-            statistics.median(value) for value in ([r["sweep"] for r in runs], [max(r["cpu"]) for r in runs])
-        )
-        alone = [
-            statistics.median([pick(r) for r in rows[first]])
-            for pick in (lambda r: r["sweep"], lambda r: max(r["cpu"]))
-        ]
+        sweep = statistics.median(row["sweep"] for row in runs)
+        cpu = statistics.median(max(row["cpu"]) for row in runs)
+        alone = alone or (sweep, cpu)
         print(
-            f"{count} processes: sweep {sweep:.1f} s ({sweep / alone[0]:.2f}), "
+            f"{settings['samples']} rows, {count} processes: sweep {sweep:.1f} s ({sweep / alone[0]:.2f}), "
             f"largest cpu {cpu:.1f} s ({cpu / alone[1]:.2f})"
         )
 
