@@ -191,7 +191,7 @@ def test_packages_import_only_downwards():
         "pruning": {"distillation", "merging", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
-        "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
+        "measure": {*ALGORITHMS, "recipe", "cli"},
         "recipe": {"cli"},
         "yaml.py": {"checkpoint", "models", "data", "walks", *ALGORITHMS, "recipe", "cli"},
         "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},

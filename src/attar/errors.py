@@ -7,6 +7,7 @@
     │   └── RecipeError        a recipe file: names file, line and key
     ├── CheckpointError        a model folder is missing, incomplete or damaged
     ├── ModelError             the architecture does not allow the request
+    ├── MemoryNeededError      a model is larger than the memory that is free
     ├── DataError              the text is missing, empty or of the wrong shape
     ├── NumericsError          NaN, infinity or a singular matrix
     ├── LicenceError           a licence forbids the work, and nobody accepted it
@@ -80,6 +81,10 @@ class CheckpointError(AttarError):
 
 class ModelError(AttarError):
     """The architecture does not allow the request, or lacks a part that is needed."""
+
+
+class MemoryNeededError(AttarError):
+    """A model is larger than the memory that is free; names both amounts."""
 
 
 class DataError(AttarError):

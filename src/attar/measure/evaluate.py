@@ -86,11 +86,11 @@ class Measurements(Quality):
         transformers_prefill_tokens_per_s, transformers_decode_tokens_per_s: of transformers on the decoded
             weights, with ``reference_speed``.
         peak_rss_bytes: peak resident memory while the model was loaded, generated the sample and was timed,
-            without the kept reference logits.
+            without the kept reference logits; block by block, that of its passes.
         peak_device_bytes: peak GPU memory in that time; None on a CPU.
         prompt, sample: a prompt and its greedy completion.
-        runner: the engine of all figures but the reference: compiled, modules or transformers.
-        runner_note: why transformers runs the model although the runtime was asked for; else None.
+        runner: the engine of all figures but the reference: compiled, modules, transformers or blocks.
+        runner_note: why transformers or blocks run the model although the runtime was asked for; else None.
         activations, kv_dtype: precision of the inputs of matrix products, and of the KV cache.
         tasks: accuracy on multiple-choice questions, one entry for each file.
         task: what is predicted: causal (next tokens), masked (hidden tokens) or classification (classes).
@@ -152,6 +152,7 @@ def evaluate(
         DataError: the text is missing, empty or too short, or a file of questions has a bad line.
         SettingsError: no such device.
         NumericsError: the model's logits are NaN.
+        MemoryNeededError: the model is larger than memory, and a runner was named that holds all of it.
         AttarError: the model cannot be loaded.
     """
     settings = settings or EvaluateSettings()
@@ -170,9 +171,11 @@ def evaluate(
     reset_peak(settings.device)
     placement = {"dtype": settings.dtype, "device": settings.device}
     formats = {name: getattr(settings, name) for name in ("runner", "kv_dtype", "activations")}
-    subject = load_subject(model, **formats, **placement)
+    subject = load_subject(model, **formats, **placement, larger=settings.runner == "auto")
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
+    if not subject.whole:
+        settings = _without_decoding(subject, settings, progress)
     prompt, sample = _sample(subject, settings) if processes.first else (None, None)
     speed = _speed(subject, settings) if settings.speed and processes.first else None
     processes.wait()  # nothing runs beside what is timed
@@ -180,7 +183,7 @@ def evaluate(
     if isinstance(reference, Reference):
         peak -= reference.nbytes
     elif reference is not None:
-        reference_subject = load_subject(reference, **placement)
+        reference_subject = load_subject(reference, **placement, larger=True)
         check_same_tokens(subject, reference_subject)
         reference = make_reference(reference_subject, settings, processes=processes, progress=progress)
     elif subject.checkpoint is not None:
@@ -189,6 +192,8 @@ def evaluate(
     if note:
         progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
     quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
+    if not subject.whole:
+        peak = peak_rss_bytes()
     tasks = tuple(
         measure_task(subject, file, rows, processes=processes, progress=progress)
         for file, rows in questions.items()
@@ -343,6 +348,13 @@ def _prediction(name: str, losses: Sequence[Tensor], correct: Sequence[Tensor]) 
 def _fraction(parts: Sequence[Tensor]) -> float:
     """The fraction of elements that are true."""
     return float(torch.cat(parts).double().mean())
+
+
+def _without_decoding(subject: Subject, settings: EvaluateSettings, progress: Progress) -> EvaluateSettings:
+    """What can be measured of a model of which one block is in memory: quality."""
+    reason = f": {subject.fallback_reason}" if subject.fallback_reason else ""
+    progress.log(f"{subject.name} runs block by block, without a sample and speed{reason}")
+    return replace(settings, sample="", speed=False, reference_speed=False)
 
 
 def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, str | None]:

@@ -88,7 +88,7 @@ def make_reference(
     Raises:
         AttarError: the model or the text cannot be used.
     """
-    subject = load_subject(model, dtype=settings.dtype, device=settings.device)
+    subject = load_subject(model, dtype=settings.dtype, device=settings.device, larger=True)
     if subject.checkpoint is not None:
         settings = fit(settings, subject.checkpoint, progress)
     width, shared = subject.vocabulary, ""

@@ -10,7 +10,7 @@ from attar.errors import SettingsError
 VERSION = 2
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RUNNERS = ("auto", "compiled", "modules", "transformers")
+RUNNERS = ("auto", "compiled", "modules", "transformers", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class EvaluateSettings:
         default="auto",
         metadata={
             "help": "what computes: auto is what generate and serve run; transformers is exact arithmetic on "
-            "decoded weights",
+            "decoded weights, and blocks the same with one block in memory at a time, without sample and "
+            "speed, which auto chooses for a model larger than memory",
             "choices": RUNNERS,
         },
     )
@@ -95,5 +96,5 @@ class EvaluateSettings:
                 listed = ", ".join(allowed[:-1]) + f" or {allowed[-1]}"
                 raise SettingsError(name, getattr(self, name), listed)
         for name in ("kv_dtype", "activations"):
-            if self.runner == "transformers" and getattr(self, name) != "auto":
-                raise SettingsError(name, getattr(self, name), "auto with --runner transformers")
+            if self.runner in ("transformers", "blocks") and getattr(self, name) != "auto":
+                raise SettingsError(name, getattr(self, name), f"auto with --runner {self.runner}")

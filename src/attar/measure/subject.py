@@ -1,23 +1,28 @@
 """A model under measurement: loaded once, with its tokenizer and its checkpoint.
 
 It runs in a runner of attar's runtime, as ``generate`` and ``serve`` run it, or in transformers on decoded
-weights: for exact arithmetic, as the reference, and for models that the runtime does not support.
+weights: for exact arithmetic, as the reference, and for models that the runtime does not support. A model
+that is larger than the free memory runs block by block (attar.walks.block_by_block), which gives quality and
+no speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attar.checkpoint import Checkpoint, open_checkpoint
-from attar.errors import ModelError, SettingsError
+from attar.errors import MemoryNeededError, ModelError, SettingsError
+from attar.formats.readers import Decoded, quant_method
 from attar.measure.settings import DTYPES
-from attar.models.load import load_model, load_tokenizer
+from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.runtime.loading import Loaded
 from attar.runtime.loading import load as load_runner
+from attar.walks.block_by_block import BlockByBlock
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,13 @@ class Subject:
     """A causal language model ready to run.
 
     Attributes:
-        model: a transformers model in evaluation mode; None where a runner of the runtime runs it.
+        model: a transformers model in evaluation mode, or a BlockByBlock; None where a runner of the runtime
+            runs it.
         tokenizer: its tokenizer; None for a model without text.
         checkpoint: its folder; None for a model made in memory.
         name: in messages and reports.
         loaded: the runner; None where transformers runs the model.
-        fallback_reason: why transformers runs it although the runtime was asked for; else empty.
+        fallback_reason: why it runs otherwise than was asked for; else empty.
     """
 
     model: Any
@@ -39,6 +45,11 @@ class Subject:
     name: str = "model"
     loaded: Loaded | None = None
     fallback_reason: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is in memory, so that it can decode token by token."""
+        return not isinstance(self.model, BlockByBlock)
 
     @property
     def vocabulary(self) -> int:
@@ -76,7 +87,7 @@ def serving_formats(subject: Subject) -> ServingFormats:
     """The engine and formats of a subject."""
     if subject.loaded is None:
         dtype = str(subject.model.dtype).removeprefix("torch.")
-        return ServingFormats("transformers", dtype, dtype)
+        return ServingFormats("transformers" if subject.whole else "blocks", dtype, dtype)
     runner: Any = subject.loaded.runner
     return ServingFormats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
 
@@ -89,29 +100,44 @@ def load_subject(
     runner: str = "transformers",
     kv_dtype: str = "auto",
     activations: int | str = "auto",
+    larger: bool = False,
 ) -> Subject:
     """Load a model to measure it; a Subject is returned as it is.
 
     Args:
         dtype: float32, bfloat16, float16, or auto: in transformers float32 on a CPU, the checkpoint's own
             elsewhere; in the runtime the precision it serves with.
-        runner: compiled, modules or transformers; auto: the runtime's choice, transformers for a model that
-            it does not support.
+        runner: compiled, modules, transformers or blocks; auto: the runtime's choice, transformers for a
+            model that it does not support.
         activations: bits of the inputs of products: auto, 16 or 8.
+        larger: a model larger than the free memory runs block by block.
 
     Raises:
         ModelError: not a causal language model, or one that the named runner does not support.
         SettingsError: no such dtype, device, or ``kv_dtype``.
         CheckpointError: the folder is missing or damaged.
+        MemoryNeededError: the model is larger than the free memory.
     """
     if isinstance(model, Subject):
         return model
     check_device(device)
     checkpoint = open_checkpoint(model)
+    formats: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
+    if runner == "blocks":
+        return _block_by_block(checkpoint, dtype, device)
+    try:
+        return _in_memory(checkpoint, dtype, device, formats)
+    except MemoryNeededError as problem:
+        if not larger:
+            raise
+        return _block_by_block(checkpoint, dtype, device, problem.message)
+
+
+def _in_memory(checkpoint: Checkpoint, dtype: str, device: str, formats: dict[str, Any]) -> Subject:
+    runner = formats["runner"]
     if runner == "transformers":
         return _in_transformers(checkpoint, dtype, device)
     try:
-        formats: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
         loaded = load_runner(checkpoint, dtype=dtype, device=device, **formats)
     except ModelError as problem:
         if runner != "auto":
@@ -128,6 +154,16 @@ def _in_transformers(checkpoint: Checkpoint, dtype: str, device: str, reason: st
             hint="evaluate takes language models and classifiers, generate causal language models",
         )
     return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name, fallback_reason=reason)
+
+
+def _block_by_block(checkpoint: Checkpoint, dtype: str, device: str, reason: str = "") -> Subject:
+    model = BlockByBlock(
+        checkpoint if quant_method(checkpoint) is None else Decoded(checkpoint),
+        prepare=partial(round_activations, checkpoint),
+        dtype=torch_dtype(dtype, "cpu") or torch.float32,
+        device=device,
+    )
+    return Subject(model, load_tokenizer(checkpoint), checkpoint, checkpoint.name, fallback_reason=reason)
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype | None:

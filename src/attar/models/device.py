@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from attar import memory
 from attar.checkpoint.atomic import write_bytes
 from attar.errors import SettingsError
 
@@ -41,10 +41,10 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a device has free now; of the CPU, what can be had without swapping."""
+    """Bytes that a device has free now; of the CPU, what this process can have without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return memory.free_memory()
 
 
 @cache

@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError, ModelError
+from attar.memory import check_memory
 from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
 from attar.models.device import pick_device
 from attar.models.draft_heads.kind import refuse_draft_head
@@ -32,6 +33,11 @@ from attar.models.plain_tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
+
+LARGER = (
+    "a larger machine, or what works block by block: quantize, merge, export, prune to zeros, "
+    "evaluate --runner blocks"
+)
 
 
 def load_model(
@@ -52,9 +58,11 @@ def load_model(
         CheckpointError: files are missing or damaged, or tensors do not fit the architecture's shapes.
         ModelError: transformers does not know the architecture, or tensors are missing or left over.
         NumericsError: a weight is NaN or infinite.
+        MemoryNeededError: the weights are larger than the memory that is free.
     """
     where = pick_device(str(device))
     checkpoint = _opened(model)
+    _check_room(checkpoint, dtype)
     config = load_config(checkpoint.path, checkpoint.config)
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
@@ -83,6 +91,16 @@ def load_model(
     _check_numbers(checkpoint, loaded)
     round_activations(checkpoint, loaded)
     return loaded.eval().to(where)
+
+
+def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+    """Raise MemoryNeededError where the dense weights do not fit into memory (of the CPU, where they are
+    read on their way to a GPU too)."""
+    from attar.checkpoint.parts import count
+
+    parameters = count(checkpoint).parameters
+    size = parameters * dtype.itemsize if dtype is not None else max(checkpoint.nbytes, 2 * parameters)
+    check_memory(checkpoint.name, size, hint=LARGER)
 
 
 def round_activations(checkpoint: Checkpoint, model: Any) -> None:

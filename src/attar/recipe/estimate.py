@@ -55,6 +55,7 @@ _HELD_OUT = 16_384  # tokens of a held-out loss
 _SCORED_ROWS = 32  # on which a student's units are chosen
 _SAMPLED_TOGETHER = 64  # rows of a batch that a model writes
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
+_LOGITS = 2**28  # bytes of the logits of a pass of an evaluation
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
 
@@ -218,6 +219,22 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
     once = getattr(settings, "decode_tokens", 0) * token
     speed = min(_SPEED_ROUNDS * once, _SPEED_BUDGET + 2 * once) if getattr(settings, "speed", False) else 0.0
     return _START + work.seconds(rates) + speed + getattr(settings, "sample_tokens", 0) * token
+
+
+def evaluation_memory(settings: Any, shape: Shape, free: float, *, reference: bool = False) -> float:
+    """Estimated memory of the evaluation of one checkpoint, above nothing.
+
+    Args:
+        free: bytes of the machine: a larger model is read block by block.
+        reference: in float32, as the reference is; else as it is stored.
+    """
+    row = 4.0 * getattr(settings, "sequence_length", 512) * shape.vocabulary
+    logits = max(min(4.0 * getattr(settings, "tokens", 16384) * shape.vocabulary, _LOGITS), row)
+    whole = _BASE_MEMORY + (4 * shape.parameters if reference else shape.bytes) + 2 * logits
+    if whole <= free:
+        return whole
+    head = 4.0 * shape.vocabulary * shape.hidden
+    return _BASE_MEMORY + max(4 * shape.blocks / shape.layers, head + 2 * logits)
 
 
 def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> Work:

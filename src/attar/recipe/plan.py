@@ -20,8 +20,9 @@ from attar.checkpoint.open import Checkpoint
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
+from attar.memory import free_memory
 from attar.progress import SILENT, Progress
-from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
+from attar.recipe.estimate import Estimate, estimate, evaluation_memory, evaluation_seconds
 from attar.recipe.machine import Rates, measure_rates
 from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
@@ -43,6 +44,7 @@ class RecipeStep:
         evaluation_key: identity of its evaluation; empty without evaluation.
         evaluated: whether its measurements exist.
         evaluation_seconds: estimated time of its evaluation, 0 if it is not needed.
+        evaluation_memory: estimated bytes of it, 0 if it is not needed.
     """
 
     entry: StageEntry
@@ -53,11 +55,17 @@ class RecipeStep:
     evaluation_key: str
     evaluated: bool
     evaluation_seconds: float
+    evaluation_memory: float
 
     @property
     def seconds(self) -> float:
         """Estimated remaining time, evaluation included."""
         return (0.0 if self.state == DONE else self.estimate.seconds) + self.evaluation_seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """Estimated memory of what remains, evaluation included."""
+        return max(0.0 if self.state == DONE else self.estimate.memory_bytes, self.evaluation_memory)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class RecipePlan:
         original_key: its fingerprint.
         original_evaluation_key: identity of its evaluation; empty without evaluation.
         original_seconds: estimated time of its evaluation, 0 if it is done.
+        original_memory: estimated bytes of it and of the reference, 0 if it is done.
     """
 
     recipe: Recipe
@@ -76,6 +85,7 @@ class RecipePlan:
     original_key: str
     original_evaluation_key: str
     original_seconds: float
+    original_memory: float
     steps: tuple[RecipeStep, ...]
 
     @property
@@ -140,15 +150,19 @@ class _RecipePlanner:
             state = self._state(entry, keys[entry.name])
             evaluation = self._evaluation_key(keys[entry.name], root, data) if entry.makes_model else ""
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
-            seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(result, rates)
+            missing = bool(evaluation) and not evaluated
+            seconds = self._evaluation_seconds(result, rates) if missing else 0.0
+            memory = self._evaluation_memory(result) if missing else 0.0
             folder = self.out / entry.folder
-            steps.append(
-                RecipeStep(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds)
-            )
+            key = keys[entry.name]
+            steps.append(RecipeStep(entry, folder, key, state, needs, evaluation, evaluated, seconds, memory))
         evaluation = self._evaluation_key(root, root, data)
         needed = evaluation and not self._evaluated(ORIGINAL_RECEIPT, evaluation)
         seconds = self._evaluation_seconds(shapes[ORIGINAL], rates) if needed else 0.0
-        return RecipePlan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
+        memory = self._evaluation_memory(shapes[ORIGINAL], reference=True) if needed else 0.0
+        return RecipePlan(
+            self.recipe, self.out, self.original, root, evaluation, seconds, memory, tuple(steps)
+        )
 
     def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
         parents = [keys[name] for name in entry.parents]
@@ -168,6 +182,9 @@ class _RecipePlanner:
 
     def _evaluation_seconds(self, shape: Shape, rates: Rates) -> float:
         return evaluation_seconds(self.recipe.evaluate, shape, rates)
+
+    def _evaluation_memory(self, shape: Shape, *, reference: bool = False) -> float:
+        return evaluation_memory(self.recipe.evaluate, shape, free_memory(), reference=reference)
 
     def _evaluated(self, name: str, key: str) -> bool:
         receipt = self.receipts.get(name)

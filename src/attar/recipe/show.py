@@ -8,7 +8,7 @@ from typing import Any
 
 from attar.checkpoint.atomic import free_bytes
 from attar.checkpoint.units import bytes_text, seconds_text, table
-from attar.recipe.estimate import Estimate
+from attar.memory import free_memory
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
@@ -20,14 +20,15 @@ _LEAST = 12  # columns of a shortened cell
 
 def plan_text(plan: RecipePlan) -> str:
     """The plan as a table, and the total of its estimates."""
-    rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, None)]
+    rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, plan.original_memory, 0.0)]
     for step in plan.steps:
         entry = step.entry
         source = ", ".join(entry.parents[:1] if entry.teacher else entry.parents)
         source += f", taught by {entry.teacher}" if entry.teacher else ""
-        needs = None if step.state == DONE else step.estimate
+        disk = 0.0 if step.state == DONE else step.estimate.disk_bytes
         what = f"{entry.stage} {title(entry.settings)}"
-        rows.append(_row(str(entry.number), entry.name, what, source, step.state, step.seconds, needs))
+        needs = (step.seconds, step.memory_bytes, disk)
+        rows.append(_row(str(entry.number), entry.name, what, source, step.state, *needs))
     return table(_PLAN, _fitting(rows), left=5) + "\n" + _summary(plan)
 
 
@@ -67,16 +68,26 @@ def _summary(plan: RecipePlan) -> str:
     free = free_bytes(plan.out)
     if free is not None and free < disk + scratch:
         text += f"\nWarning: only {bytes_text(free)} are free there."
-    return text
+    return text + _memory_warning(plan)
+
+
+def _memory_warning(plan: RecipePlan) -> str:
+    """The stage that needs most memory, where the machine has less."""
+    needs = {ORIGINAL: plan.original_memory} | {step.entry.name: step.memory_bytes for step in plan.steps}
+    name = max(needs, key=needs.__getitem__)
+    free = free_memory()
+    if needs[name] <= free:
+        return ""
+    amounts = f"about {bytes_text(needs[name])} of memory, and {bytes_text(free)} are free"
+    return f"\nWarning: {name} needs {amounts}."
 
 
 def _row(
-    count: str, name: str, what: str, source: str, state: str, seconds: float, needs: Estimate | None
+    count: str, name: str, what: str, source: str, state: str, seconds: float, memory: float, disk: float
 ) -> tuple[str, ...]:
-    time = seconds_text(seconds) if seconds else "-"
-    memory = bytes_text(needs.memory_bytes) if needs else "-"
-    disk = bytes_text(needs.disk_bytes) if needs else "-"
-    return (count, name, what, source, state, time, memory, disk)
+    needs = [seconds_text(seconds) if seconds else "-"]
+    needs += [bytes_text(size) if size else "-" for size in (memory, disk)]
+    return (count, name, what, source, state, *needs)
 
 
 def _step_dict(step: RecipeStep) -> dict[str, Any]:
@@ -93,7 +104,7 @@ def _step_dict(step: RecipeStep) -> dict[str, Any]:
         "state": step.state,
         "evaluated": step.evaluated,
         "seconds": round(step.seconds, 1),
-        "memory_bytes": round(step.estimate.memory_bytes),
+        "memory_bytes": round(step.memory_bytes),
         "disk_bytes": round(step.estimate.disk_bytes),
         "scratch_bytes": round(step.estimate.scratch_bytes),
     }

@@ -15,12 +15,14 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
+from attar.checkpoint.parts import count
 from attar.errors import ModelError
 from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import ModelWeights, pool_bytes
 from attar.kernels.product import default_threads
+from attar.memory import check_memory
 from attar.models.device import pick_device
 from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.plain_config import end_tokens
@@ -100,6 +102,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     settings = RunnerSettings(**options)
     checkpoint = open_checkpoint(model)
     refuse_draft_head(checkpoint)
+    _check_room(checkpoint, settings)
     why = obstacle(checkpoint, settings)
     runner: Compiled | Modules | None = None
     if not why:
@@ -121,6 +124,17 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
     return Loaded(runner, tokenizer, ends, checkpoint.name, settings.eviction, _lookback(runner), most, why)
+
+
+def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
+    """Raise MemoryNeededError where the weights alone do not fit into the CPU's memory: packed ones as they
+    are stored, dense ones in 16 bits or as they will be rounded."""
+    if pick_device(settings.device).type != "cpu":
+        return
+    bits = {None: 16, "int8": 8, "int4": 4}[settings.weights]
+    packed = readers.quant_method(checkpoint) is not None
+    size = checkpoint.nbytes if packed else count(checkpoint).parameters * bits // 8
+    check_memory(checkpoint.name, size, hint="quantize it: quantize works block by block")
 
 
 def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.models.device import bf16_products
 from attar.progress import SILENT, Progress
 from attar.walks.objectives import DistanceSum
-from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton
+from attar.walks.skeleton import HiddenStates, Skeleton
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes
@@ -91,7 +90,7 @@ def compare(
         calls = [side.trace(batches, store) for side, store in zip(sides, stores, strict=True)]
         for index in range(len(sides[0].blocks)):
             for side, store, block_calls in zip(sides, stores, calls, strict=True):
-                _advance(side, store, block_calls, index)
+                side.advance(index, store, block_calls)
             drift.append(_drift(*stores))
             task.advance(drift=drift[-1])
         result = _output_distance(sides, stores, batches)
@@ -109,17 +108,6 @@ def _head_units(side: Skeleton) -> int:
     block = sum(parameter.numel() for parameter in side.blocks[0].module.parameters())
     vocabulary, hidden = side.model.get_submodule(head).weight.shape
     return max(int(vocabulary * (hidden + LOGIT) / max(block, 1) + 0.5), 1)
-
-
-def _advance(
-    side: Skeleton, store: HiddenStates, calls: dict[tuple[int, ...], list[BlockCall]], index: int
-) -> None:
-    block = side.blocks[index]
-    with side.loaded(block), bf16_products(side.device, False):
-        for number in range(len(store)):
-            hidden = store[number].to(side.device)
-            output = calls[tuple(hidden.shape[:2])][index](block.module, hidden)
-            store[number] = output if isinstance(output, Tensor) else output[0]
 
 
 def _drift(original: HiddenStates, changed: HiddenStates) -> float:

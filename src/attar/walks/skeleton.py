@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.models.anatomy import discover
+from attar.models.device import bf16_products
 from attar.models.load import empty_model
 from attar.models.masking import replaced_forward
 from attar.models.stored import stored_buffers, stored_names
@@ -140,6 +141,27 @@ class Skeleton:
             store[number] = hidden
         self._drop_outer()
         return calls
+
+    def advance(
+        self,
+        index: int,
+        store: HiddenStates,
+        calls: dict[tuple[int, ...], list[BlockCall]],
+        *,
+        fast: bool = False,
+    ) -> None:
+        """Run one block over all batches: its outputs replace its inputs in the store.
+
+        Args:
+            calls: of :meth:`trace`.
+            fast: products are bfloat16.
+        """
+        block = self.blocks[index]
+        with self.loaded(block), bf16_products(self.device, fast):
+            for number in range(len(store)):
+                hidden = store[number].to(self.device)
+                output = calls[tuple(hidden.shape[:2])][index](block.module, hidden)
+                store[number] = output if isinstance(output, Tensor) else output[0]
 
     @contextmanager
     def headed(self, used: Tensor) -> Iterator[None]:
