@@ -2,8 +2,8 @@
 
     python benchmarks/peers/environments.py [NAME ...]      builds what is missing, prints the versions
 
-Of vLLM (``vllm-wheel``) there is no environment: its Python files are taken out of its wheel, which needs
-neither a GPU nor its 200 dependencies.
+Of vLLM and SGLang (``vllm-wheel``, ``sglang-wheel``) there is no environment: their Python files are taken
+out of their wheels, which needs neither a GPU nor their 200 dependencies.
 
 They stand under ``$ATTAR_PEERS``, or ``~/.cache/attar/peers``. torch comes first and by its exact version, so
 that every tool computes with the same one (and pip finds the build without CUDA's packages where it has one).
@@ -26,7 +26,7 @@ from llama_server import build as build_server
 
 TORCH = "torch==2.13.0"
 SERVER = "llama-server"  # a program, compiled from what llama-cpp comes with
-WHEEL, VLLM = "vllm-wheel", "vllm==0.33.0"
+WHEELS = {"vllm-wheel": "vllm==0.33.0", "sglang-wheel": "sglang==0.5.23"}
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,21 @@ def server() -> Path:
     return build_server(executable.parent, interpreter, version("llama-cpp") or "")
 
 
-def vllm_files() -> Path:
-    """A folder with vLLM's Python files, which are downloaded if they are missing.
+def wheel_files(name: str) -> Path:
+    """A folder with the Python files of one of :data:`WHEELS`, which are downloaded if they are missing.
 
     Raises:
         SystemExit: pip failed.
     """
-    home = folder() / WHEEL / VLLM.partition("==")[2]
+    wanted = WHEELS[name]
+    home = folder() / name / wanted.partition("==")[2]
     if home.is_dir():
         return home
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        if subprocess.run([*command, "--dest", scratch, VLLM]).returncode:
-            raise SystemExit(f"{VLLM}: {' '.join(command)} failed")
+        if subprocess.run([*command, "--dest", scratch, wanted]).returncode:
+            raise SystemExit(f"{wanted}: {' '.join(command)} failed")
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             names = [name for name in wheel.namelist() if name.endswith(".py")]
             wheel.extractall(Path(scratch) / "files", names)
@@ -148,12 +149,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER, WHEEL], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER, *WHEELS], metavar="NAME")
     for name in parser.parse_args().names:
         if name == SERVER:
             print(f"{name:<16}{server()}")
-        elif name == WHEEL:
-            print(f"{name:<16}{vllm_files()}")
+        elif name in WHEELS:
+            print(f"{name:<16}{wheel_files(name)}")
         else:
             print(f"{name:<16}{version(name) if python(name) else ''}")
 
