@@ -1,11 +1,16 @@
-"""Peak memory of the stream and sweep walks and of the gate after quantize, each in a process of its own.
+"""Peak memory of the stream and sweep walks, of the gate after quantize, and of a layer of experts, each in a
+process of its own.
 
     python benchmarks/memory.py                 prints a table; needs 5 GB of disk for a minute
     python benchmarks/memory.py --parts gate    one part of it
+    python benchmarks/memory.py --parts experts --layers 2 --experts 128 --methods gptq qronos
 
 stream: a W8A16 round-to-nearest pass over a 2 GB checkpoint. sweep: Hessians of every Linear for Llamas of 3
 and of 12 equal blocks. gate: 2,048 tokens of a model with 262,144 tokens in its vocabulary, compared with a
-changed copy; the bound is 1.5 times its head, stored and in float32, with the logits that are kept. Peaks are
+changed copy; the bound is 1.5 times its head, stored and in float32, with the logits that are kept. experts:
+int4 of layers in the shape of Qwen3-30B-A3B (128 experts of 2,048 x 768, random weights), rounded with 8,192
+tokens and written (``--methods statistics``: the Hessian of each expert, and nothing solved, which
+takes a fraction of the time); the bound is 8 GB, all of the process, its imports too. Peaks of the others are
 resident set sizes (VmHWM, which starts afresh in each process) above those of an interpreter that has made
 the same imports and run one matrix product.
 """
@@ -27,6 +32,7 @@ from attar.walks.compare import KEPT
 
 MB = 1e6
 PARTS = ("stream", "sweep", "gate")
+ALL = (*PARTS, "experts")
 
 PEAK = """
     import re
@@ -82,6 +88,54 @@ GATE = """
     print(peak() - before)
 """
 
+EXPERTS = """
+    import json, sys, torch
+    from attar.checkpoint import open_checkpoint
+    from attar.quantization.layerwise import LayerSolver
+    from attar.quantization.plan import plan
+    from attar.quantization.rounding import METHODS, SweepCodes
+    from attar.quantization.settings import quantize_settings
+    from attar.quantization.write import write
+    from attar.quantization.hessian import Hessian
+    from attar.walks.expert_inputs import ExpertTokens
+    from attar.walks.sweep import Solution, sweep
+    source, work, method = open_checkpoint(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rounding = "gptq" if method == "statistics" else method
+    settings = quantize_settings(method=rounding, scheme="W4A16", **json.loads(sys.argv[4]))
+    chosen = plan(source, settings.storage)
+    layers = {layer.module: layer for layer in chosen.sites.values()}
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 512, (4, 512), generator=generator) for _ in range(4)]
+    options = {"select": layers.__contains__, "precision": "fp32"}
+    if method == "statistics":
+        class Solver:
+            original = False
+            def accumulator(self, names, inputs): return Hessian(inputs)
+            def solve(self, weights, seen):
+                seen.value()
+                return {name: Solution(w, {"codes": w.to(torch.int8)}) for name, w in weights.items()}
+            def restore(self, name, tensors): raise AssertionError
+        sweep(source, tokens, Solver(), work=work, experts=ExpertTokens(floor=0.0), **options)
+        print(f"{peak()} {peak()}")
+        raise SystemExit
+    solver = LayerSolver(layers, METHODS[method], settings.rounding)
+    swept = sweep(source, tokens, solver, work=work / "sweep", **options)
+    rounded = peak()
+    (work / "out").mkdir()
+    write(source, chosen, SweepCodes(chosen, swept), work / "out", work / "shards")
+    print(f"{rounded} {peak()}")
+"""
+
+A3B = {  # Qwen3-30B-A3B
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 512,
+}
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -151,11 +205,55 @@ def gate_peak(folder: Path) -> tuple[float, int]:
     return used, 4 * model.lm_head.weight.numel()
 
 
+def expert_layers(folder: Path, layers: int, experts: int) -> Path:
+    """A checkpoint of random weights in bf16, a file for each expert."""
+    import transformers
+
+    from attar.models.load import empty_model
+
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=layers, num_experts=experts, **A3B)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    source = folder / "experts"
+    config.save_pretrained(source)
+    generator, index = torch.Generator().manual_seed(0), {}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in empty_model(config, unstacked=True).named_parameters():
+        file = name.partition(".experts.")[2].partition(".")[0] or "rest"
+        weight = torch.randn(parameter.shape, generator=generator).bfloat16()
+        files.setdefault(file, {})[name] = (weight if weight.dim() == 1 else 0.02 * weight).contiguous()
+        if file != "rest" and len(files[file]) == 3:  # of one layer
+            written = f"model-{len(index):06d}.safetensors"
+            save_file(files.pop(file), source / written)
+            index |= dict.fromkeys([name.replace("down_proj", leaf) for leaf in
+                                    ("gate_proj", "up_proj", "down_proj")], written)  # fmt: skip
+    save_file(files["rest"], source / "model-rest.safetensors")
+    index |= dict.fromkeys(files["rest"], "model-rest.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return source
+
+
+def experts_peaks(source: Path, work: Path, method: str, settings: str) -> tuple[float, float]:
+    """(peak bytes after rounding, after writing) of the whole process."""
+    work.mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(PEAK) + textwrap.dedent(EXPERTS)]
+    command += [str(source), str(work), method, settings]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    rounded, written = map(float, done.stdout.split()[-2:])
+    return rounded, written
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parts = parser.parse_args().parts
+    parser.add_argument("--parts", nargs="+", choices=ALL, default=PARTS)
+    parser.add_argument("--layers", type=int, default=1, help="experts: layers")
+    parser.add_argument("--experts", type=int, default=128, help="experts: of a layer")
+    parser.add_argument(
+        "--methods", nargs="+", default=["gptq"], help="experts: roundings; statistics: Hessians alone"
+    )
+    parser.add_argument("--settings", default="{}", help="experts: settings of the rounding, in JSON")
+    options = parser.parse_args()
+    parts = options.parts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"{'walk':<28}{'peak MB':>10}{'bound MB':>10}")
@@ -169,6 +267,14 @@ def main() -> None:
             used, head = gate_peak(folder)
             bound = 1.5 * (1.5 * head + KEPT)
             print(f"{f'gate, head of {head / MB:.0f} MB':<28}{used / MB:>10.0f}{bound / MB:>10.0f}")
+        if "experts" in parts:
+            source = expert_layers(folder, options.layers, options.experts)
+            for method in options.methods:
+                rounded, written = experts_peaks(source, folder / method, method, options.settings)
+                print(
+                    f"{f'{options.experts} experts, {method}':<28}{rounded / MB:>10.0f}{8000:>10}", flush=True
+                )
+                print(f"{'  and written':<28}{written / MB:>10.0f}{8000:>10}", flush=True)
 
 
 if __name__ == "__main__":

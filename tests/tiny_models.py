@@ -142,7 +142,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4ForCausalLM",
         {**MOE, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "intermediate_size": 32}
         | {"intermediate_size_mlp": 96, "head_dim": 16, "interleave_moe_layer_step": 2}
-        | {"attention_chunk_size": 16},
+        | {"attention_chunk_size": 32},
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -173,6 +173,26 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconH1ForCausalLM",
         {**HYBRID, **MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
     ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            **HYBRID,
+            "head_dim": 16,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
+        }
+        | {"laurel_rank": 32, "num_kv_shared_layers": 0, "sliding_window": 8, "altup_num_inputs": 2}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"activation_sparsity_pattern": [0.0, 0.0, 0.0]},
+    ),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", WIDE),
+    "phi": ("PhiConfig", "PhiForCausalLM", GQA),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", GQA),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", GQA),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GQA),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**GQA, "embedding_multiplier": 1.5}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", WIDE),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -180,13 +200,54 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"sliding_window": 8},
     ),
 }
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOWER |= {"image_size": 28, "patch_size": 14}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+
+# families with a vision tower: the text part's family, the tower's config
+VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3_vision": (
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        {"text": "gemma3", "vision_config": {**TOWER, "model_type": "siglip_vision_model"}}
+        | {"mm_tokens_per_image": 4, "image_token_index": 319},
+    ),
+    "mistral3_vision": (
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {"text": "ministral3", "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 16}}
+        | {"image_token_index": 319},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {"text": {**WIDE, "rope_parameters": MROPE}, "image_token_id": 319, "video_token_id": 318}
+        | {"vision_start_token_id": 317}
+        | {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+           | {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": []}},
+    ),
+    "llama4_vision": (
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        {"text": "llama4", "image_token_index": 319}
+        | {"vision_config": {**TOWER, "vision_output_dim": 32, "projector_input_dim": 32}
+           | {"projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}},
+    ),
+}  # fmt: skip
 ENCODERS = ("bert", "roberta", "distilbert")
 DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
 
 
 def config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
-    config_class, model_class, arguments = (FAMILIES | MIXTURES | HYBRIDS)[family]
+    config_class, model_class, arguments = (FAMILIES | MIXTURES | HYBRIDS | VISION)[family]
+    if "text" in arguments:
+        text = (
+            arguments["text"] if isinstance(arguments["text"], dict) else config(arguments["text"]).to_dict()
+        )
+        arguments = {**arguments, "text_config": {**text, **changes}}
+        del arguments["text"]
+        changes = {"tie_word_embeddings": arguments["text_config"].get("tie_word_embeddings", False)}
     result = getattr(transformers, config_class)(**{**arguments, **changes})
     result.architectures = [model_class]
     return result

@@ -34,7 +34,16 @@ def settings_of(job: jobs.Job, rows: int, length: int) -> dict[str, Any]:
     }
     if job.scheme == "INT":
         given["group_size"] = job.group_size
-    return {**given, **job.options}
+    from attar.options import option_fields
+    from attar.quantization.settings import QuantizeSettings
+
+    known = {option.field.name: option for option in option_fields(QuantizeSettings)}
+    fitting = {
+        name: value
+        for name, value in given.items()
+        if not known[name].by or job.method in known[name].variants
+    }
+    return {**fitting, **job.options}
 
 
 def scheme_name(job: jobs.Job) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import job as jobs
 
+ROUTERS = ("re:.*mlp.gate$", "re:.*block_sparse_moe.gate$", "re:.*shared_expert_gate$")
 METHODS = ("rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq")
 
 
@@ -17,7 +18,7 @@ def recipe(job: jobs.Job) -> list:
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    common = {"ignore": ["lm_head"], **scheme(job)}
+    common = {"ignore": ["lm_head", *ROUTERS], **scheme(job)}
     before = []
     if job.method == "awq":
         before = [AWQModifier()]

@@ -1,4 +1,5 @@
-"""gpt-oss's experts in MXFP4: decoded as transformers decodes them, carried into GGUF untouched."""
+"""gpt-oss's experts in MXFP4: decoded as transformers decodes them, carried into GGUF untouched,
+and written as published."""
 
 import json
 
@@ -13,9 +14,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.errors import CheckpointError, NumericsError
+from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.readers import Decoded, dequantize_state, reader
 from attar.models.load import load_model
+from attar.quantization.settings import quantize_settings
+from attar.quantization.stage import quantize
 from tests import tiny_models
 from tests.formats.gguf.variants import build
 
@@ -104,3 +107,75 @@ def test_what_does_not_fit_is_named(tmp_path):
     save_file({**state, name: scales}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(NumericsError, match="a scale is NaN"):
         reader(open_checkpoint(tmp_path)).check(name.replace("_scales", "_blocks"))
+
+
+SMALL = {"samples": 4, "sequence_length": 32, "batch_size": 4, "check_tokens": 0, "ignore": ("re:self_attn",)}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A tiny gpt-oss, its experts rounded by GPTQ to MXFP4, and these in gpt-oss's own layout."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    tiny_models.save(build("gpt_oss"), folder / "model", dtype=torch.bfloat16)
+    settings = quantize_settings(method="gptq", scheme="MXFP4A16", **SMALL)
+    quantized = quantize(folder / "model", folder / "quantized", settings)
+    return quantized, export(quantized, folder / "out", ExportSettings(format="mxfp4"))
+
+
+def test_experts_are_written_as_gpt_oss_has_them(exported):
+    """Names, shapes and config of the published checkpoints; transformers decodes to what was rounded."""
+    quantized, out = exported
+    config = out.config["quantization_config"]
+    assert (
+        config["quant_method"] == "mxfp4" and "model.layers.*.self_attn" in config["modules_to_not_convert"]
+    )
+    for name, shape in (("gate_up_proj", (4, 192, 2)), ("down_proj", (4, 64, 3))):
+        stem = f"model.layers.1.mlp.experts.{name}"
+        blocks, scales = out.load(f"{stem}_blocks"), out.load(f"{stem}_scales")
+        assert (blocks.dtype, scales.dtype) == (torch.uint8, torch.uint8)
+        assert (blocks.shape, scales.shape) == ((*shape, 16), shape)
+        stacked = convert_moe_packed_tensors(blocks, scales)
+        single = dequantize_state(quantized)
+        for expert in range(4):
+            path = f"model.layers.1.mlp.experts.{expert}"
+            if name == "down_proj":
+                assert torch.equal(stacked[expert].T, single[f"{path}.down_proj.weight"])
+            else:
+                assert torch.equal(stacked[expert, :, 0::2].T, single[f"{path}.gate_proj.weight"])
+                assert torch.equal(stacked[expert, :, 1::2].T, single[f"{path}.up_proj.weight"])
+        assert out.tensors[f"{stem}_bias"].shape == (4, shape[1])
+    assert not any(".experts.0." in name for name in out.tensors)
+    assert out.tensors["model.layers.1.self_attn.q_proj.weight"].dtype == "BF16"
+
+
+def test_the_written_layout_computes_as_the_codes_do(exported, tmp_path):
+    _, out = exported
+    models = [load_model(one, dtype=torch.float32) for one in exported]
+    rows = tiny_models.tokens(models[0])
+    assert torch.equal(*(tiny_models.logits(model, rows) for model in models))
+    copied = export(out, tmp_path / "copied", ExportSettings(format="mxfp4"))
+    assert copied.tensors.keys() == out.tensors.keys()
+    gguf_file = export(out, tmp_path / "m.gguf", ExportSettings(format="gguf", imatrix="none"))
+    assert gguf_file.card.details["type"] == "MXFP4"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama3", None, "is of llama; experts stacked in MXFP4 are the layout of gpt_oss alone"),
+        ("gpt_oss", None, "is not quantized"),
+        ("gpt_oss", {"scheme": "W8A16"}, r"experts\.0\.gate_proj is not in MXFP4"),
+        (
+            "gpt_oss",
+            {"scheme": "MXFP4A16", "ignore": ("re:experts",)},
+            r"experts\.0\.gate_proj is not in MXFP4",
+        ),
+    ],
+)
+def test_what_has_no_place_in_the_layout_is_refused(tmp_path, family, options, message):
+    source = tiny_models.save(build(family), tmp_path / "model", dtype=torch.bfloat16)
+    if options is not None:
+        source = quantize(source, tmp_path / "q", quantize_settings(method="rtn", check_tokens=0, **options))
+    with pytest.raises(ModelError, match=message):
+        export(source, tmp_path / "out", ExportSettings(format="mxfp4"))
+    assert not (tmp_path / "out").exists()

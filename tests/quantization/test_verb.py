@@ -388,14 +388,24 @@ class _Wrong(Decoded):
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_sweep_it_goes_on_with_the_same_bytes(tmp_path):
-    model = tiny_models.build("llama3", **{**WIDE, "num_hidden_layers": 12})
+@pytest.mark.parametrize(
+    ("family", "shape", "samples", "kills"),
+    [
+        ("llama3", {**WIDE, "num_hidden_layers": 12}, "64", (1, 7)),
+        ("qwen3_moe", {"num_hidden_layers": 4}, "8", (1,)),
+        ("gpt_oss", {"num_hidden_layers": 4}, "8", (2,)),  # stores its experts stacked
+    ],
+)
+def test_killed_in_the_middle_of_a_sweep_it_goes_on_with_the_same_bytes(
+    tmp_path, family, shape, samples, kills
+):
+    model = tiny_models.build(family, **shape)
     source = tiny_models.save(model, tmp_path / "model", dtype=torch.bfloat16)
     line = [sys.executable, "-m", "attar", "quantize", str(source), "--method", "qronos", "--quiet"]
-    line += ["--samples", "64", "--sequence-length", "128", "--group-size", "32", "-o"]
+    line += ["--samples", samples, "--sequence-length", "128", "--group-size", "32", "-o"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*line, str(tmp_path / "whole")], check=True, env=env)
-    for killed_at in (1, 7):
+    for killed_at in kills:
         out = tmp_path / f"cut-{killed_at}"
         run = subprocess.Popen([*line, str(out)], env=env)
         blocks = tmp_path / f".{out.name}.work/blocks"

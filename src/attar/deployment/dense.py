@@ -18,6 +18,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import quant_method, reader
+from attar.models.single_experts import stacked_reader
 from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
@@ -43,7 +44,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
     write_config(output.folder / "config.json", config)
-    read = reader(source)
+    read = stacked_reader(reader(source), source)
 
     def layout(info: Any) -> Sequence[TensorSpec]:
         slot = read.header(info)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
 from attar.deployment.settings import ExportSettings
-from attar.deployment.single_experts import with_single_experts
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
 from attar.models.device import pick_device
@@ -124,6 +123,7 @@ def _compute(
 ) -> InputImportance:
     from attar.deployment.imatrix import compute
     from attar.models.load import load_tokenizer
+    from attar.models.single_experts import single_experts
 
     length = row_length(settings.sequence_length, source.config)
     batches = calibration_batches(
@@ -136,7 +136,7 @@ def _compute(
         bos=settings.bos,
     )
     sums = compute(
-        with_single_experts(view, placed),
+        single_experts(view),
         batches,
         work=work / "imatrix",
         processes=processes,

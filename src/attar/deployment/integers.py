@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from attar.formats.convert import convert, converted_rule, misfit
 from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
+from attar.models.anatomy import discover
+from attar.models.experts import Experts
 from attar.models.load import empty_model
 from attar.models.roles import is_linear
 from attar.models.stored import stored_names
@@ -163,14 +166,17 @@ class IntegerConversion:
 
     def _scan(self, progress: Progress) -> None:
         """Read every Linear's codes once, for checks and rules."""
-        model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
+        config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
+        model = empty_model(config, unstacked=True)
         slots = {
             info.name: TensorSpec(*slot)
             for info in self.source.tensors.values()
             if (slot := self.read.header(info))
         }
         dense = {slot.name: stored for stored, slot in slots.items()}
-        names = stored_names(model, _Names({slot.name: slot for slot in slots.values()}))
+        headers = {slot.name: slot for slot in slots.values()}
+        names = stored_names(model, _DenseTensors(self.source.path, headers))
+        self.routers = _routers(model, names)
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         linears = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
@@ -236,10 +242,10 @@ class IntegerConversion:
         if self.target in HALF:
             config["dtype"] = "float16"
             config.pop("torch_dtype", None)
-        model = empty_model(config)
+        model = empty_model(config, unstacked=True)
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         rules = self._rules()
-        ignore = [name for name in modules if name not in rules]
+        ignore = list(dict.fromkeys([*(name for name in modules if name not in rules), *self.routers]))
         if self.target == "gptq":
             quantization = gptq.quantization_config(rules, ignore=ignore)
         elif self.target == "awq":
@@ -261,11 +267,22 @@ class IntegerConversion:
         ]
 
 
-class _Names:
+@dataclass(frozen=True)
+class _DenseTensors:
     """The part of a checkpoint that :func:`stored_names` reads: names and shapes of its dense tensors."""
 
-    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
-        self.tensors = tensors
+    path: Path
+    tensors: Mapping[str, TensorSpec]
+
+
+def _routers(model: Any, names: Mapping[str, str]) -> list[str]:
+    """What chooses the experts of mixtures, which stays dense, under the model's names and the
+    checkpoint's."""
+    if not any(isinstance(module, Experts) for module in model.modules()):
+        return []
+    mixtures = [block.mixture for block in discover(model).blocks if block.mixture is not None]
+    routers = [name for mixture in mixtures for name in mixture.dense]
+    return [*routers, *(names[f"{name}.weight"].removesuffix(".weight") for name in routers)]
 
 
 def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[str, Any]:

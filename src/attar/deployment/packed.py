@@ -83,7 +83,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     """Write the folder; returns what was checked, as sentences."""
     layout = quant_method(source)
     if layout == settings.format:
-        return _copy(source, output, progress)
+        return copy_tensors(source, output, progress)
     conversion: Conversion
     if "modelopt" in (layout, settings.format):
         conversion = _modelopt(source, settings.format)
@@ -105,7 +105,7 @@ def _modelopt(source: Checkpoint, target: str) -> FromCompressedTensors | ToComp
     return FromCompressedTensors(source) if target == "modelopt" else ToCompressedTensors(source)
 
 
-def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[str]:
+def copy_tensors(source: Checkpoint, output: StageOutput, progress: Progress) -> list[str]:
     """The same tensors in a new folder."""
     write_config(output.folder / "config.json", source.config)
     stream(

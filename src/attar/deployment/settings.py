@@ -20,6 +20,7 @@ FORMATS = (
     "awq",
     "bitsandbytes",
     "modelopt",
+    "mxfp4",
     "exl2",
     "speculators",
     "deepspec",
@@ -42,9 +43,9 @@ class ExportSettings:
         default="compressed-tensors",
         metadata={
             "help": "dense: ordinary safetensors; gguf: llama.cpp; compressed-tensors, gptq, awq, "
-            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2; "
-            "draft heads: speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; "
-            "medusa: Medusa",
+            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; mxfp4: gpt-oss as it is "
+            "published; exl2: ExLlamaV2; draft heads: speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; "
+            "eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
             "choices": FORMATS,
         },
     )

@@ -4,6 +4,7 @@
     gguf                             llama.cpp                                      (gguf.py)
     compressed-tensors, gptq, awq,
     bitsandbytes, modelopt           codes of a quantized checkpoint, untouched     (packed.py)
+    mxfp4                            experts of gpt-oss, untouched                  (mxfp4.py)
     exl2                             ExLlamaV2, rounded here                        (exl2.py)
     speculators, deepspec, eagle,
     medusa                           draft heads                                    (draft_head.py)
@@ -54,6 +55,7 @@ WRITERS = {
     "awq": "packed",
     "bitsandbytes": "packed",
     "modelopt": "packed",
+    "mxfp4": "mxfp4",
     "exl2": "exl2",
     **dict.fromkeys(HEAD_FORMATS, "draft_head"),
 }

@@ -30,7 +30,9 @@ def same_tensors(
     Raises:
         NumericsError: a tensor differs, overflows, or is degenerate.
     """
-    before, after = reader(source), reader(written)
+    from attar.models.single_experts import stacked_reader
+
+    before, after = stacked_reader(reader(source), source), reader(written)
     stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
     checked = 0
     with progress.task("verify", total=len(source.tensors)) as task:
@@ -82,8 +84,13 @@ def same_weights(source: Checkpoint, written: Checkpoint, progress: Progress = S
     Raises:
         NumericsError: a tensor differs, or is degenerate.
     """
+    from attar.models.single_experts import stacked_reader
+
     before, after = reader(source), reader(written)
     stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
+    slots = [slot for info in source.tensors.values() if (slot := before.header(info))]
+    if any(slot[0] not in stored_names for slot in slots):  # experts were stacked
+        before = stacked_reader(before, source)
     coded = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name, info in source.tensors.items():

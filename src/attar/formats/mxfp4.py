@@ -1,4 +1,4 @@
-"""gpt-oss's own layout of experts in MXFP4 (``quant_method`` mxfp4), read.
+"""gpt-oss's own layout of experts in MXFP4 (``quant_method`` mxfp4), read and written.
 
 The experts' weights of a block are two stacks, ``gate_up_proj`` and ``down_proj``, out x in, and everything
 else is dense. A stack is stored as two tensors:
@@ -29,8 +29,27 @@ from attar.formats.rules import WeightRule
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, BIAS = 32, 127
+RULE = WeightRule("float", 4, "group", GROUP)
 NAN = 255
 """The exponent that stands for no number."""
+
+
+def layout(name: str, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Names, types and shapes of the two tensors of a stack X (E, K, N)."""
+    count, columns, rows = shape
+    tiles = (count, rows, columns // GROUP)
+    return [(f"{name}{BLOCKS}", "U8", (*tiles, GROUP // 2)), (f"{name}{SCALES}", "U8", tiles)]
+
+
+def encode(coded: Coded) -> dict[str, Tensor]:
+    """Blocks (N, K / 32, 16) and scales (N, K / 32) of one expert, by the ending of their names.
+
+    Args:
+        coded: codes 0 to 15 (N, K), scales (N, K / 32) that are powers of two.
+    """
+    codes = coded.codes.to(torch.uint8).unflatten(1, (-1, GROUP))
+    exponents = torch.frexp(coded.scale).exponent.to(torch.int16) - 1 + BIAS
+    return {BLOCKS: codes[..., 0::2] | codes[..., 1::2] << 4, SCALES: exponents.to(torch.uint8)}
 
 
 class ExpertMXFP4Reader:
@@ -87,7 +106,7 @@ class ExpertMXFP4Reader:
         blocks, scales = (read_tensor(_slice(info, expert)) for info in self._pair(name))
         codes = unpack_nibbles(blocks.flatten(1))
         scale = torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
-        return Coded(codes, scale), WeightRule("float", 4, "group", GROUP)
+        return Coded(codes, scale), RULE
 
     def check(self, name: str) -> None:
         """Raise where a scale is no number.

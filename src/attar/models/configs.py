@@ -39,9 +39,18 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     _check_known(config, "config")
     with quiet():
         try:
-            return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+            return CONFIG_MAPPING[config["model_type"]].from_dict(_plain_floats(dict(config)))
         except Exception as error:
             raise ModelError(f"config of {config['model_type']}: {first_line(error)}") from error
+
+
+def _plain_floats(value: Any) -> Any:
+    """The config with infinity as a number; transformers writes ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain_floats(one) for key, one in value.items()}
+    return [_plain_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def model_class(config: Any) -> Any:

@@ -96,6 +96,22 @@ def stack_of(module: nn.Module) -> Stack | None:
     return Stack(up, down, count, hidden, neurons, gated, transposed, interleaved, scored)
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A module that stacks experts.
+
+    Attributes:
+        name: its path.
+        leaves: names of an expert's gate (where it has one), up and down.
+        apart: checkpoints of the family store experts one by one, and transformers stacks them as it loads.
+    """
+
+    name: str
+    stack: Stack
+    leaves: tuple[str, ...]
+    apart: bool
+
+
 class Expert(nn.Module):  # type: ignore[misc]
     """One expert: ``down(act(gate(x), up(x)))``, x (T, H).
 
@@ -183,18 +199,29 @@ def unstack(model: Any) -> Any:
     Raises:
         ModelError: a family stacks its experts in a way that is not understood.
     """
-    every = [(name, module, stack_of(module)) for name, module in model.named_modules()]
-    stacks = [(name, module, stack) for name, module, stack in every if stack is not None]
-    spelled = _spellings(model) if stacks else []
-    for name, module, stack in stacks:
-        parent, _, leaf = name.rpartition(".")
-        leaves = tuple(_spelled(spelled, f"{name}.{stack.up}")) + tuple(
-            _spelled(spelled, f"{name}.{stack.down}")
-        )
-        if len(leaves) != 2 + stack.gated:
-            leaves = LEAVES if stack.gated else LEAVES[1:]
-        setattr(model.get_submodule(parent), leaf, _unstacked(module, stack, leaves))
+    for holder in holders_of(model):
+        module = model.get_submodule(holder.name)
+        parent, _, leaf = holder.name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _unstacked(module, holder.stack, holder.leaves))
     return model
+
+
+def holders_of(model: Any) -> list[Holder]:
+    """The modules of a model that stack experts.
+
+    Raises:
+        ModelError: one stacks them in a way that is not understood.
+    """
+    every = [(str(name), stack_of(module)) for name, module in model.named_modules()]
+    stacks = [(name, stack) for name, stack in every if stack is not None]
+    spelled = _spellings(model) if stacks else []
+    holders = []
+    for name, stack in stacks:
+        ups, downs = (_spelled(spelled, f"{name}.{leaf}") for leaf in (stack.up, stack.down))
+        known = len(ups) + len(downs) == 2 + stack.gated
+        leaves = (*ups, *downs) if known else LEAVES if stack.gated else LEAVES[1:]
+        holders.append(Holder(name, stack, leaves, known))
+    return holders
 
 
 def _unstacked(module: Any, stack: Stack, leaves: tuple[str, ...]) -> Experts:

@@ -67,12 +67,13 @@ def load_model(
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
     from attar.formats import readers
+    from attar.models.single_experts import is_apart, stacked_state
 
     packed = readers.quant_method(checkpoint)
-    if packed is not None:
+    if packed is not None or is_apart(checkpoint):
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        source = {"pretrained_model_name_or_path": None, "state_dict": readers.dequantize_state(checkpoint)}
+        source = {"pretrained_model_name_or_path": None, "state_dict": stacked_state(checkpoint)}
     with quiet():
         try:
             loaded, report = kind.from_pretrained(
@@ -281,7 +282,7 @@ class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     from attar.checkpoint.open import open_checkpoint
 
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(getattr(model, "whole", model))  # of a view with single experts, too
     refuse_draft_head(checkpoint)
     return checkpoint
 

@@ -16,6 +16,7 @@ from attar.formats.quantization_config import refuse_packed
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import matches, weight_of
+from attar.models.single_experts import single_experts
 from attar.models.stored import stored_names
 from attar.pruning.settings import ZerosSettings
 from attar.sparsity import Sparsity, parse_sparsity
@@ -73,6 +74,7 @@ def pruned_linears(checkpoint: Checkpoint, options: ZerosSettings) -> Linears:
         SettingsError: a pattern to ignore matches nothing, or N:M does not divide a layer's inputs.
     """
     refuse_packed(checkpoint)
+    checkpoint = single_experts(checkpoint)
     model = empty_model(checkpoint.config, unstacked=True)
     blocks = discover(model).blocks
     modules = {name: block.index for block in blocks for name in block.linears}

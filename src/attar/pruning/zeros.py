@@ -13,7 +13,7 @@ A killed run resumes from the finished blocks and shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import NumericsError
 from attar.models.device import pick_device
+from attar.models.single_experts import SingleExperts, single_experts
 from attar.pruning.allocation import amounts_of
 from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.layerwise import LayerPruner, PruneSolver
@@ -71,6 +72,7 @@ def prune_zeros(task: PruneTask) -> None:
     Raises:
         AttarError: the checkpoint is quantized, N:M does not fit, or a weight is not finite.
     """
+    task = replace(task, source=single_experts(task.source))
     linears = pruned_linears(task.source, task.options)
     asked = parse_sparsity(task.options.sparsity)
     if not asked.two_of_four:
@@ -164,15 +166,20 @@ def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Bia
     stored = {linear.stored: linear for linear in linears.values()}
     owners = {linear.stored.removesuffix("weight") + "bias": linear.module for linear in linears.values()}
 
-    def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
+    def changed(name: str, load: Callable[[], Tensor]) -> Tensor:
         if owners.get(name) in biases:
-            return {name: biases[owners[name]].to(load().dtype)}
+            return biases[owners[name]].to(load().dtype)
         linear = stored.get(name)
-        return {name: load() if linear is None else linear.turned(weights(linear))}
+        return load() if linear is None else linear.turned(weights(linear))
+
+    def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
+        if isinstance(source, SingleExperts) and name in source.stacks:
+            return {name: source.filled(name, changed)}
+        return {name: changed(name, load)}
 
     write_config(output.folder / "config.json", source.config)
     stream(
-        source,
+        source.whole if isinstance(source, SingleExperts) else source,
         lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         transform,
         output.folder,
@@ -193,7 +200,7 @@ def check(
     Raises:
         NumericsError: a layer has fewer zeros than it must have.
     """
-    written, rows = open_checkpoint(task.output.folder), []
+    written, rows = single_experts(open_checkpoint(task.output.folder)), []
     with task.progress.task("check", total=len(linears)) as bar:
         for name, linear in linears.items():
             pruned = linear.turned(written.load(linear.stored))

@@ -20,6 +20,7 @@ from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, matches
 from attar.models.roles import is_linear
+from attar.models.single_experts import SingleExperts, single_experts
 from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
@@ -28,6 +29,9 @@ from attar.quantization.settings import StorageSettings
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
 DENSE = "dense"
 SMALLEST = 32  # inputs of a group chosen automatically: engines have kernels for 32, 64 and 128
+NARROW = 16
+"""Linears with fewer inputs stay dense: they have no group, and hardly any bytes (Gemma 3n's mixing of
+streams)."""
 READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
 """Families whose code in transformers reads ``.weight`` itself, which packed Linears do not have."""
 
@@ -72,6 +76,8 @@ class QuantizationPlan:
         kv_cache: how keys and values are rounded, or None.
         reads_weights: the family is one of :data:`READS_WEIGHTS`.
         experts: Linears of mixtures are among the sites.
+        mixed: experts of a block have several schemes.
+        stacked: the family, where it stores experts in one tensor; here they are apart.
     """
 
     sites: dict[str, LayerPlan]
@@ -83,6 +89,8 @@ class QuantizationPlan:
     kv_cache: ActivationRule | None = None
     reads_weights: bool = False
     experts: bool = False
+    stacked: str = ""
+    mixed: bool = False
 
 
 def plan(
@@ -107,6 +115,7 @@ def plan(
             another, or q, k, v (or gate and up) would get different ones.
     """
     refuse_packed(checkpoint)
+    checkpoint = single_experts(checkpoint)
     model = empty_model(checkpoint.config, unstacked=True)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)
@@ -114,6 +123,8 @@ def plan(
     if not chosen:
         raise ModelError(f"{checkpoint.path}: every Linear is ignored", hint="ignore fewer modules")
     shapes = {name: _shape(model, name) for name in chosen}
+    small = [name for name in chosen if chosen[name].resizable and shapes[name][1] < NARROW]
+    chosen = {name: scheme for name, scheme in chosen.items() if name not in small} or chosen
     chosen = fit(chosen, shapes, settings.group_size)
     if group_order:
         chosen = {name: _ordered(scheme) for name, scheme in chosen.items()}
@@ -138,7 +149,15 @@ def plan(
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
     inside = [name for block in anatomy.blocks if block.mixture for name in block.mixture.linears]
     experts = any(name in chosen for name in inside)
-    planned = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads, experts)
+    mixed = any(
+        len({chosen.get(name) for name in block.mixture.linears}) > 1
+        for block in anatomy.blocks
+        if block.mixture is not None
+    )
+    stacked = anatomy.family if experts and isinstance(checkpoint, SingleExperts) else ""
+    planned = QuantizationPlan(
+        sites, embedding, tied, ignore, {}, caches, cache, reads, experts, stacked, mixed
+    )
     return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
 
 
@@ -163,7 +182,8 @@ def choose(
         wanted |= {module: name for module in modules if matches(module, pattern)}
     ignored = [module for module in modules if any(matches(module, name) for name in settings.ignore)]
     wanted |= dict.fromkeys(ignored, DENSE)
-    _check_fused(anatomy, wanted, "ignore" if ignored else "overrides" if overrides else "assigned")
+    setting = "ignore" if ignored else "overrides" if overrides else "assigned"
+    _check_fused(anatomy, wanted, setting, settings.moe_schemes == "apart")
     chosen = {module: _scheme(name) for module, name in wanted.items() if name != DENSE}
     if settings.double_quant:
         chosen = {module: _double(scheme) for module, scheme in chosen.items()}
@@ -272,10 +292,10 @@ def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
     return replace(scheme, weights=replace(scheme.weights, ordered=True))
 
 
-def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> None:
-    """Raise where Linears that engines fuse would get different schemes."""
+def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str, apart: bool) -> None:
+    """Raise where Linears that engines fuse would get different schemes; ``apart``: experts may."""
     for block in anatomy.blocks:
-        experts = [block.mixture.linears] if block.mixture is not None else []
+        experts = [block.mixture.linears] if block.mixture is not None and not apart else []
         for names in [*experts, *block.fused()]:
             odd = next((name for name in names if wanted[name] != wanted[names[0]]), None)
             if odd is not None:

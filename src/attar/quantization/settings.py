@@ -44,6 +44,12 @@ class StorageSettings:
     )
     kv_cache: str = _option("none", "scales for a quantized KV cache", tuple(KV_CACHES))
     double_quant: bool = _option(False, "NF4: the scales are quantized to 8 bits as well")
+    moe_schemes: str = _option(
+        "together",
+        "schemes of a layer's experts, with bits and overrides: together: one for all, as engines need it; "
+        "apart: each expert may have its own, for attar",
+        ("together", "apart"),
+    )
     ignore: tuple[str, ...] = field(
         default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
     )

@@ -26,6 +26,7 @@ from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
+from attar.models.single_experts import single_experts
 from attar.models.stored import stored_precision
 from attar.models.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
@@ -91,8 +92,9 @@ def quantize(
             assigned, details["mixture"] = mixture(
                 checkpoint, settings, output.work, progress, processes=output.processes
             )
+        single = single_experts(checkpoint)
         source, transforms = apply_transforms(
-            checkpoint, settings, assigned, output.shared, output.processes, progress
+            single, settings, assigned, output.shared, output.processes, progress
         )
         dtype = stored_precision(checkpoint) if transforms else None
         if transforms:

@@ -114,19 +114,24 @@ def cache_folder() -> Path:
     return folder
 
 
-def shared_groups(blocks: Sequence[Any], modules: Sequence[str]) -> dict[str, list[str]]:
+def shared_groups(blocks: Sequence[Any], modules: Sequence[str], apart: bool = False) -> dict[str, list[str]]:
     """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up; all experts of a
     block. Returns modules by group, in the order of the blocks; a group is named after its modules.
 
     Args:
         blocks: those of an Anatomy.
         modules: names of the Linears that will be quantized.
+        apart: each expert is a group of its own.
     """
     groups: dict[str, list[str]] = {}
     for block in blocks:
         together = block.fused()
         if block.mixture is not None and block.mixture.experts:
-            together = [block.mixture.linears, *together]
+            experts = [
+                [part.name for part in (expert.gate, expert.up, expert.down) if part is not None]
+                for expert in block.mixture.experts
+            ]
+            together = [*(experts if apart else [block.mixture.linears]), *together]
         done: dict[str, None] = {}
         for name in block.linears:
             mates = next((family for family in together if name in family), [name])

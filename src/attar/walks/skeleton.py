@@ -25,6 +25,7 @@ from attar.models.anatomy import discover
 from attar.models.device import bf16_products
 from attar.models.load import empty_model
 from attar.models.masking import replaced_forward
+from attar.models.single_experts import single_experts
 from attar.models.stored import stored_buffers, stored_names
 from attar.walks.passes import StopForward
 
@@ -105,6 +106,7 @@ class Skeleton:
     """The model on the meta device, parts of which are loaded for a while."""
 
     def __init__(self, checkpoint: Any, device: torch.device) -> None:
+        checkpoint = single_experts(checkpoint)
         self.checkpoint, self.device = checkpoint, device
         self.model = empty_model(checkpoint.config, unstacked=True)
         self.anatomy = discover(self.model)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint import atomic
 from attar.checkpoint.processes import ALONE, Processes
-from attar.errors import NumericsError
+from attar.errors import NumericsError, SettingsError
 from attar.models.device import bf16_products, free_memory, trim_memory
 from attar.models.experts import Experts
 from attar.models.parts import weight_of
@@ -205,6 +205,10 @@ def sweep(
     skeleton = Skeleton(checkpoint, device)
     if prepare is not None:
         prepare(skeleton.model)
+    mixtures = [module for module in skeleton.model.modules() if isinstance(module, Experts)]
+    if experts.everything and any(one.scored for one in mixtures):
+        allowed = f"routed: an expert of {skeleton.anatomy.family} gets its own tokens times their scores"
+        raise SettingsError("moe_calibrate", "all", allowed)
     files = [work / f"block-{index:05d}.safetensors" for index in range(len(skeleton.blocks))]
     everyone = processes
     if hasattr(solver, "solve_block"):
@@ -378,6 +382,7 @@ class _BlockRunner:
                         solved[name].report.update(more)
                         if not at_once:
                             _put(self.modules[name], solved[name].weight, solved[name].tensors)
+                            solved[name] = replace(solved[name], weight=torch.empty(0))  # it is in place
                     solutions.update({name: solved[name] for name in group})
                 for inputs in held:
                     inputs.clear()

@@ -29,39 +29,10 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.tensors import TensorInfo
+from attar.formats.stored_part import StoredPart
 
 STACKED = "_exps."
 """Part of the names of a file's stacked experts."""
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A part of a stored tensor.
-
-    Attributes:
-        shape: of the stored tensor.
-        index: along its first dimension; None: all.
-        heads: its rows are divided into so many blocks, along a new first dimension; 0: they are not.
-        axis: that of ``rows``, after the division.
-        rows: those that are taken; None: all.
-        turned: the last two dimensions are swapped, at the end.
-    """
-
-    shape: tuple[int, ...]
-    index: int | None = None
-    heads: int = 0
-    axis: int = 0
-    rows: slice | None = None
-    turned: bool = False
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """The part, in the memory of a contiguous stored tensor."""
-        part = tensor if self.index is None else tensor[self.index]
-        if self.heads:
-            part = part.unflatten(0, (self.heads, -1))
-        if self.rows is not None:
-            part = part[(slice(None),) * self.axis + (self.rows,)]
-        return part.mT if self.turned else part
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError, nearest
 from attar.formats.gguf.architecture import Architecture, ModuleMapping, Sizes, number, sizes, window
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.placement import Placement, StoredPart
+from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.rope import read_rope, rope_tensors
+from attar.formats.stored_part import StoredPart
 
 UNRANKED = (26, 27)
 """Blocks of DeepSeek-V2-Lite and its kin, by which llama.cpp's deepseek2 knows them."""
@@ -171,17 +172,23 @@ def _further_blocks(config: Mapping[str, Any], arch: Architecture) -> Callable[[
 
 def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]) -> Placement:
     """The placement under the checkpoint's name, which lacks the prefix where the bare model was saved."""
-    if placement.stored is None:
+    usual = placement.stored
+    if usual is None:
         return placement
-    names = [placement.stored, placement.stored.removeprefix(arch.prefix)]
-    leaf = placement.stored.rsplit(".", 1)[1]
-    if placement.stored.rsplit(".", 1)[0] in arch.head_names:
+    names = [usual, usual.removeprefix(arch.prefix)]
+    leaf = usual.rsplit(".", 1)[1]
+    if usual.rsplit(".", 1)[0] in arch.head_names:
         names = [f"{name}.{leaf}" for name in arch.head_names]
+    singles = [placement.single, placement.single.removeprefix(arch.prefix)]
+    single = next((name for name in singles if name and name in stored), None)
+    if single is not None:  # quantized, which stores stacked experts one by one
+        placement = replace(placement, part=None, transposed=False, single="")
+        names = [single]
     name = next((name for name in names if name in stored), None)
     if name is None:
-        close = nearest(placement.stored, stored)
+        close = nearest(usual, stored)
         raise CheckpointError(
-            f"the checkpoint has no tensor {placement.stored!r}",
+            f"the checkpoint has no tensor {usual!r}",
             hint=f"is it {close!r}? The config says that the model is {arch.family}" if close else None,
         )
     shape = tuple(stored[name].shape)

@@ -61,7 +61,7 @@ def mixture(
     inputs = load_inputs(checkpoint, settings)
     measurements = measure(
         inputs.model,
-        shared_groups(inputs.anatomy.blocks, list(layers)),
+        shared_groups(inputs.anatomy.blocks, list(layers), storage.moe_schemes == "apart"),
         candidates,
         inputs.batches,
         inputs.file,

@@ -85,6 +85,7 @@ def probe(model: Any) -> ModelShape:
     record, logits = run_probe(model, 0)
     config = model.config.get_text_config()
     _check(name, record.shapes, config.num_hidden_layers)
+    _refuse_states(name, model)
     layers = len(record.shapes)
     kv_heads, head_dim, of_value = record.shapes[0]
     windows = tuple(record.windows[layer] for layer in range(layers))
@@ -98,6 +99,13 @@ def run_probe(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
     with torch.no_grad():
         logits = model(input_ids=token, position_ids=token * position, use_cache=False, paged=record).logits
     return record, logits
+
+
+def _refuse_states(name: str, model: Any) -> None:
+    """Raise where layers remember more than keys and values: state spaces beside attention (Falcon-H1)."""
+    for path, module in model.named_modules():
+        if "A_log" in module._parameters:
+            raise ModelError(f"{name}: {path} keeps a state from token to token, which no runner stores")
 
 
 def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> None:
