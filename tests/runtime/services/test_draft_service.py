@@ -123,7 +123,7 @@ def test_a_round_that_fails_costs_offers_and_three_of_them_the_service():
     until(lambda: service._failed == 1)
     runner.fails = None
     service.receive(inbox, [Commit(1, 3, (7,), 8)])
-    until(lambda: inbox.offers)
+    until(lambda: inbox.offers and len(inbox.offers[-1].tokens) == 8)
     assert service._failed == 0 and service.failure is None
     runner.fails = RuntimeError("broken")
     for failures in range(1, 4):  # each in a round of its own

