@@ -45,11 +45,11 @@ class GivenStates:
         self.seen.pop(sequence, None)
 
 
-def heads_of(kind, family, changes, chosen, blocks=24):
+def heads_of(kind, family, changes, chosen, blocks=24, weights="int8"):
     """A drafter in the library, and the module with the weights that the library has."""
     model = tiny_models.build(family)
     runner = compiled(
-        model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", weights="int8"
+        model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", weights=weights
     )
     picked = None if chosen is None else torch.tensor(list(chosen))
     torch.manual_seed(0)
@@ -58,14 +58,14 @@ def heads_of(kind, family, changes, chosen, blocks=24):
         parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)  # chains that differ
     own = own_tensors(runner, "target")
     fast = compiled_block_head(drafter, own, runner)
-    weights = fast.contexts.program.drafter
-    drafter.fc.weight.copy_(unpack(weights.context))
+    packed_weights = fast.contexts.program.drafter
+    drafter.fc.weight.copy_(unpack(packed_weights.context))
     if chosen is not None:
-        drafter.lm_head.weight.copy_(unpack(weights.model.head))
-    if weights.markov is not None:
-        drafter.markov_head.markov_w2.weight.copy_(unpack(weights.markov))
-        drafter.markov_head.markov_w1.weight.copy_(weights.previous)
-    for layer, packed in zip(drafter.layers, weights.model.layers, strict=True):
+        drafter.lm_head.weight.copy_(unpack(packed_weights.model.head))
+    if packed_weights.markov is not None:
+        drafter.markov_head.markov_w2.weight.copy_(unpack(packed_weights.markov))
+        drafter.markov_head.markov_w1.weight.copy_(packed_weights.previous)
+    for layer, packed in zip(drafter.layers, packed_weights.model.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         for part, rows in zip(parts, unpack(packed.qkv).split([len(p.weight) for p in parts]), strict=True):
@@ -142,6 +142,21 @@ def test_drafts_are_those_of_the_module(kind, family, changes, chosen):
         drafts = proposed(fast, states, lengths, params, exact)
         same_drafts(drafts, proposed(slow, states, lengths, params, exact))
         assert any(draft is not None and len(set(draft.tokens)) > 1 for draft in drafts)
+
+
+def test_a_drafter_of_a_target_in_int4_is_in_int4():
+    fast, slow = heads_of("dspark", "qwen3", {}, range(3, 320, 3), weights="int4")
+    weights = fast.contexts.program.drafter
+    products = [weights.context, weights.model.head, weights.markov]
+    products += [
+        getattr(layer, name) for layer in weights.model.layers for name in ("qkv", "out", "gate_up", "down")
+    ]
+    assert {product.kind for product in products} == {"int4"}
+    states = states_of(fast, (40, 41))
+    for params, exact in SETTINGS[:3]:
+        same_drafts(
+            proposed(fast, states, (9, 30), params, exact), proposed(slow, states, (9, 30), params, exact)
+        )
 
 
 def test_a_chain_ends_where_it_does_not_pay():

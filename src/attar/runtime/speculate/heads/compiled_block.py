@@ -1,8 +1,9 @@
 """A block drafter in the compiled library: its weights, the contexts of sequences, whole chains in one call.
 
-Weights are rounded to int8 with a scale for each group: a draft that is worse by that only costs time. The
-target's embedding, and its head where the vocabulary is not reduced, are those of its own runner, whose
-threads draft, too. A sequence's context is in slots of a pool of the drafter's own.
+Weights are rounded to int4 where the target's are, else to int8, with a scale for each group: a draft that is
+worse by that only costs time. The target's embedding, and its head where the vocabulary is not reduced, are
+those of its own runner, whose threads draft, too. A sequence's context is in slots of a pool of the drafter's
+own.
 
 Letters: n tokens, B tokens of a block, K drafts, m layers of the target, H hidden size, V vocabulary of the
 target, v of the head.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.draft_block import DrafterWeights, DraftProgram, DraftSpan
-from attar.kernels.packed import GROUPS, PackedWeight, pack
+from attar.kernels.packed import GROUPS, Kind, PackedWeight, pack
 from attar.models.draft_heads.block_drafter import BlockDrafter
 from attar.models.draft_heads.decoder_layer import DraftLayerShape, HeadLayer, rotary
 from attar.runtime.runner.compiled import Compiled
@@ -38,6 +39,7 @@ def drafter_weights(head: BlockDrafter, target: ModelWeights, context: int) -> D
         context: most tokens of a sequence.
     """
     config, shape = head.config, head.config.shape
+    kind: Kind = "int4" if target.layers[-1].out.kind == "int4" else "int8"
     markov = head.markov_head if head.markov_head is not None and head.markov_head.kind == "plain" else None
     if config.hidden % 16 or shape.head_dim % 2:
         return None
@@ -46,9 +48,9 @@ def drafter_weights(head: BlockDrafter, target: ModelWeights, context: int) -> D
         embedding=target.embedding,
         mask=_float32(head.mask_embedding),
         norm=_float32(head.norm.weight),
-        head=_packed(head.lm_head.weight) if config.draft_vocabulary else target.head,
+        head=_packed(head.lm_head.weight, kind) if config.draft_vocabulary else target.head,
         final_soft_cap=target.final_soft_cap,
-        layers=tuple(_layer(layer, table) for layer in head.layers),
+        layers=tuple(_layer(layer, table, kind) for layer in head.layers),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -63,13 +65,13 @@ def drafter_weights(head: BlockDrafter, target: ModelWeights, context: int) -> D
             confidence = torch.cat([confidence[: config.hidden], confidence[-1:]])
     return DrafterWeights(
         model=model,
-        context=_packed(head.fc.weight),
+        context=_packed(head.fc.weight, kind),
         context_norm=_float32(head.hidden_norm.weight),
         drafts=config.drafts,
         skipped=config.skipped,
         chosen=head.chosen,
         previous=None if markov is None else markov.markov_w1.weight.detach().bfloat16().contiguous(),
-        markov=None if markov is None else _packed(markov.markov_w2.weight),
+        markov=None if markov is None else _packed(markov.markov_w2.weight, kind),
         confidence=confidence,
         calibration=None if confidence is None else torch.tensor(temperatures),
     )
@@ -236,28 +238,29 @@ def plain(row: SamplingRow | None) -> bool:
     return not row.adjusts and (params.greedy or not cuts)
 
 
-def _layer(layer: HeadLayer, table: Tensor) -> LayerWeights:
+def _layer(layer: HeadLayer, table: Tensor, kind: Kind) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     norms = attention.shape.head_norms
     return LayerWeights(
         before_attention=_float32(layer.input_layernorm.weight),
         before_mlp=_float32(layer.post_attention_layernorm.weight),
-        qkv=_packed(torch.cat([part.weight for part in qkv]), _joined([part.bias for part in qkv])),
-        out=_packed(attention.o_proj.weight),
-        gate_up=_packed(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
-        down=_packed(mlp.down_proj.weight),
+        qkv=_packed(torch.cat([part.weight for part in qkv]), kind, _joined([part.bias for part in qkv])),
+        out=_packed(attention.o_proj.weight, kind),
+        gate_up=_packed(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), kind),
+        down=_packed(mlp.down_proj.weight, kind),
         rotary=table,
         query_norm=_float32(attention.q_norm.weight) if norms else None,
         key_norm=_float32(attention.k_norm.weight) if norms else None,
     )
 
 
-def _packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-    """int8 in the largest group that divides the inputs; bfloat16 where none does."""
-    group = next((group for group in reversed(GROUPS) if weight.shape[1] % group == 0), 0)
+def _packed(weight: Tensor, kind: Kind, bias: Tensor | None = None) -> PackedWeight:
+    """int4 in small groups, int8 in the largest that divides the inputs; bfloat16 where none does."""
+    groups = (32, 16) if kind == "int4" else reversed(GROUPS)
+    group = next((group for group in groups if weight.shape[1] % group == 0), 0)
     if group:
-        return pack(weight.detach(), "int8", group=group, bias=bias)
+        return pack(weight.detach(), kind, group=group, bias=bias)
     return pack(weight.detach(), "bf16", bias=bias)
 
 
