@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.processes import Processes
 from attar.data.labelled import classification_examples, labelled_split
 from attar.data.masking import MaskRule
 from attar.errors import DataError, SettingsError, UsageError
@@ -115,6 +116,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path, data):
     with pytest.raises(UsageError, match="the reference is an encoder"):
         evaluate(causal, settings_of(data), reference=prepare_reference(folder, settings_of(data)))
     assert encoder_task(open_checkpoint(folder)) == "classification" and not encoder_task(causal)
+
+
+def test_an_encoder_is_measured_by_one_process(tmp_path, data):
+    with pytest.raises(UsageError, match="by one process"):
+        evaluate(classifier(tmp_path / "a"), settings_of(data), processes=Processes(0, 2))
 
 
 def test_texts_that_were_trained_on_are_said(tmp_path, data):

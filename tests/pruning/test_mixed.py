@@ -116,6 +116,14 @@ def test_what_is_no_budget_is_refused(wrong):
         prune_settings(method="mixed", **wrong)
 
 
+def test_it_works_in_one_process(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="in one process"):
+        prune(llama, tmp_path / "out", prune_settings(**SMALL, ratio=0.3))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_has_one_budget():
     with pytest.raises(SettingsError, match="one budget"):
         prune_settings(method="mixed", size="1MB", speed="2x")

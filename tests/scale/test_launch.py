@@ -85,6 +85,40 @@ def test_what_cannot_be_launched_is_refused(words, part, tmp_path, capfd):
     assert part in capfd.readouterr().err
 
 
+LINES = {
+    "distill": ["attar:tiny", "-o", "out"],
+    "recover": ["attar:tiny", "-o", "out"],
+    "quantize": ["attar:tiny", "-o", "out"],
+    "prune": ["attar:tiny", "-o", "out"],
+    "merge": ["merge.yml", "-o", "out"],
+    "extract": ["attar:tiny", "--base", "attar:tiny", "-o", "out"],
+    "export": ["attar:tiny", "-o", "out"],
+    "evaluate": ["attar:tiny"],
+}
+
+
+@pytest.mark.parametrize("verb", LINES)
+def test_every_verb_that_trains_sweeps_streams_or_measures_is_launched(verb, capfd):
+    from attar.cli.main import call
+
+    assert call([verb, *LINES[verb], "--launch", "zwei"]) == UsageError.exit_code
+    assert "no number of processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["prune", "attar:tiny", "--scan", "scan.json", "--launch", "2"], "--scan works in one process"),
+        (["evaluate", "attar:tiny", "--on", "local", "--launch", "2"], "--on and --launch"),
+    ],
+)
+def test_what_one_process_does_is_not_launched(words, part, capfd):
+    from attar.cli.main import call
+
+    assert call(words) == UsageError.exit_code
+    assert part in capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["replicated", "sharded"])
 def test_a_student_of_two_processes_is_that_of_one(target, tmp_path, shard):
