@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
         [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
-        [--sparsity 2:4 50%]
+        [--sparsity 2:4 50%] [--clock cpu] [--layers 8]
 
 Models are of random weights: Llamas S of 88 M parameters and M of 1.1 B; mixtures of experts 1B-A0.3B (16
 layers of 1024, 8 of 32 experts of 640 neurons: 1.1 B parameters, 0.35 B of them active) and 7B-A1B (the
@@ -19,6 +19,9 @@ round in reverse; a ratio is the median over rounds of ours over the peer's in t
                    head and embedding dense: tokens/s over those of the dense model, the goal at batch 1
     memory         GB/s of reading 256 MB in huge pages by the same threads, four streams each, measured
                    right before and after; ``part`` is GB/s as a part of it
+    --clock cpu    seconds are the processor's, of all threads of a runner, where others use the machine: with
+                   one thread those of an idle machine, but for caches and memory that others use as well
+    --layers       so many layers of each shape, where memory lacks; embedding and head stay
 
 The machine's bandwidth changes by the minute, and other programs take theirs: compare what stands in one run.
 llama.cpp runs in the environment of ``benchmarks/peers/environments.py``.
@@ -37,6 +40,7 @@ from dataclasses import dataclass, field
 
 import torch
 from decode_cases import (
+    CLOCKS,
     CONTEXT,
     LLAMA_CPP,
     SHAPES,
@@ -80,6 +84,8 @@ def main() -> None:
     )
     torch.set_num_threads(arguments.threads)
     for shape in arguments.shapes:
+        if arguments.layers:
+            SHAPES[shape]["num_hidden_layers"] = arguments.layers
         for kind in arguments.weights:
             runners = dict(built(shape, kind, arguments))
             with ThreadPool(arguments.threads) as pool:
@@ -106,23 +112,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv", default="float16", choices=sorted(KV_BYTES))
     parser.add_argument("--sparsity", nargs="*", default=[], choices=["2:4", "50%"])
     parser.add_argument("--activations", type=int, default=16, choices=[8, 16])
-    return parser.parse_args()
+    parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS))
+    parser.add_argument("--layers", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.clock == "cpu" and (arguments.threads > 1 or "transformers" in arguments.peers):
+        parser.error(
+            "--clock cpu compares one thread (--threads 1) of attar and llama.cpp (--peers llama.cpp)"
+        )
+    return arguments
 
 
 def built(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
     """The runners, ours first."""
     config = llama_config(shape)
-    yield "attar", random_runner(config, kind, arguments.kv, arguments.threads, arguments.activations)
+    settings = kind, arguments.kv, arguments.threads, arguments.activations
+    yield "attar", random_runner(config, *settings, clock=arguments.clock)
     for sparsity in arguments.sparsity:
-        yield (
-            sparsity,
-            random_runner(config, kind, arguments.kv, arguments.threads, arguments.activations, sparsity),
-        )
+        yield sparsity, random_runner(config, *settings, sparsity, arguments.clock)
     if "llama.cpp" in arguments.peers:
-        yield (
-            "llama.cpp",
-            LlamaCpp(shape=SHAPES[shape], type=LLAMA_CPP[kind], context=CONTEXT, threads=arguments.threads),
-        )
+        job = {"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "context": CONTEXT}
+        yield "llama.cpp", LlamaCpp(**job, threads=arguments.threads, clock=arguments.clock)
     if "transformers" in arguments.peers:
         yield "transformers", Transformers(config)
 
@@ -146,6 +155,7 @@ def measure(
                     times.tokens.append(tokens)
                     times.memory.append(memory)
                     known = "num_experts" not in SHAPES[shape] or TASKS[task][0] == 1
+                    known = known and arguments.clock == "wall"
                     if isinstance(runner := runners[name], Attar) and known:
                         times.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
     return seen

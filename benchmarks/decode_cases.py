@@ -29,6 +29,7 @@ from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.step import StepInput, TokenSpan
 
 CONTEXT = 4352
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 LLAMA_CPP = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16"}  # the same bits per weight
 SHAPES: dict[str, dict[str, int]] = {
     "S": {
@@ -87,27 +88,28 @@ def llama_config(shape: str) -> Any:
 
 
 class Attar:
-    """The compiled runner, one call a step; ``nbytes`` of weights that a step of one token reads."""
+    """The compiled runner, one call a step; ``nbytes`` of weights that a step of one token reads; ``clock``
+    of :data:`CLOCKS`."""
 
-    def __init__(self, runner: Compiled, nbytes: int = 0) -> None:
-        self.runner, self.nbytes = runner, nbytes
+    def __init__(self, runner: Compiled, nbytes: int = 0, clock: str = "wall") -> None:
+        self.runner, self.nbytes, self.clock = runner, nbytes, CLOCKS[clock]
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
         blocks = min(CONTEXT, start + tokens + 16) // 16
         tables = [tuple(range(n * blocks, (n + 1) * blocks)) for n in range(count)]
-        began = time.perf_counter()
+        began = self.clock()
         for at in range(start, start + tokens):
             spans = tuple(TokenSpan(n, at, at + 1, table, 1) for n, table in enumerate(tables))
             self.runner.run(StepInput([at % 1000] * count, spans)).argmax(1)
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def prompt(self, tokens: int) -> float:
         """In one step."""
         step = StepInput(list(range(tokens)), (TokenSpan(0, 0, tokens, tuple(range(tokens // 16)), 1),))
-        began = time.perf_counter()
+        began = self.clock()
         self.runner.run(step)
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def close(self) -> None:
         """Ends its threads."""
@@ -115,7 +117,13 @@ class Attar:
 
 
 def random_runner(
-    config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16, sparsity: str = ""
+    config: Any,
+    kind: Any,
+    kv_dtype: str,
+    threads: int,
+    bits: int = 16,
+    sparsity: str = "",
+    clock: str = "wall",
 ) -> Attar:
     """Random weights of a shape, rounded to a kind. One layer is packed, and copied to all others."""
     one = copy.deepcopy(config)
@@ -126,7 +134,7 @@ def random_runner(
     layers = [_copied(weights.layers[0], arena) for _ in range(config.num_hidden_layers - 1)]
     weights = replace(weights, layers=(weights.layers[0], *layers))
     settings: dict[str, Any] = {"kv_dtype": kv_dtype, "threads": threads, "bits": bits}
-    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.read_bytes)
+    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.read_bytes, clock)
 
 
 def _copied(layer: LayerWeights, arena: Arena) -> LayerWeights:

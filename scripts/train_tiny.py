@@ -75,7 +75,7 @@ WIDE = replace(
     seed=SEED + 1,
 )
 SIBLING = replace(LONG, steps=1500, evaluate_every=500)
-MIXTURE = replace(LONG, steps=210, learning_rate=2e-3, evaluate_every=210)
+MIXTURE = replace(LONG, steps=210, learning_rate=2e-3, evaluate_every=210, checkpoint_every=30)
 UPCYCLED = (0, 2, 5, 7)  # attar:tiny's layers that the mixture starts from
 BALANCE = 0.01  # of the load-balancing loss: Switch Transformers' (arXiv 2101.03961, section 2.2)
 

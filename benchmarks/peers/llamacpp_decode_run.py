@@ -1,11 +1,11 @@
 """Times llama.cpp's decoding, inside the environment of llama-cpp-python: one process that answers requests.
 
-    python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
-    python llamacpp_decode_run.py '{"file": "model.gguf", "threads"}'
+    python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context", "clock"}'
+    python llamacpp_decode_run.py '{"file": "model.gguf", "threads", "clock"}'
 
 The model is a GGUF file, or a Llama (with experts an OLMoE) of random weights, every matrix of one type but
-the routers, written to a temporary file that is gone once it is loaded. Every line of the standard input is a
-request, answered by a line {"seconds"}:
+the routers, written to a temporary file that is gone once it is loaded. Seconds are those of the wall, or of
+this process ("clock": "cpu"). Every line of the standard input is a request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
@@ -29,6 +29,7 @@ import gguf
 import llama_cpp as api
 import numpy as np
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 BATCH = 512  # tokens of a prompt at a time, llama.cpp's own default
 
 
@@ -106,12 +107,12 @@ def matrices(kind: str) -> Any:
 class Sequences:
     """A context of `count` sequences, filled up to a position once and cut back to it before every timing."""
 
-    def __init__(self, model: Any, count: int, context: int, threads: int) -> None:
+    def __init__(self, model: Any, count: int, context: int, threads: int, clock: str) -> None:
         params = api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = count * context, count
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
-        self.count, self.filled = count, 0
+        self.count, self.filled, self.clock = count, 0, CLOCKS[clock]
         self.context = api.llama_init_from_model(model, params)
         self.batch = api.llama_batch_init(BATCH, 0, 1)
         self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
@@ -170,18 +171,18 @@ class Sequences:
     def steps(self, start: int, tokens: int) -> float:
         """Seconds of that many steps."""
         self.cut(start)
-        began = time.perf_counter()
+        began = self.clock()
         for at in range(start, start + tokens):
             self.decode([(sequence, at) for sequence in range(self.count)])
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def prompt(self, tokens: int) -> float:
         """Seconds of a prompt."""
         self.cut(0)
-        began = time.perf_counter()
+        began = self.clock()
         for start in range(0, tokens, BATCH):
             self.decode([(0, at) for at in range(start, min(start + BATCH, tokens))])
-        return time.perf_counter() - began
+        return self.clock() - began
 
 
 def loaded(file: Path, repack: bool) -> Any:
@@ -215,7 +216,9 @@ def main() -> None:
         given = request.get("score") or request.get("greedy") or []
         context = -(-(start + len(given) + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
         if (count, context) not in contexts:
-            contexts[count, context] = Sequences(model, count, context, job["threads"])
+            contexts[count, context] = Sequences(
+                model, count, context, job["threads"], job.get("clock", "wall")
+            )
         os.write(answer, (json.dumps(answered(contexts[count, context], request)) + "\n").encode())
 
 
