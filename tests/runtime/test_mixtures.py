@@ -15,6 +15,7 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import PackedLinear
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_mixtures, tiny_models
+from tests.formats.test_mxfp4_experts import packed as mxfp4
 from tests.quantization.packing import pack
 from tests.runtime.driving import greedy
 from tests.runtime.test_loading import dense, logits
@@ -87,6 +88,18 @@ def test_quantized_mixtures_on_both_runners(tmp_path, family, scheme):
     modules = load(checkpoint, kv_tokens=64, runner="modules").runner.model
     codes = sum(isinstance(module, PackedLinear) for module in modules.modules())
     assert codes == sum(name.endswith("weight_packed") for name in checkpoint.tensors)
+
+
+def test_mxfp4_experts_keep_their_codes(tmp_path):
+    """gpt-oss as it is published: twice a 4-bit float is a whole number, so that nothing is rounded."""
+    mxfp4(tmp_path)
+    ids = list(range(5, 29))
+    settings = {"activations": 16, "kv_dtype": "float32", "kv_tokens": 64}
+    ours, modules = (load(tmp_path, runner=name, **settings).runner for name in ("compiled", "modules"))
+    for layer in ours.weights.layers:
+        assert {packed.kind for packed in (*layer.mixture.gate_up, *layer.mixture.down)} == {"int8"}
+    want = logits(modules, ids)
+    torch.testing.assert_close(logits(ours, ids), want, rtol=0, atol=2e-3 * float(want.abs().max()))
 
 
 def together(llm, prompts):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt, mxfp4
-from attar.formats.coded import Coded, UniformWeight, uniform_weight
+from attar.formats.coded import Coded, UniformWeight, uniform_of_codes, uniform_weight
 from attar.formats.gguf import reader as gguf
 from attar.formats.quantization_config import read_quantization_config
 from attar.formats.rules import WeightRule
@@ -171,6 +171,19 @@ class Decoded:
             CheckpointError: there is no such tensor, or its parts do not fit together.
         """
         return uniform_weight(self._reader, self._stored(name))
+
+    def uniform_experts(self, name: str) -> list[UniformWeight] | None:
+        """The experts of a stack (E, in, out) on a uniform grid, each out x in; None for other tensors.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its parts do not fit together.
+        """
+        stored = self._stored(name)
+        if not isinstance(self._reader, mxfp4.ExpertMXFP4Reader) or not self._reader.is_coded(stored):
+            return None
+        coded = [self._reader.expert_codes(stored, e) for e in range(self.tensors[name].shape[0])]
+        experts = [uniform_of_codes(*one) for one in coded]
+        return [one for one in experts if one is not None]
 
     def _stored(self, name: str) -> str:
         if name not in self.tensors:

@@ -152,10 +152,16 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
         grid = view.uniform(name) if view.is_coded(name) else None
         return None if grid is None else codes_of(grid)
 
+    def coded_experts(name: str) -> list[PackedCodes] | None:
+        experts = [codes_of(grid) for grid in view.uniform_experts(name) or ()]
+        codes = [one for one in experts if one is not None]
+        return codes if codes and len(codes) == len(experts) else None
+
     kind: Any = settings.weights or "bf16"
 
     def build(names: Collection[str], load: Callable[[str], Tensor]) -> ModelWeights:
-        return model_weights(config, names, load, coded, weights=kind, embedding=embedding, pays=pays)
+        options: dict[str, Any] = {"weights": kind, "embedding": embedding, "pays": pays}
+        return model_weights(config, names, load, coded, coded_experts=coded_experts, **options)
 
     embedding = torch.bfloat16 if packed or settings.dtype == "bfloat16" else None
     if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):

@@ -60,6 +60,8 @@ def _weights(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool) -
         count = math.prod(info.shape)
         if view.is_coded(name) and integers and len(info.shape) == 2:
             total += count * _CODES[_bits(checkpoint.tensors[info.stored], count)]
+        elif compiled and view.is_coded(name) and len(info.shape) == 3:  # experts in MXFP4
+            total += count * _CODES[8]
         elif settings.weights and len(info.shape) == 2 and name != EMBEDDING:
             total += count * _CODES[int(settings.weights.removeprefix("int"))]
         else:

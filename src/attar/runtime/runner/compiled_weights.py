@@ -44,11 +44,13 @@ class TensorSource:
 
     Args:
         coded: reads the codes of a tensor; None where it has none.
+        coded_experts: reads those of each expert of a stack; likewise.
     """
 
     names: frozenset[str]
     load: Callable[[str], Tensor]
     coded: Callable[[str], PackedCodes | None] = lambda name: None
+    coded_experts: Callable[[str], list[PackedCodes] | None] = lambda name: None
 
     def __post_init__(self) -> None:
         self.used: list[str] = []
@@ -72,6 +74,12 @@ class TensorSource:
         self.used += names
         return codes
 
+    def expert_codes(self, name: str) -> list[PackedCodes] | None:
+        """Each expert of a stack as codes; None where it has none."""
+        codes = self.coded_experts(name) if name in self.names else None
+        self.used += [name] if codes else []
+        return codes
+
     def optional(self, name: str) -> Tensor | None:
         """A tensor that may exist."""
         return self.required(name) if name in self.names else None
@@ -88,6 +96,7 @@ def model_weights(
     load: Callable[[str], Tensor],
     coded: Callable[[str], PackedCodes | None] = lambda name: None,
     *,
+    coded_experts: Callable[[str], list[PackedCodes] | None] = lambda name: None,
     weights: Kind = "bf16",
     head: Kind | None = None,
     group: int = 32,
@@ -101,6 +110,7 @@ def model_weights(
         names: the checkpoint's tensors.
         load: reads one, dense.
         coded: reads the codes of one, which are kept; None where it has none.
+        coded_experts: reads those of each expert of a stack; likewise.
         weights: what other Linears become: bf16 (rounded), int8 or int4 (to nearest).
         head: the same of the head; None: as ``weights``.
         group: inputs that share a scale.
@@ -115,7 +125,7 @@ def model_weights(
     behind = f"model.layers.{config.num_hidden_layers}."
     ahead = config.model_type in expert_weights.PREDICTING_AHEAD
     known = frozenset(name for name in names if not (ahead and name.startswith(behind)))
-    source, arena = TensorSource(known, load, coded), Arena()
+    source, arena = TensorSource(known, load, coded, coded_experts), Arena()
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -188,8 +198,14 @@ class _LayerTensors:
         """A tensor of this layer, dense."""
         return self.source.required(f"{self.prefix}{name}")
 
-    def packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """A dense matrix in the kind that was asked for."""
+    def expert_codes(self, name: str) -> list[PackedCodes] | None:
+        """Each expert of a stack of this layer as codes; None where it is dense."""
+        return self.source.expert_codes(f"{self.prefix}{name}")
+
+    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> PackedWeight:
+        """Codes as they are; a dense matrix in the kind that was asked for."""
+        if isinstance(weight, PackedCodes):
+            return weight.pack(bias, self.arena)
         return pack(weight, self.kind, group=self.group, bias=bias, arena=self.arena)
 
     def _optional(self, name: str) -> Tensor | None:

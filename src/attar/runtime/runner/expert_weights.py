@@ -2,11 +2,13 @@
 
 Experts are stored one by one (``experts.3.up_proj``, Mixtral's ``experts.3.w3``) or, in a model that
 transformers made, stacked (``experts.gate_up_proj``; gpt-oss has its inputs first, and rows of gate and up
-alternate). The router stays float32, whatever the experts are.
+alternate; its MXFP4 codes become int8 codes, as twice a 4-bit float is a whole number). The router stays
+float32, whatever the experts are.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.kernels.experts import MixtureWeights, Routing
 from attar.kernels.packed import PackedWeight
+from attar.runtime.runner.codes import PackedCodes
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 PREDICTING_AHEAD = ("glm4_moe",)  # a layer behind the last predicts further tokens
@@ -45,8 +48,12 @@ class LayerTensors(Protocol):
         """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
         ...
 
-    def packed(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """A dense matrix in the kind that was asked for."""
+    def expert_codes(self, name: str) -> list[PackedCodes] | None:
+        """Each expert of a stack as codes (N, K); None where it is dense."""
+        ...
+
+    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> PackedWeight:
+        """Codes as they are; a dense matrix in the kind that was asked for."""
         ...
 
 
@@ -100,14 +107,25 @@ def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
 
 
 def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
-    """The same of gpt-oss: (E, K, N) with biases, rows of the gate and of up in turn."""
+    """The same of gpt-oss: (E, K, N), or MXFP4 codes, with biases, rows of the gate and of up in turn."""
     parts = []
     for name in ("gate_up_proj", "down_proj"):
-        weight, bias = layer.tensor(f"{module}{name}").transpose(1, 2), layer.tensor(f"{module}{name}_bias")
+        bias = layer.tensor(f"{module}{name}_bias")
+        rows = torch.arange(bias.shape[1])
         if name == "gate_up_proj":
-            weight, bias = (torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in (weight, bias))
-        parts.append(tuple(layer.packed(w.contiguous(), b) for w, b in zip(weight, bias, strict=True)))
+            rows = torch.cat([rows[0::2], rows[1::2]])
+        experts = layer.expert_codes(f"{module}{name}") or layer.tensor(f"{module}{name}").transpose(1, 2)
+        pairs = zip(experts, bias[:, rows], strict=True)
+        parts.append(tuple(layer.packed(_in_order(weight, rows), own) for weight, own in pairs))
     return parts[0], parts[1]
+
+
+def _in_order(weight: Tensor | PackedCodes, rows: Tensor) -> Tensor | PackedCodes:
+    """Rows (N,) of a matrix (N, K)."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    assert weight.zeros is None, "4-bit floats have no zero points"
+    return replace(weight, codes=weight.codes[rows], scales=weight.scales[rows])
 
 
 def routing(config: Any) -> Routing:
