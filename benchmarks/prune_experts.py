@@ -24,7 +24,7 @@ from attar.checkpoint import open_checkpoint
 from attar.pruning.experts.grouping import SCORES
 from attar.pruning.experts.mixtures import MixtureSizes
 
-CRITERIA = ("reap", "frequency", "gates", "cluster")
+CRITERIA = ("reap", "output", "frequency", "gates", "cluster")
 HEAD = "| experts | criterion | MB | perplexity | KL, nats | accuracy kept |"
 
 

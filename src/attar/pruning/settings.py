@@ -239,9 +239,10 @@ class ExpertSettings:
     active: int = _option(0, "experts of a token; 0: as many as before")
     criterion: str = _option(
         "auto",
-        "reap: gate times length of the output; frequency: tokens that chose the expert; gates: sum of its "
-        "gates; cluster: experts with similar outputs are merged; auto: reap",
-        ("auto", "reap", "frequency", "gates", "cluster"),
+        "reap: gate times length of the output, mean over the tokens that chose the expert; output: their "
+        "sum; frequency: these tokens; gates: sum of its gates; cluster: experts with similar outputs are "
+        "merged; auto: reap",
+        ("auto", "reap", "output", "frequency", "gates", "cluster"),
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.errors import ModelError, SettingsError
 from attar.models.load import load_model
 from attar.pruning.experts.grouping import (
+    SCORES,
     ExpertGroups,
     average_linkage,
     keep_best,
@@ -21,7 +22,7 @@ from attar.pruning.experts.grouping import (
 )
 from attar.pruning.experts.mixtures import expert_modules
 from attar.pruning.experts.prune import masked_experts
-from attar.pruning.experts.statistics import collect_statistics
+from attar.pruning.experts.statistics import ExpertStatistics, collect_statistics
 from attar.pruning.settings import prune_settings
 from attar.pruning.task import calibration
 from tests import tiny_models
@@ -146,6 +147,16 @@ def test_statistics_are_those_of_a_plain_version(mixture):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
+def test_scores_are_means_and_sums_over_the_tokens_that_chose_an_expert():
+    of = ExpertStatistics(
+        torch.tensor([4.0, 1.0, 2.0]), torch.tensor([2.0, 0.9, 0.2]), torch.tensor([1.0, 3.0, 1.25])
+    )
+    order = {name: torch.argsort(score(of), descending=True).tolist() for name, score in SCORES.items()}
+    wanted = {"reap": [1, 2, 0], "output": [0, 1, 2], "frequency": [0, 2, 1], "gates": [0, 1, 2]}
+    assert torch.equal(SCORES["output"](of), torch.tensor([4.0, 3.0, 2.5]))
+    assert order == wanted
+
+
 def test_merged_experts_are_weighted_means_and_similar_ones_join(mixture, tmp_path):
     folder = mixture("Mixtral")
     result = prune(folder, tmp_path / "out", experts=4, criterion="cluster")
@@ -242,7 +253,7 @@ def test_groups_by_hand():
         ({"experts": 2, "active": 3}, "active is 3, but must be 1 to 2"),
         ({"experts": 1}, "active is 2, but must be 1 to 1"),
         ({"ratio": 0.0}, "--active"),
-        ({"criterion": "wanda"}, "reap or frequency"),
+        ({"criterion": "wanda"}, "reap or output or frequency"),
         ({"reconstruct": "linear"}, "attar recover"),
     ],
 )

@@ -1,7 +1,8 @@
 """Which experts of a layer stay, or which become one: pure functions of its statistics.
 
-Removal keeps the experts of the largest scores: REAP's saliency (arXiv 2510.13999), the number of tokens that
-chose an expert, or the sum of its gates.
+Removal keeps the experts of the largest scores: REAP's saliency (arXiv 2510.13999), a mean over the tokens
+that chose an expert; its sum over them, what the layer's output has of the expert; the number of these
+tokens, or the sum of its gates.
 
 Merging is HC-SMoE's (arXiv 2410.08589): agglomerative clustering of the experts' mean outputs, Euclidean
 distance, average linkage; a cluster becomes the mean of its experts' weights, weighted by their frequency.
@@ -21,6 +22,7 @@ from attar.pruning.experts.statistics import ExpertStatistics
 
 SCORES: dict[str, Callable[[ExpertStatistics], Tensor]] = {
     "reap": lambda of: of.saliency,
+    "output": lambda of: of.saliency * of.frequency,
     "frequency": lambda of: of.frequency,
     "gates": lambda of: of.gates,
 }

@@ -66,7 +66,7 @@ def prune_experts(task: PruneTask) -> None:
             model,
             sizes.experts,
             batches,
-            norms=criterion == "reap",
+            norms=criterion in ("reap", "output"),
             means=criterion == "cluster",
             processes=output.processes,
             progress=task.progress,
