@@ -225,7 +225,9 @@ def test_a_flood_of_offers_is_cut():
         assert sum(pools.proposer.counts.outcomes.values()) < 1000
 
 
-def test_a_service_whose_drafts_are_never_accepted_is_paused():
+def test_a_service_whose_drafts_are_never_accepted_is_paused(monkeypatch):
+    monkeypatch.setattr("attar.runtime.services.demand.PATIENCE", 10**6)  # it is asked all the time
+
     async def useless(stream):
         await stream.greet(hello(), "target")
         while True:
