@@ -23,6 +23,7 @@ from attar.recipe.estimate import (
     PRUNE_COSTS,
     Work,
     estimate,
+    evaluation_memory,
     evaluation_seconds,
     stage_work,
 )
@@ -335,3 +336,39 @@ def test_a_search_of_channel_scales_does_not_depend_on_the_tokens() -> None:
         for method in ("awq", "gptq, refine: 0")
     )
     assert awq[1] - awq[0] == pytest.approx(2 * (gptq[1] - gptq[0])), "two sweeps: to smooth, and to round"
+
+
+def test_the_memory_of_an_evaluation_is_the_model_or_a_block_of_it() -> None:
+    large = Shape(attention=2e9, mlp=4e9, outside=2e8, layers=30, hidden=4096, vocabulary=32000, bytes=12.4e9)
+    settings = EvaluateSettings(tokens=2048)
+    logits = 2 * 4 * 2048 * 32000
+    whole = evaluation_memory(settings, large, 64e9)
+    assert whole == pytest.approx(450e6 + 12.4e9 + logits, rel=0.01)
+    assert evaluation_memory(settings, large, 64e9, reference=True) > 4 * 6.2e9
+    parts = evaluation_memory(settings, large, 8e9)
+    assert parts == pytest.approx(450e6 + max(4 * 2e8, 4 * 32000 * 4096 + logits), rel=0.01)
+
+
+def test_a_sweep_holds_a_block_and_its_widest_hessian() -> None:
+    large = Shape(attention=2e9, mlp=4e9, outside=2e8, layers=30, hidden=4096, vocabulary=32000, bytes=12.4e9)
+    inner = 4e9 / 30 / (3 * 4096)
+    rates = Rates(1e11, 1e9, 1e6)
+
+    def memory(stage: str) -> float:
+        entry = parse_recipe(f"model: attar:tiny\nstages: [{{{stage}}}]").stages[0]
+        return estimate(entry, large, None, after(entry, large), rates).memory_bytes - 450e6
+
+    gptq = memory("stage: quantize, method: gptq, samples: 4, sequence_length: 256")
+    held = 5 * 2e8 + 4 * inner * 4096 + 4 * 1024 * 4096
+    assert gptq == pytest.approx(held + 13.2 * inner**2, rel=0.01)
+    zeros = "stage: prune, method: wanda, sparsity: 0.5, samples: 4, sequence_length: 256, reconstruct: "
+    assert memory(zeros + "none") == pytest.approx(held, rel=0.01)
+    assert memory(zeros + "linear") == pytest.approx(gptq, rel=0.01)
+
+
+@pytest.mark.parametrize("kind, bits", [("Q8_0", 8.5), ("Q4_K_M", 4.5), ("IQ4_NL", 4.5), ("F16", 16.0)])
+def test_a_gguf_file_has_the_size_of_its_type(kind: str, bits: float) -> None:
+    entry = parse_recipe(
+        f"model: attar:tiny\nstages: [{{stage: export, format: gguf, type: {kind}}}]"
+    ).stages[0]
+    assert after(entry, SHAPE).bytes == pytest.approx(SHAPE.parameters * bits / 8)

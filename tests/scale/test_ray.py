@@ -24,7 +24,7 @@ from attar.cluster.tasks import DONE, FAILED, ClusterTask, run_tasks
 from attar.errors import EndpointError
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODULE = """
 import os, time
@@ -190,7 +190,7 @@ def test_a_driver_killed_and_started_again(cluster, alone):
     out = alone / "killed"
     words = [sys.executable, "-m", "attar", "run", "recipe.yaml", "-o", "killed", "--on", "auto"]
     driver = subprocess.Popen(words, cwd=alone, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    journal, limit = out / FILE, time.monotonic() + 200
+    journal, limit = out / FILE, time.monotonic() + 500
     while '"done"' not in (journal.read_text() if journal.exists() else "") and time.monotonic() < limit:
         time.sleep(0.1)
     driver.kill()

@@ -58,7 +58,8 @@ class LayerPruner:
 
     def solve(self, weights: dict[str, Tensor], statistics: InputNorms | Hessian) -> dict[str, Solution]:
         """Prune the weights (N, K) of Linears that read the same inputs."""
-        value, shared = statistics.value(), dict(self.options)
+        value = statistics.final() if isinstance(statistics, Hessian) else statistics.value()
+        shared = dict(self.options)
         if self.factored:
             shared["factor"] = factorize(value, shared["damp"], act_order=False)
         solutions = {}

@@ -36,9 +36,11 @@ class Hessian:
         self.sum = torch.zeros(inputs, inputs, dtype=torch.float32)
         self.tokens = 0
         self.weight = 0.0
+        self.ended = False
 
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Add a batch of inputs (..., K); tokens may weigh differently (importance (...), mean about 1)."""
+        assert not self.ended, "nothing is added after final()"
         rows = x.reshape(-1, x.shape[-1]).float()
         weighted = rows if importance is None else rows * importance.reshape(-1, 1)
         self.sum = self.sum.to(x.device)
@@ -59,13 +61,16 @@ class Hessian:
         """H, float32 (K, K)."""
         return self._full_sum().mul_(2.0 / max(self.weight, 1e-30))
 
+    def final(self) -> Tensor:
+        """:meth:`value` in the memory of the sum: not to be modified, and nothing is added afterwards."""
+        if not self.ended:
+            _mirror(self.sum).mul_(2.0 / max(self.weight, 1e-30))
+            self.weight, self.ended = 2.0, True
+        return self.sum
+
     def _full_sum(self) -> Tensor:
         """The sum with its lower half."""
-        full = self.sum.clone()
-        for start in range(0, len(full), STEP):
-            at, below = slice(start, start + STEP), slice(start + STEP, None)
-            full[below, at] = full[at, below].T
-        return full
+        return _mirror(self.sum.clone())
 
     def ordered(self, order: Tensor) -> Hessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
@@ -103,6 +108,10 @@ class CrossHessian(Hessian):
         super().reduce(total)
         self.change = total(self.change)
 
+    def final(self) -> Tensor:
+        """:meth:`Hessian.value`: the sum is needed beside it."""
+        return self.value()
+
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
         return self._full_sum().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
@@ -118,6 +127,14 @@ class CrossHessian(Hessian):
     def nbytes(self) -> int:
         """Bytes held."""
         return int(self.sum.nbytes + self.change.nbytes)
+
+
+def _mirror(full: Tensor) -> Tensor:
+    """Write the lower half of a symmetric matrix (K, K), of which the upper half is enough, in place."""
+    for start in range(0, len(full), STEP):
+        at, below = slice(start, start + STEP), slice(start + STEP, None)
+        full[below, at] = full[at, below].T
+    return full
 
 
 @contextmanager

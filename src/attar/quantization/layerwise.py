@@ -81,7 +81,7 @@ class LayerSolver:
         For act-order "group" the columns are sorted by H_ii first, so that columns of similar H_ii share a
         group.
         """
-        H, order = statistics.value(), None
+        H, order = statistics.final(), None
         sorted_H, sorted_statistics = H, statistics
         if self.settings.act_order == "group":
             order = order_by_energy(H.diagonal(), self.neighbours)

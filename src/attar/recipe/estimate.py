@@ -55,6 +55,8 @@ _HELD_OUT = 16_384  # tokens of a held-out loss
 _SCORED_ROWS = 32  # on which a student's units are chosen
 _SAMPLED_TOGETHER = 64  # rows of a batch that a model writes
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
+_SPILLED = 2**30  # bytes of hidden states that are in memory on a machine of 8 GB; the rest is on disk
+_HESSIANS = 3.3  # matrices of a Hessian's size: itself and, while it is factorized, 2.3 more
 _LOGITS = 2**28  # bytes of the logits of a pass of an evaluation
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
@@ -470,7 +472,7 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
         memory = 16 * result.parameters + 4 * other + _activations(settings, result)
         return memory, 12 * result.parameters
     if entry.stage == "prune":
-        return _pruning_memory(settings, source)
+        return _pruning_memory(settings, source, getattr(entry.settings, "reconstruction", "none"))
     if entry.stage == "quantize" and METHOD_COSTS[settings.method].trained:
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
@@ -478,20 +480,25 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
     return min(source.bytes, 1e9), 0.0
 
 
-def _pruning_memory(settings: Any, source: Shape) -> tuple[float, float]:
+def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[float, float]:
     """A sweep's, or that of the whole model and what a backward pass keeps; a magnitude needs one weight."""
     cost = _prune_cost(settings)
     if cost.swept:
-        return _sweep_memory(settings, source), source.bytes
+        hessians = cost.hessians or reconstruction != "none"
+        return _sweep_memory(settings, source, hessians=hessians), source.bytes
     if not cost.passes:
         return min(source.bytes, 1e9), 0.0
     kept = _activations(settings, source) if cost.backward else 0.0
     return (8 if cost.backward else 4) * source.parameters + kept, 0.0
 
 
-def _sweep_memory(settings: Any, source: Shape) -> float:
-    """A block, and the hidden states of the text."""
-    return 8 * source.blocks / source.layers + 4.0 * _calibration(settings) * source.hidden
+def _sweep_memory(settings: Any, source: Shape, *, hessians: bool = True) -> float:
+    """A block in float32 with what is stored of it and the largest weight once more, the matrices of the
+    widest Hessian, and the hidden states of the text."""
+    block, widest = source.blocks / source.layers, float(_inner(source))
+    weights = 5 * block + 4 * widest * source.hidden
+    states = min(4.0 * _calibration(settings) * source.hidden, _SPILLED)
+    return weights + (4 * _HESSIANS * widest**2 if hessians else 0.0) + states
 
 
 def _activations(settings: Any, shape: Shape) -> float:

@@ -91,6 +91,8 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
         return replace(
             shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
         )
+    if entry.stage == "export" and (digits := re.match(r"I?Q(\d)", getattr(settings, "type", ""))):
+        return replace(shape, bytes=shape.parameters * (int(digits[1]) + 0.5) / 8)  # GGUF, with scales
     return shape
 
 

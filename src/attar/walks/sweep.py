@@ -159,7 +159,7 @@ def sweep(
     work: Path,
     select: Callable[[str], bool] = lambda name: True,
     skip: Container[int] = (),
-    spill_bytes: int = 4 * 2**30,
+    spill_bytes: int | None = None,
     waiting_bytes: int | None = None,
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
@@ -181,7 +181,8 @@ def sweep(
         select: which Linears, by full module name, are solved.
         skip: numbers of blocks that the model no longer has: its hidden states pass them unchanged, only the
             original model's (of solvers that compare with it) go through.
-        spill_bytes: hidden states beyond this many bytes are on disk.
+        spill_bytes: hidden states beyond this many bytes are on disk. None: an eighth of the memory that is
+            free at the start, at most 4 GiB.
         waiting_bytes: memory for passes that wait between two groups; beyond it they start again for each
             group, which takes two to three times as long and no memory. None: a quarter of the memory that is
             free at the start.
@@ -201,6 +202,8 @@ def sweep(
     device = torch.device(device)
     precision = agreed_precision(processes, precision, device, work)
     fast = precision == "bf16"
+    if spill_bytes is None:
+        spill_bytes = min(4 * 2**30, free_memory(torch.device("cpu")) // (8 * processes.count))
     waiting = free_memory(device) // (4 * processes.count) if waiting_bytes is None else waiting_bytes
     skeleton = Skeleton(checkpoint, device)
     if prepare is not None:
@@ -378,12 +381,14 @@ class _BlockRunner:
                         other = None if original_passes is None else original_passes.inputs(number)
                         accumulator, more = self._filled(solver, group, passes.inputs(number), other), {}
                     solved = solver.solve(self._weights(group), accumulator)
+                    del accumulator  # as large as all weights of a wide block
                     for name in group:
-                        solved[name].report.update(more)
+                        solution = solved.pop(name)
+                        solution.report.update(more)
                         if not at_once:
-                            _put(self.modules[name], solved[name].weight, solved[name].tensors)
-                            solved[name] = replace(solved[name], weight=torch.empty(0))  # it is in place
-                    solutions.update({name: solved[name] for name in group})
+                            _put(self.modules[name], solution.weight, solution.tensors)
+                            solution = replace(solution, weight=torch.empty(0))  # it is in place
+                        solutions[name] = solution
                 for inputs in held:
                     inputs.clear()
             if self.processes.first:

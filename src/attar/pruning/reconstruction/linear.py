@@ -66,7 +66,7 @@ class LinearReconstructor:
 
     def solve(self, weights: dict[str, Tensor], statistics: Hessian) -> dict[str, Solution]:
         """New weights (N, K), and biases, of Linears that read the same inputs."""
-        H = statistics.value()
+        H = statistics.final()
         cross = statistics.cross() if isinstance(statistics, CrossHessian) and self.originals else None
         return {name: self._solution(name, weight, H, cross) for name, weight in weights.items()}
 
