@@ -204,10 +204,10 @@ def recipe_text(verb: str, model: Path, samples: int) -> str:
     return f"model: {model}\nevaluate: false\nstages:\n  - {{{stage}}}\n"
 
 
-def planned(verb: str, model: Path, samples: int, limit: float) -> tuple[float, float, float]:
+def planned(verb: str, model: Path, samples: int, limit: float, rates: Rates) -> tuple[float, float, float]:
     """Seconds, bytes of memory and of disk that the plan says on a machine of ``limit`` bytes: the figures of
     ``attar run --dry-run``, without the hashes of the weights that it compares with finished stages."""
-    shape, rates = shape_of(open_checkpoint(model)), measure_rates()
+    shape = shape_of(open_checkpoint(model))
     if verb == MEASURE:
         settings = EvaluateSettings(tokens=TOKENS, speed=False)
         memory = evaluation_memory(settings, shape, limit)
@@ -225,7 +225,7 @@ def run_cell(
     make_checkpoint(model, SHAPES[name], layers, random=True)
     if verb == "merge":
         other_name(model)
-    before = planned(verb, model, samples, limit)
+    before = planned(verb, model, samples, limit, measure_rates())
     if verb == MEASURE:
         words = ["evaluate", str(model), "--data", "python-docs", "--tokens", str(TOKENS), "--no-speed"]
     else:
@@ -308,7 +308,7 @@ def extended_table(cells: Sequence[Cell]) -> str:
     return table(("shape", "verb", "all layers", "a layer", "peak"), rows, left=2) if rows else ""
 
 
-def plan_table(names: Sequence[str], work: Path, samples: int, limit: float) -> str:
+def plan_table(names: Sequence[str], work: Path, samples: int, limit: float, rates: Rates) -> str:
     """What the plan says of whole models, from headers without weights."""
     rows = []
     for name in names:
@@ -317,7 +317,7 @@ def plan_table(names: Sequence[str], work: Path, samples: int, limit: float) -> 
         make_checkpoint(model, SHAPES[name], layers, random=False)
         other_name(model)
         for verb in ALL:
-            seconds, memory, disk = planned(verb, model, samples, limit)
+            seconds, memory, disk = planned(verb, model, samples, limit, rates)
             rows.append(
                 (name, verb, seconds_text(seconds), bytes_text(memory), bytes_text(disk) if disk else "-")
             )
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=8e9, help="bytes of data of each process")
     parser.add_argument("--patience", type=float, default=3600, help="seconds after which a cell is ended")
     parser.add_argument("--plan", nargs="+", choices=SHAPES, default=[])
+    parser.add_argument("--rates", nargs=3, type=float, help="of --plan: products, elements, calls a second")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--clean", action="store_true")
     arguments = parser.parse_args()
@@ -362,8 +363,9 @@ def main() -> None:
                 opened.write(json.dumps(asdict(cells[-1])) + "\n")
             print(cells_table(cells[-1:]), flush=True)
     if arguments.plan:
-        print(rates_line(measure_rates()))
-        print(plan_table(arguments.plan, work, arguments.samples, arguments.limit))
+        rates = Rates(*arguments.rates) if arguments.rates else measure_rates()
+        print(rates_line(rates))
+        print(plan_table(arguments.plan, work, arguments.samples, arguments.limit, rates))
     if arguments.table:
         print(cells_table(cells))
         print(extended_table(cells))
