@@ -7,8 +7,8 @@
     python benchmarks/large.py --work DIR --clean                              # delete the checkpoints
 
 A checkpoint has the true shape of Llama 2 7B, LLaMA 30B, Llama 3.1 70B or 405B with all its layers, or
-(NAME:N) with N of them, and random bfloat16 weights N(0, 0.02^2), one shard a layer. Each verb is a process
-of its own under ``--limit`` bytes of data (RLIMIT_DATA: what is allocated; attar takes it for the memory of
+(NAME:N) with N of them, or a small one with a wide MLP, and random bfloat16 weights N(0, 0.02^2), one shard a
+layer. Each verb is a process of its own under ``--limit`` bytes of data (RLIMIT_DATA: what is allocated; attar takes it for the memory of
 the machine), run as a recipe of one stage whose plan was made before. Peak is the largest resident set of the
 process, pages of mapped files included. The second parent of ``merge`` is the first one under another name.
 Finished cells are in DIR/cells.jsonl and are not run again, so the same command goes on.
@@ -42,6 +42,7 @@ from attar.recipe.schema import parse_recipe
 from attar.recipe.shapes import after, shape_of
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"layers": 2, "hidden": 1024, "inner": 8192, "heads": 16, "kv_heads": 16, "vocabulary": 32000},
     "7b": {"layers": 32, "hidden": 4096, "inner": 11008, "heads": 32, "kv_heads": 32, "vocabulary": 32000},
     "30b": {"layers": 60, "hidden": 6656, "inner": 17920, "heads": 52, "kv_heads": 52, "vocabulary": 32000},
     "70b": {"layers": 80, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "vocabulary": 128256},
