@@ -11,7 +11,8 @@ A checkpoint has the true shape of Llama 2 7B, LLaMA 30B, Llama 3.1 70B or 405B 
 layer. Each verb is a process of its own under ``--limit`` bytes of data (RLIMIT_DATA: what is allocated;
 attar takes it for the memory of the machine), run as a recipe of one stage whose plan was made before. Peak
 is the largest resident set of the process, pages of mapped files included. The second parent of ``merge`` is
-the first one under another name. Finished cells are in DIR/cells.jsonl and are not run again, so the same command goes on.
+the first one under another name. Finished cells are in DIR/cells.jsonl and are not run again, so the same
+command goes on.
 
 ``--table`` also extends the time of computing by layers, where a shape was run with two numbers of them:
 t(L) = a + b L. The largest peak is kept: what a verb holds is a block, whatever their number.
