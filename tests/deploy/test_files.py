@@ -97,7 +97,6 @@ def test_no_container_may_more_than_it_must():
         assert container["readinessProbe"] and container["livenessProbe"]
 
 
-@pytest.mark.slow
 def test_kubernetes_knows_every_field():
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in manifests():
