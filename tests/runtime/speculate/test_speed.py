@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 
+from attar.runtime.speculate.loss_budget import LossBudget
 from attar.runtime.speculate.policy import DraftPolicy
 from tests.cases import mostly_slow
 from tests.runtime.speculate.worlds import (
@@ -73,6 +74,19 @@ def test_as_chosen_is_near_the_best_fixed_drafts_and_never_below_plain(kind, mod
     speed = World(times, laws[text], proposer).speed(3000)
     assert speed > 0.95 * best
     assert speed > 0.97
+
+
+@pytest.mark.parametrize("a", [0.0, 0.75])
+def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a) -> None:
+    """One draft never pays for the round that all depths share. A budget of 5 passes, two such rounds, is
+    empty before the depths are learnt: this one holds eight."""
+    block = Proposing(chain(7), asking=TINY[1], step=1e-9)
+    best = best_fixed(TINY, always(a), block, (1, 3, 5), tokens=1500)
+    world = World(TINY, always(a), block)
+    world.policy.budget = LossBudget(20)
+    speed = world.speed(1500)
+    assert speed > max(0.95 * best, 0.97)
+    assert a == 0.0 or best > 1.05
 
 
 @pytest.mark.parametrize("kind", ["free chain", "block"])

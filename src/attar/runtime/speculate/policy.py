@@ -10,8 +10,8 @@ The drafts of the batch are sorted by survival. A child's is never above its par
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
 the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
 2211.17192, section 3.5). Drafts run only where rejecting all costs at most half of ``left``: T tokens of a
-sequence lose at most BUDGET + LOSS T, and ASKING T by asking in vain. Where none pays, one is tried after
-``gap`` passes, which a rejection doubles.
+sequence lose at most BUDGET + LOSS T, and ASKING T by asking in vain. Where none pays, the best
+chain, or a free draft, is tried after ``gap`` passes, which a rejection doubles.
 
 A proposer that knows more about a draft than rates do, before it is drawn, gets ``least``: a draft with this
 chance of being accepted is worth what the chosen ones take in the mean, at the speed that they reach.
@@ -67,7 +67,7 @@ class Trial:
     idle: int = 0
     running: bool = False
     longest: int = 1  # gap
-    pays: bool = False  # where it is accepted
+    cost: float = 0.0  # plain passes of one sequence
 
 
 class DraftPolicy:
@@ -246,7 +246,9 @@ class DraftPolicy:
             if kept[row]:
                 self._trials.pop(sequences[row], None)
             else:
-                kept[row] += self._try(self._trials.setdefault(sequences[row], Trial()), first, run)
+                deeper = [one for one in nodes if one.row == row and one.steps and one.depth > 1]
+                trial = self._trials.setdefault(sequences[row], Trial())
+                kept[row] += self._try(trial, [first, *deeper], run)
         return kept
 
     def _front(
@@ -270,18 +272,25 @@ class DraftPolicy:
                 best, count = run.speed, len(front)
         return front[:count]
 
-    def _try(self, trial: Trial, first: Candidate, run: _Pass) -> list[int]:
-        """The trial node of a sequence without drafts, if ``gap`` passes are over and the budget allows."""
+    def _try(self, trial: Trial, chain: Sequence[Candidate], run: _Pass) -> list[int]:
+        """The trial of a sequence without drafts, if ``gap`` passes are over and the budget allows: the part
+        of its chain with the highest speed, since a block head is paid as a whole when it begins."""
         trial.running, trial.idle, before = False, trial.idle + 1, run.loss
         if trial.idle < trial.gap:
             return []
-        if run.add(first).loss > self.budget.stake:
-            run.add(first, -1)
+        best, count = 0.0, 0
+        for depth, one in enumerate(chain, 1):
+            if run.add(one).speed > best:
+                best, count = run.speed, depth
+        for one in reversed(chain[count:]):
+            run.add(one, -1)
+        if run.loss > self.budget.stake:  # a shorter one would not pay: the budget is filled first
+            for one in reversed(chain[:count]):
+                run.add(one, -1)
             return []
-        cost = run.batch * (run.loss - before)
-        trial.running, trial.idle = True, 0
-        trial.longest, trial.pays = max(math.ceil(cost / TRIALS), 1), cost < max(first.survival, 1.0)
-        return [first.node]
+        trial.cost = run.batch * (run.loss - before)
+        trial.running, trial.idle, trial.longest = True, 0, max(math.ceil(trial.cost / TRIALS), 1)
+        return [one.node for one in chain[:count]]
 
     def _learn(self, feedback: DraftFeedback) -> None:
         """Count every draft whose parent was accepted, and the result of a trial."""
@@ -293,7 +302,7 @@ class DraftPolicy:
                 self.acceptance.note(feedback.sequence, kind, node in accepted)
         trial = self._trials.get(feedback.sequence)
         if trial is not None and trial.running:
-            trial.gap = 1 if feedback.path and trial.pays else min(2 * trial.gap, trial.longest)
+            trial.gap = 1 if len(feedback.path) > trial.cost else min(2 * trial.gap, trial.longest)
             trial.running = False
 
     def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
