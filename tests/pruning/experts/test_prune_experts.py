@@ -45,6 +45,7 @@ KINDS = {
     "Qwen3Moe": {"num_experts": EXPERTS, "norm_topk_prob": True, **SMALL},
     "Qwen2Moe": {"num_experts": EXPERTS, "shared_expert_intermediate_size": 24, **SMALL},
     "Olmoe": {"num_experts": EXPERTS},
+    "GraniteMoe": {"num_local_experts": EXPERTS},
     "Glm4Moe": {"n_routed_experts": EXPERTS, "head_dim": 8, **GROUPED, **SMALL},
     "DeepseekV3": {"n_routed_experts": EXPERTS, "num_key_value_heads": 4, **GROUPED, **SMALL, **DEEPSEEK},
 }

@@ -4,6 +4,8 @@ model.layers.3.mlp.experts                    a module that is called with (T, H
                                               their gates (T, k)
 model.layers.3.mlp.experts.0.up_proj.weight   an expert's tensor; or, stacked, experts.gate_up_proj (E, ...)
 model.layers.3.mlp.gate.weight                the router's: all others of the block with a row an expert
+
+Granite MoE stacks its experts as block_sparse_moe.input_linear.weight (E, 2 I, H) and output_linear.weight.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_e
 ACTIVE_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 _STACKED = re.compile(r"(.*\.experts)\.(\D[^.]*)")
+_GRANITE = re.compile(r"(.*\.block_sparse_moe)\.((?:input|output)_linear\.weight)")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -126,8 +129,8 @@ def expert_tensors(tensors: Mapping[str, Any], count: int, mixtures: int) -> dic
     Raises:
         ModelError: the names are not understood.
     """
-    matches = {name: _EXPERT.fullmatch(name) or _STACKED.fullmatch(name) for name in tensors}
-    prefixes = sorted({match[1] for match in matches.values() if match}, key=_layer_of)
+    parts = {name: _expert_of(name) for name in tensors}
+    prefixes = sorted({part[0] for part in parts.values() if part}, key=_layer_of)
     if len(prefixes) != mixtures:
         raise ModelError(
             f"experts in {len(prefixes)} layers of the checkpoint, and in {mixtures} of the model"
@@ -135,17 +138,28 @@ def expert_tensors(tensors: Mapping[str, Any], count: int, mixtures: int) -> dic
     order = {prefix: number for number, prefix in enumerate(prefixes)}
     blocks = {prefix.rpartition(".")[0]: number for prefix, number in order.items()}
     of_experts: dict[str, ExpertTensor] = {}
-    for name, match in matches.items():
-        if match and match.re is _EXPERT:
-            of_experts[name] = ExpertTensor(order[match[1]], int(match[2]), match[1], match[3])
-        elif match:
-            of_experts[name] = ExpertTensor(order[match[1]], None, match[1], match[2])
+    for name, part in parts.items():
+        if part:
+            prefix, expert, rest = part
+            of_experts[name] = ExpertTensor(order[prefix], expert, prefix, rest)
         else:
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
             rest = name.removeprefix(f"{block}.")
             if block is not None and "shared" not in rest and _is_row(tuple(tensors[name].shape), count):
                 of_experts[name] = ExpertTensor(blocks[block], None, block, rest)
     return of_experts
+
+
+def _expert_of(name: str) -> tuple[str, int | None, str] | None:
+    """Prefix of the layer's experts, an expert's number (None: all are stacked) and the rest of the name of
+    an expert's tensor; None: of another one."""
+    if match := _EXPERT.fullmatch(name):
+        return match[1], int(match[2]), match[3]
+    if match := _STACKED.fullmatch(name):
+        return match[1], None, match[2]
+    if match := _GRANITE.fullmatch(name):
+        return f"{match[1]}.experts", None, match[2]
+    return None
 
 
 def _is_row(shape: tuple[int, ...], count: int) -> bool:
