@@ -3,7 +3,7 @@ it refuses."""
 
 import pytest
 
-from tests import family_table, tiny_models
+from tests import tiny_models
 from tests.family_table import DOCUMENT, ROWS, VERBS, Tiny, cell, parse, render
 from tests.marks import slow_but
 
@@ -31,6 +31,6 @@ def test_a_cell_can_be_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "greedy", [5] * 8)
     with pytest.raises(AssertionError):
         cell("run: modules", tiny)
-    monkeypatch.setattr(family_table.Tiny, "wanted", tiny.wanted.flip(-1))
+    monkeypatch.setattr(tiny, "wanted", tiny.wanted.flip(-1))
     with pytest.raises(AssertionError):
         cell("quantize", tiny)

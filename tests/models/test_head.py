@@ -9,7 +9,7 @@ from tests import tiny_models
 
 SCALED = {  # families that do something after the last Linear: (config, model, arguments)
     "cohere": ("CohereConfig", "CohereForCausalLM", {**tiny_models.GQA, "logit_scale": 0.0625}),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", {**tiny_models.GQA, "logits_scaling": 6.0}),
+    "scaled granite": ("GraniteConfig", "GraniteForCausalLM", {**tiny_models.GQA, "logits_scaling": 6.0}),
     "phi": ("PhiConfig", "PhiForCausalLM", tiny_models.MHA),
     "projected opt": (
         "OPTConfig",
@@ -49,7 +49,7 @@ def test_logits_through_the_head_are_the_models(name, monkeypatch):
     assert torch.allclose(head.logits(hidden), wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gemma2 at 5", "granite", "phi"])
+@pytest.mark.parametrize("name", ["gemma2 at 5", "scaled granite", "phi"])
 def test_backward_is_autograds(name, monkeypatch):
     head = head_of(build(name, monkeypatch).double())
     x = (torch.randn(7, head.weight.shape[0], dtype=torch.float64) * 8).requires_grad_()
@@ -134,8 +134,8 @@ def test_a_head_that_does_more_is_none():
 
 def test_the_type_of_the_weights_does_not_round_a_scale(monkeypatch):
     monkeypatch.setitem(
-        SCALED, "granite", (*SCALED["granite"][:2], {**tiny_models.GQA, "logits_scaling": 5.1})
+        SCALED, "scaled granite", (*SCALED["scaled granite"][:2], {**tiny_models.GQA, "logits_scaling": 5.1})
     )
-    head = head_of(build("granite", monkeypatch).bfloat16())
+    head = head_of(build("scaled granite", monkeypatch).bfloat16())
     assert head.scale == pytest.approx(1 / 5.1, rel=1e-12)
     assert isinstance(head, Head)

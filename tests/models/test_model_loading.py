@@ -151,7 +151,7 @@ def test_quantized_checkpoints_come_back_dense(folder, monkeypatch, original):
         folder, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}
     )
     dense = {name: tensor.clone() for name, tensor in original.state_dict().items()}
-    monkeypatch.setattr("attar.formats.readers.dequantize_state", lambda checkpoint: dict(dense))
+    monkeypatch.setattr("attar.models.single_experts.stacked_state", lambda checkpoint: dict(dense))
     loaded = load_model(folder, dtype=torch.float32)
     rows = tiny_models.tokens(original)
     assert torch.equal(tiny_models.logits(loaded, rows), tiny_models.logits(original, rows))
