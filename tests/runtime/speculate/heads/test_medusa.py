@@ -65,6 +65,13 @@ def test_a_tree_is_as_deep_and_as_large_as_it_is_asked_for(depth, most, kept):
     assert (0 if draft is None else len(draft)) == kept
 
 
+def test_a_tree_without_paths_for_the_last_heads_is_drafted():
+    shallow = tuple(path for path in TREE if len(path) < 3)
+    draft = MedusaProposer(heads(tree=shallow), Context()).propose([request()])[0]
+    draft.check()
+    assert len(draft) == len(shallow)
+
+
 def test_nothing_follows_an_end():
     whole = MedusaProposer(heads(), Context()).propose([request()])[0]
     first = whole.tokens[0]

@@ -40,6 +40,7 @@ class MedusaProposer:
         self.heads, self.context, self.ends = heads, context, frozenset(ends)
         chain = tuple((0,) * depth for depth in range(1, heads.config.drafts + 1))
         self.tree = heads.config.tree or chain
+        self.deepest = max(map(len, self.tree))  # a searched tree may have no path for the last heads
         self.trees, self.most, self.tokens = self.tree != chain, len(self.tree), tokens_of(heads)
         self._shape = cache(lambda depth: TreeShape.of(to_depth(self.tree, depth)))
 
@@ -50,7 +51,7 @@ class MedusaProposer:
         drafts: list[Draft | None] = [None] * len(requests)
         if not asked:
             return drafts
-        deepest = max(min(requests[index].depth, self.heads.config.drafts) for index in asked)
+        deepest = max(min(requests[index].depth, self.deepest) for index in asked)
         h = torch.stack([self.context.last(requests[index])[-1] for index in asked])
         ranked = [self._ranked(h, k) for k in range(deepest)]
         for row, index in enumerate(asked):
@@ -62,9 +63,7 @@ class MedusaProposer:
 
     def times(self) -> DraftTimes:
         """Of rounds without an end."""
-        return measure_rounds(
-            MedusaProposer(self.heads, self.context), self.context, self.heads.config.drafts
-        )
+        return measure_rounds(MedusaProposer(self.heads, self.context), self.context, self.deepest)
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Nothing: the states are read with the next request."""
