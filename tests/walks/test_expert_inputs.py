@@ -142,7 +142,7 @@ def test_gptq_of_an_expert_from_the_inputs_behind_its_new_gate_and_up(tmp_path):
             H.add(inputs)
             expected = gptq(weight, H.value(), layer.grid, damp=0.01, act_order=True).quantized.codes
             same = (codes[layer.module]["codes"] == expected).float().mean()
-            assert same > 0.9, layer.module  # sums in another order; other inputs agree in half of the codes
+            assert same > 0.9, layer.module  # 0.96 to 1.0 by machine; 0.63 with another expert's inputs
 
 
 def test_the_original_inputs_are_those_of_the_same_tokens(tmp_path):
