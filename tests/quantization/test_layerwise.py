@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attar.pruning.solvers.sparsegpt import sparsegpt
+from attar.quantization import layerwise
 from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NVFP4Grid
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.layerwise import LayerSolver, masked
@@ -27,13 +28,13 @@ def layer(seed=0):
     return torch.randn(N, K, generator=g) * 0.1 / size.sqrt(), X
 
 
-def solver(method, act_order):
+def solver(method, act_order, names=("layer",)):
     site = LayerPlan("layer", (N, K), False, GRID, SCHEMES["W3A16"].sized(GROUP), torch.float32)
     g = torch.Generator().manual_seed(1)
     H_O = torch.randn(N, 4 * N, generator=g)
     settings = quantize_settings(method=method, act_order=act_order).rounding
     curvature = (lambda _: H_O @ H_O.T) if method == "yaqa" else None
-    return LayerSolver({"layer": site}, METHODS[method], settings, output_hessian=curvature)
+    return LayerSolver(dict.fromkeys(names, site), METHODS[method], settings, output_hessian=curvature)
 
 
 def statistics(solver, X, order=slice(None)):
@@ -57,6 +58,33 @@ def test_group_order_is_the_method_on_sorted_columns(method):
     assert torch.equal(ours.restore("layer", got.tensors), got.weight)
     scale = got.tensors["scale"][:, got.tensors["g_idx"]]
     assert torch.equal(got.weight, got.tensors["codes"] * scale)
+
+
+@pytest.mark.parametrize("act_order", ["off", "static", "group"])
+@pytest.mark.parametrize("method", GROUP_ORDERED)
+def test_weights_and_statistics_are_not_modified(method, act_order):
+    """The weights are the model's own, and the Hessian is factorized and damped in its memory."""
+    W, X = layer()
+    ours = solver(method, act_order)
+    seen = statistics(ours, X)
+    before, H = W.clone(), seen.value()
+    got = ours.solve({"layer": W}, seen)["layer"]
+    assert torch.equal(W, before) and torch.equal(seen.final(), H)
+    assert got.weight.data_ptr() != W.data_ptr()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_large_weights_are_rounded_one_by_one_to_the_same_codes(monkeypatch, sparse):
+    weights = {name: layer(seed)[0] for seed, name in enumerate("qkv")}
+    X = layer()[1]
+    ours = pruner(GRID, "2:4", names=weights) if sparse else solver("gptq", "static", weights)
+    together = ours.solve(dict(weights), statistics(ours, X))
+    monkeypatch.setattr(layerwise, "STACKED", 2 * N * K)
+    alone = ours.solve(dict(weights), statistics(ours, X))
+    for name in weights:
+        same = alone[name].tensors["codes"] == together[name].tensors["codes"]
+        assert same.float().mean() > 0.99
+        assert alone[name].report["error"] == pytest.approx(together[name].report["error"], rel=0.05)
 
 
 def pruner(grid, amount, act_order="static", names=("layer",), **options):

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.pruning.criteria.wanda import InputNorms, wanda_scores
 from attar.pruning.linears import Amounts, Linears
-from attar.quantization.hessian import Hessian, factorize, output_error
+from attar.quantization.hessian import Hessian, factorize_, output_error
 from attar.sparsity import Sparsity
 from attar.walks.sweep import Solution
 
@@ -61,7 +61,7 @@ class LayerPruner:
         value = statistics.final() if isinstance(statistics, Hessian) else statistics.value()
         shared = dict(self.options)
         if self.factored:
-            shared["factor"] = factorize(value, shared["damp"], act_order=False)
+            shared["factor"] = factorize_(value, shared["damp"], act_order=False)
         solutions = {}
         for name, weight in weights.items():
             stored = self._pruned(weight, value, self.amounts[name], shared).to(self.linears[name].dtype)

@@ -68,9 +68,6 @@ def round_columns(
     """Codes (N, K), float32, of the columns from left to right, and the mask that they have; W is not
     modified.
 
-    Works on transposed blocks, so that a column is contiguous. Inside a block a column is corrected just
-    before it is rounded; the columns after the block are corrected in one matrix product.
-
     Args:
         W: (N, K) float32.
         U: (K, K) upper triangular.
@@ -80,10 +77,28 @@ def round_columns(
         first: (N,), rounded in place of W's first column; the error is still taken from W's.
         sparsity: how many weights become zero, those of the mask first; K is a multiple of M.
     """
-    columns = W.shape[1]
-    assert sparsity is None or sparsity.fits(columns)
     Wt = W.T.clone(memory_format=torch.contiguous_format)
-    codes = torch.empty_like(Wt)
+    return round_columns_(Wt, U, grid, parameters, group, mask, first, sparsity)
+
+
+def round_columns_(
+    Wt: Tensor,
+    U: Tensor,
+    grid: Grid,
+    parameters: TileParameters,
+    group: Tensor,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
+    sparsity: Sparsity | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`round_columns`, in the memory of the transposed weight (K, N), contiguous, which its codes
+    take.
+
+    A column is contiguous. Inside a block it is corrected just before it is rounded; the columns after the
+    block are corrected in one matrix product.
+    """
+    columns = len(Wt)
+    assert sparsity is None or sparsity.fits(columns)
     kept = None if mask is None else mask.T.contiguous().clone()
     if sparsity is not None and kept is None:
         kept = torch.ones_like(Wt, dtype=torch.bool)
@@ -93,20 +108,22 @@ def round_columns(
     for start in range(0, columns, width):
         at = slice(start, min(start + width, columns))
         block, factor = Wt[at], U[at, at].contiguous()
-        errors, stays = torch.empty_like(block), None if kept is None else kept[at]
+        errors, codes = torch.empty_like(block), torch.empty_like(block)
+        stays = None if kept is None else kept[at]
         if sparsity is not None and stays is not None and not sparsity.of:
             _narrow(stays, block / factor.diagonal()[:, None], sparsity)
         decided = first.contiguous() if first is not None and start == 0 else None
         if tiles is not None:
             pattern = (sparsity.kept, sparsity.of) if sparsity is not None else (0, 0)
-            parts = tiles, at, block, factor, codes[at], errors
+            parts = tiles, at, block, factor, codes, errors
             kernel.round_block(*parts, mask=stays, first=decided, choose=pattern)
         else:
             spread = across.map(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
-            _round_in_torch(grid, spread, block, factor, codes[at], errors, stays, decided, sparsity)
+            _round_in_torch(grid, spread, block, factor, codes, errors, stays, decided, sparsity)
         if at.stop < columns:
             Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
-    return codes.T, None if kept is None else kept.T
+        block.copy_(codes)
+    return Wt.T, None if kept is None else kept.T
 
 
 def _narrow(mask: Tensor, costs: Tensor, sparsity: Sparsity) -> None:

@@ -24,7 +24,9 @@ from torch import Tensor
 from attar.errors import NumericsError
 
 STEP = 256  # inputs whose rows of H are summed at a time
-CHUNK = 1 << 21  # weights whose energy is computed at a time
+CHUNK = 1 << 21  # weights whose energy is computed at a time: so many, but
+ROWS = 1024  # at least as many rows
+COLUMNS = 2048  # of H in one of its products
 CHECK = "check the model and the calibration data"
 
 
@@ -133,6 +135,7 @@ def _mirror(full: Tensor) -> Tensor:
     """Write the lower half of a symmetric matrix (K, K), of which the upper half is enough, in place."""
     for start in range(0, len(full), STEP):
         at, below = slice(start, start + STEP), slice(start + STEP, None)
+        full[at, at] = full[at, at].triu() + full[at, at].triu(1).T
         full[below, at] = full[at, below].T
     return full
 
@@ -171,6 +174,18 @@ class HessianFactor:
         """The group of each column in rounding order, int64 (K,); 0: one group."""
         return self.order // (group_size or len(self.order))
 
+    def columns(self, weight: Tensor) -> Tensor:
+        """A weight's columns in rounding order, dead ones 0: float32 (K, N), in memory of their own.
+
+        Args:
+            weight: W (N, K), any float type.
+        """
+        columns = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device)
+        for part, order in zip(columns.split(STEP), self.order.split(STEP), strict=True):
+            part.copy_(weight[:, order].T)
+        columns[self.dead[self.order]] = 0.0
+        return columns
+
 
 def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True, together: int = 1) -> HessianFactor:
     """The factor of a Hessian (K, K). Does not modify its input.
@@ -184,18 +199,23 @@ def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True, together: i
     Raises:
         NumericsError: H is not finite, or no damping up to 1 makes it invertible.
     """
-    H = H.float()
+    return factorize_(H.float().clone(), damp, act_order, together)
+
+
+def factorize_(H: Tensor, damp: float = 0.01, act_order: bool = True, together: int = 1) -> HessianFactor:
+    """As :func:`factorize`, in the memory of H and one more matrix; see :func:`inverse_factor_`."""
     if not all_finite(H):
         raise NumericsError("the Hessian holds NaN or infinity", hint=CHECK)
-    dead = H.diagonal() <= 0
-    if dead.any():
-        H = H.clone()
-        H[dead, dead] = 1.0
+    stored = H.diagonal().clone()
+    dead = stored <= 0
+    diagonal = stored.masked_fill(dead, 1.0)
     order = torch.arange(len(H), device=H.device)
     if act_order:
-        order = order_by_energy(H.diagonal(), together)
-    U, used = inverse_factor(H, damp, order)
-    return HessianFactor(order, U, used, dead, H.diagonal())
+        order = order_by_energy(diagonal, together)
+    H.diagonal().copy_(diagonal)
+    U, used = inverse_factor_(H, damp, order)
+    H.diagonal().copy_(stored)
+    return HessianFactor(order, U, used, dead, diagonal)
 
 
 def order_by_energy(diagonal: Tensor, together: int = 1) -> Tensor:
@@ -211,26 +231,37 @@ def check_finite(*values: Tensor) -> None:
 
 
 def inverse_factor(H: Tensor, damp: float, order: Tensor | None = None) -> tuple[Tensor, float]:
-    """U, upper triangular with U^T U = (H + lambda I)^-1, and the damping that was needed.
-
-    From one factorization: H = R R^T with R upper triangular (Cholesky in reversed order), so U = R^-1. Holds
-    three matrices of H's size at most, H not among them.
+    """U, upper triangular with U^T U = (H + lambda I)^-1, and the damping that was needed. Does not modify
+    its input.
 
     Args:
-        H: (K, K) float32, symmetric; not modified.
+        H: (K, K), symmetric.
         damp: lambda as a fraction of H's mean diagonal; raised tenfold until the factor exists.
         order: int64 (K,), the order of rows and columns to factorize H in; None: as it is.
 
     Raises:
         NumericsError: not even a damping of 1 is enough.
     """
+    return inverse_factor_(H.float().clone(), damp, order)
+
+
+def inverse_factor_(H: Tensor, damp: float, order: Tensor | None = None) -> tuple[Tensor, float]:
+    """As :func:`inverse_factor`, in the memory of H and one more matrix, which becomes U.
+
+    H (K, K), float32 and contiguous, is overwritten meanwhile, and afterwards what it was: its upper half,
+    mirrored.
+    """
     mean = H.diagonal().mean()
+    back = torch.arange(len(H) - 1, -1, -1, device=H.device) if order is None else order.flip(0)
+    _reorder_(H, back)
     used = damp
     while True:
-        for dtype in (torch.float32, torch.float64):
-            U = _inverse_factor(H, used * mean, order, dtype)
-            if U is not None:
-                return U, used
+        U = _inverse_factor_(H, used * mean)
+        if U is None:
+            U = _inverse_factor_(H.double(), used * mean)
+        if U is not None:
+            _reorder_(H, back.argsort())
+            return U.float(), used
         if used >= 1.0:
             raise NumericsError(
                 "the Hessian stays singular with a damping of 1",
@@ -239,22 +270,51 @@ def inverse_factor(H: Tensor, damp: float, order: Tensor | None = None) -> tuple
         used = max(used * 10.0, 1e-4)
 
 
-def _inverse_factor(H: Tensor, ridge: Tensor, order: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """U of H + ridge I in one precision, or None where it fails."""
-    back = torch.arange(len(H) - 1, -1, -1, device=H.device) if order is None else order.flip(0)
-    damped = H.index_select(0, back).index_select(1, back).to(dtype)
-    damped.diagonal().add_(ridge)
-    L, failed = torch.linalg.cholesky_ex(damped)
-    del damped
+def _inverse_factor_(H: Tensor, ridge: Tensor) -> Tensor | None:
+    """U of H + ridge I for an H (K, K) whose rows and columns are in reversed order; None where it fails.
+
+    From one factorization: H = L L^T (Cholesky) is R R^T in the order that is not reversed, R upper
+    triangular, so U = R^-1. L^T takes the upper half of H's memory, where LAPACK leaves it; the lower half is
+    kept in U's memory while torch clears it, then put back, and mirrored at the end.
+    """
+    U, diagonal = H.clone(), H.diagonal().clone()
+    H.diagonal().add_(ridge)
+    failed = torch.empty((), dtype=torch.int32, device=H.device)
+    torch.linalg.cholesky_ex(H.T, out=(H.T, failed))
     if failed:
+        H.copy_(U)
         return None
-    R = L.flip(0, 1)
-    del L
-    U = torch.eye(len(H), dtype=dtype, device=H.device).T  # columns together, as the solver wants them
-    torch.linalg.solve_triangular(R, U, upper=True, out=U)
-    del R
-    U = U.float().contiguous()
+    H.add_(U.tril_(-1))
+    _reverse_(H)
+    U.zero_().fill_diagonal_(1.0)
+    torch.linalg.solve_triangular(H.T, U.T, upper=True, out=U.T)
+    _reverse_(H)
+    H.diagonal().copy_(diagonal)
+    _mirror(H.T)
+    _mirror(U.T)  # LAPACK's columns become rows
+    U.triu_()
     return U if all_finite(U) and bool((U.diagonal() > 0).all()) else None
+
+
+def _reorder_(H: Tensor, order: Tensor) -> None:
+    """H[order][:, order], in its own memory, STEP columns and then STEP rows at a time."""
+    for columns in H.split(STEP, 1):
+        columns.copy_(columns[order])
+    for rows in H.split(STEP):
+        rows.copy_(rows[:, order])
+
+
+def _reverse_(H: Tensor) -> None:
+    """Both axes reversed, in place, STEP rows at a time."""
+    middle = len(H) // 2
+    for start in range(0, middle, STEP):
+        stop = min(start + STEP, middle)
+        top, bottom = H[start:stop], H[len(H) - stop : len(H) - start]
+        kept = top.flip(0, 1)
+        top.copy_(bottom.flip(0, 1))
+        bottom.copy_(kept)
+    if len(H) % 2:
+        H[middle] = H[middle].flip(0)
 
 
 def all_finite(values: Tensor) -> bool:
@@ -264,16 +324,28 @@ def all_finite(values: Tensor) -> bool:
 
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:
     """Relative output error || (W - W') X ||^2 / || W X ||^2 of a rounded weight, from H alone (0: exact)."""
-    W = weight.float()
-    return energy(W - rounded.float(), H) / max(energy(W, H), 1e-30)
+    return energy(weight, H, rounded) / max(energy(weight, H), 1e-30)
 
 
-def energy(W: Tensor, H: Tensor) -> float:
-    """tr(W H W^T), never negative; W (N, K) any float type, H (K, K) float32."""
-    W = W.float()
+def energy(W: Tensor, H: Tensor, less: Tensor | None = None) -> float:
+    """:func:`exact_energy` with products that may be rounded to bfloat16."""
+    with reduced_products():
+        return exact_energy(W, H, less)
+
+
+def exact_energy(W: Tensor, H: Tensor, less: Tensor | None = None) -> float:
+    """tr(E H E^T), never negative, of E = W, or W - ``less`` (N, K), both any float type; H (K, K) float32,
+    symmetric."""
     total = torch.zeros((), dtype=torch.float64, device=W.device)
-    for rows in W.split(max(1, CHUNK // W.shape[1])):
-        with reduced_products():
-            product = rows @ H
-        total += product.mul_(rows).sum(dtype=torch.float64)
+    size = max(ROWS, CHUNK // W.shape[1])
+    for start in range(0, len(W), size):
+        E = W[start : start + size].float()
+        if less is not None:
+            E = E - less[start : start + size].float()
+        for first in range(0, len(H), COLUMNS):
+            at = slice(first, first + COLUMNS)
+            product = E[:, at] @ H[at, at]
+            if first:  # the other half of H is the same
+                product.addmm_(E[:, :first], H[:first, at], alpha=2.0)
+            total += product.mul_(E[:, at]).sum(dtype=torch.float64)
     return max(float(total), 0.0)

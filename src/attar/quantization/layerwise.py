@@ -20,7 +20,7 @@ from attar.quantization.hessian import (
     Hessian,
     HessianFactor,
     energy,
-    factorize,
+    factorize_,
     order_by_energy,
 )
 from attar.quantization.methods.gptq import gptq
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from attar.quantization.rounding import QuantizationMethod
 
 DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
+STACKED = 1 << 26  # weights that are rounded in one call, at most: their copies take memory
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,25 @@ class LayerSolver:
         sorted_H, sorted_statistics = H, statistics
         if self.settings.act_order == "group":
             order = order_by_energy(H.diagonal(), self.neighbours)
-            sorted_H, sorted_statistics = H[order][:, order], statistics.ordered(order)
+            sorted_H = H[order][:, order]
+            if isinstance(statistics, CrossHessian):
+                sorted_statistics = statistics.ordered(order)
         shared = self._shared(sorted_H, sorted_statistics)
-        solutions: dict[str, Solution] = {}
+        results: dict[str, RoundingResult] = {}
         for stack in self._stacks(weights, shared, order):
             if self.method.solver is None:
-                result = RoundingResult(_nearest_codes(stack), 0.0, 0)
+                results |= stack.split(RoundingResult(_nearest_codes(stack), 0.0, 0))
             else:
-                result = self.method.solver(**shared, **self._own(stack))
-            for name, rounded in stack.split(result):
-                rounded = self._refined(stack.weights[name], rounded, shared, stack.masks[name])
-                if order is not None:
-                    rounded = rounded.restored(order)
-                solutions[name] = self._solution(weights[name], rounded, H, statistics)
-        return {name: solutions[name] for name in weights}
+                results |= stack.split(self.method.solver(**shared, **self._own(stack)))
+        shared.pop("factor", None)  # as large as H
+        solutions: dict[str, Solution] = {}
+        for name, weight in weights.items():
+            sorted_weight = weight if order is None else weight[:, order]
+            rounded = self._refined(sorted_weight, results.pop(name), shared)
+            if order is not None:
+                rounded = rounded.restored(order)
+            solutions[name] = self._solution(weight, rounded, H, statistics)
+        return solutions
 
     def units(self, names: list[str]) -> list[list[str]]:
         """Linears that several processes may not part: those with one global scale (:func:`fused`)."""
@@ -116,7 +122,7 @@ class LayerSolver:
             return {"H": H}
         assert isinstance(self.settings, GPTQSettings)
         damp, act_order = self.settings.damp, self.settings.act_order != "off"
-        factor = factorize(H, damp, act_order, self.neighbours)
+        factor = factorize_(H, damp, act_order, self.neighbours)
         shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factor}
         if self.sparsity is not None:
             shared["sparsity"] = self.sparsity
@@ -141,7 +147,8 @@ class LayerSolver:
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):
             names = [name for name in weights if self.layers[name].grid == grid]
             shared_grid = fused(grid, [weights[name] for name in names])
-            for group in [names] if stacked else [[name] for name in names]:
+            few = sum(weights[name].numel() for name in names) <= STACKED
+            for group in [names] if stacked and few else [[name] for name in names]:
                 columns = {
                     name: weights[name] if order is None else weights[name][:, order] for name in group
                 }
@@ -152,9 +159,7 @@ class LayerSolver:
                 }
                 yield StackedLayers(shared_grid, columns, scales, masks)
 
-    def _refined(
-        self, weight: Tensor, rounded: RoundingResult, shared: Mapping[str, Any], mask: Tensor | None
-    ) -> RoundingResult:
+    def _refined(self, weight: Tensor, rounded: RoundingResult, shared: Mapping[str, Any]) -> RoundingResult:
         """Codes after coordinate descent, for methods that have it."""
         if not self.method.refined or not isinstance(self.settings, GPTQSettings) or not self.settings.refine:
             return rounded
@@ -166,7 +171,7 @@ class LayerSolver:
             sweeps=self.settings.refine,
             damp=self.settings.damp,
             weight=weight,
-            mask=mask if rounded.mask is None else rounded.mask,
+            mask=zero_mask(weight, self.keep_zeros) if rounded.mask is None else rounded.mask,
         )
         return replace(rounded, quantized=refined)
 
@@ -185,10 +190,11 @@ class LayerSolver:
     def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, statistics: Hessian) -> Solution:
         quantized, total = rounded.quantized, max(energy(weight, H), 1e-30)
         kept = weight if rounded.mask is None else weight.masked_fill(~rounded.mask, 0.0)
-        dense, nearest = quantized.dequantize(), _nearest(kept, quantized)
+        rtn_error = energy(weight, H, _nearest(kept, quantized)) / total
+        dense = quantized.dequantize()
         report = {
-            "error": energy(weight - dense, H) / total,
-            "rtn_error": energy(weight - nearest, H) / total,
+            "error": energy(weight, H, dense) / total,
+            "rtn_error": rtn_error,
             "damp": rounded.damp,
             "dead": rounded.dead,
             "tokens": statistics.tokens,

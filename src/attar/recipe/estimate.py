@@ -12,8 +12,11 @@
                    reconstruction: a sweep and solving, or training of each block, 6 B T an epoch
     sweep          every block twice (its input, its rounded output): 4 B T; Hessians 2 K^2 T for each group
                    of Linears with K inputs; twice with the original's inputs (gptaq, qronos, yaqa)
-    solving        for each Linear (N, K): K columns for the rounding and for each pass of refinement, each
-                   some small operations and N K^2 operations in total; a search of scales
+    solving        for each group of Linears with K inputs the factor of its Hessian, 4/3 K^3: a Cholesky
+                   factor and the inverse of that; for each Linear (N, K): K columns for the rounding and for
+                   each pass of refinement, each some small operations; N K^2 operations for the rounding,
+                   3 N K^2 for a sweep of refinement with its refit of scales; a search of scales, which tries
+                   40 on each tile; and tr(E H E^T), N K^2 with half of H, for the search and the report
     yaqa           in addition, a forward and backward pass through the model for each round
     autoround      for each block ``iterations`` batches forward and backward: 6 B times their tokens
     smoothing      a sweep with its Hessians; a search: N' K^2 operations for each candidate, N' rows tried
@@ -47,6 +50,8 @@ _CALLS_A_LAYER = 1000.0  # small operations of a layer's forward pass of a few t
 _MEMORY_RATE = 1e10  # bytes per second of weights read by decoding
 _SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # most runs of a speed measurement; seconds of all but the first
 _CANDIDATES = 20  # of a search for scales
+_TRIED = 2 * _CANDIDATES * 128.0  # operations for one weight: both signs, half a tile's Hessian
+_HALVED = 2048  # inputs from which on half of a symmetric Hessian is multiplied
 _SEARCHED_ROWS = 512  # rows of a weight on which a smoothing's candidates are tried, times two
 _CHARACTERS_AN_ELEMENT = 0.005  # characters tokenized in the time of one element-wise operation
 _DOCUMENTS, _DOCUMENT = 256, 14e3  # tokenized at a time; characters of one
@@ -56,7 +61,8 @@ _SCORED_ROWS = 32  # on which a student's units are chosen
 _SAMPLED_TOGETHER = 64  # rows of a batch that a model writes
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SPILLED = 2**30  # bytes of hidden states that are in memory on a machine of 8 GB; the rest is on disk
-_HESSIANS = 3.3  # matrices of a Hessian's size: itself and, while it is factorized, 2.3 more
+_WAITING = 2**31  # bytes of the passes that wait between two groups there; more start again instead
+_REFINED = 2**25  # weights that are refined at a time
 _LOGITS = 2**28  # bytes of the logits of a pass of an evaluation
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
@@ -71,9 +77,11 @@ class MethodCost:
         learned: each block is trained.
         backward: the whole model runs backward for its Hessian.
         trained: the whole model is trained, after the rounding that it starts from.
+        matrices: of a Hessian's size at the peak, itself among them.
     """
 
     swept: int = 0
+    matrices: float = 0.0
     refined: bool = False
     learned: bool = False
     backward: bool = False
@@ -83,16 +91,16 @@ class MethodCost:
 METHOD_COSTS = {
     "rtn": MethodCost(),
     "smoothquant": MethodCost(),
-    "awq": MethodCost(swept=1),
-    "gptq": MethodCost(swept=1, refined=True),
-    "gptaq": MethodCost(swept=2, refined=True),
-    "qronos": MethodCost(swept=2, refined=True),
-    "yaqa": MethodCost(swept=2, refined=True, backward=True),
-    "autoround": MethodCost(swept=1, learned=True),
+    "awq": MethodCost(swept=1, matrices=2),
+    "gptq": MethodCost(swept=1, refined=True, matrices=2),
+    "gptaq": MethodCost(swept=2, refined=True, matrices=12),
+    "qronos": MethodCost(swept=2, refined=True, matrices=6),
+    "yaqa": MethodCost(swept=2, refined=True, backward=True, matrices=8),
+    "autoround": MethodCost(swept=1, learned=True, matrices=2),
     "qat": MethodCost(trained=True),
 }
 """By the methods of attar.quantization.rounding.METHODS, which would import torch."""
-_EXL2_COST = MethodCost(swept=1)
+_EXL2_COST = MethodCost(swept=1, refined=True, matrices=3)
 
 
 @dataclass(frozen=True)
@@ -314,7 +322,7 @@ def _pruning(settings: Any, source: Shape) -> Work:
     if cost.swept:
         work += _sweeping(settings, source, hessians=cost.hessians)
     if cost.columns:
-        work += _columns(source, 1)
+        work += _factoring(source) + _rounding(source) + _energies(source, 2)
     work += Work(2.0 * cost.products * _cubes(source))
     work += _measuring(settings, source, cost)
     return work + (_text(settings, tokens) if work.products else Work())
@@ -402,23 +410,53 @@ def _solving(settings: Any, source: Shape, cost: MethodCost) -> Work:
             settings, "iterations", AutoRoundSettings.iterations
         )  # an export's are the default
         return work + Work(6 * source.blocks * iterations * batch)
-    passes = 1 + (getattr(settings, "refine", 0) if cost.refined else 0)
-    work += _columns(source, passes) + Work(elements=_CANDIDATES * 4 * source.blocks)
+    if getattr(settings, "scales", "auto") in ("auto", "output"):
+        work += Work(_TRIED * source.blocks, _CANDIDATES * 4 * source.blocks) + _energies(source, 3)
+    if cost.refined:
+        work += _factoring(source) + _rounding(source)
+        work += _refining(source, getattr(settings, "refine", 0))
+    work += _energies(source, 3)
     if cost.backward:
         work += Work(6 * source.parameters * tokens * getattr(settings, "rounds", YAQASettings.rounds))
     return work
 
 
-def _columns(source: Shape, passes: int) -> Work:
-    """Passes of a solver over the columns of all Linears."""
-    columns = passes * source.layers * (6 * source.hidden + _inner(source))  # q, k, v, o, gate, up; down
-    return Work(2.0 * passes * _cubes(source), calls=_CALLS_A_COLUMN * columns)
+def _factoring(source: Shape) -> Work:
+    """The factors of all Hessians: of q, k and v; o; gate and up; down."""
+    return Work(4 / 3 * source.layers * (3 * source.hidden**3 + _inner(source) ** 3))
+
+
+def _rounding(source: Shape) -> Work:
+    """A solver's pass over the columns of all Linears, each corrected in those that follow it."""
+    return Work(_cubes(source), calls=_CALLS_A_COLUMN * _inputs(source))
+
+
+def _refining(source: Shape, passes: int) -> Work:
+    """Coordinate descent: the first gradient, sweeps and, between two, a refit of the scales."""
+    if not passes:
+        return Work()
+    return Work((5 * passes - 2) * _cubes(source), calls=_CALLS_A_COLUMN * passes * _inputs(source))
+
+
+def _energies(source: Shape, count: int) -> Work:
+    """tr(E H E^T) of an E for each Linear, ``count`` times."""
+    return Work(count * sum(n * N * K * (K + min(K, _HALVED)) for n, N, K in _linears(source)))
+
+
+def _linears(source: Shape) -> tuple[tuple[float, float, float], ...]:
+    """(how many, outputs, inputs) of all Linears: q, k, v, o; gate, up; down."""
+    layers, hidden, inner = float(source.layers), float(source.hidden), _inner(source)
+    return (4 * layers, hidden, hidden), (2 * layers, inner, hidden), (layers, hidden, inner)
+
+
+def _inputs(source: Shape) -> float:
+    """Columns of all Linears."""
+    return sum(n * K for n, _, K in _linears(source))
 
 
 def _cubes(source: Shape) -> float:
     """N K^2 of all Linears."""
-    hidden, inner = source.hidden, _inner(source)
-    return source.layers * (4.0 * hidden * hidden**2 + 2 * inner * hidden**2 + hidden * inner**2)
+    return sum(n * N * K**2 for n, N, K in _linears(source))
 
 
 def _sweeping(settings: Any, source: Shape, models: int = 1, *, hessians: bool = True) -> Work:
@@ -428,8 +466,8 @@ def _sweeping(settings: Any, source: Shape, models: int = 1, *, hessians: bool =
 
 
 def _squares(source: Shape) -> float:
-    """K^2 of all Linears: q, k, v, o, gate, up; down."""
-    return float(source.layers * (6 * source.hidden**2 + _inner(source) ** 2))
+    """K^2 of all Linears."""
+    return sum(n * K**2 for n, _, K in _linears(source))
 
 
 def _inner(source: Shape) -> float:
@@ -476,7 +514,7 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
     if entry.stage == "quantize" and METHOD_COSTS[settings.method].trained:
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
-        return _sweep_memory(settings, source), result.bytes
+        return _sweep_memory(settings, source, METHOD_COSTS[settings.method]), result.bytes
     return min(source.bytes, 1e9), 0.0
 
 
@@ -484,21 +522,27 @@ def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[
     """A sweep's, or that of the whole model and what a backward pass keeps; a magnitude needs one weight."""
     cost = _prune_cost(settings)
     if cost.swept:
-        hessians = cost.hessians or reconstruction != "none"
-        return _sweep_memory(settings, source, hessians=hessians), source.bytes
+        solver = MethodCost(swept=1, matrices=2.0 * (cost.hessians or reconstruction != "none"))
+        return _sweep_memory(settings, source, solver, stored=2), source.bytes
     if not cost.passes:
         return min(source.bytes, 1e9), 0.0
     kept = _activations(settings, source) if cost.backward else 0.0
     return (8 if cost.backward else 4) * source.parameters + kept, 0.0
 
 
-def _sweep_memory(settings: Any, source: Shape, *, hessians: bool = True) -> float:
-    """A block in float32 with what is stored of it and the largest weight once more, the matrices of the
-    widest Hessian, and the hidden states of the text."""
+def _sweep_memory(settings: Any, source: Shape, cost: MethodCost, *, stored: int = 1) -> float:
+    """A block in float32 for each model with what is stored of it (bytes a weight), the matrices of the
+    widest Hessian, two copies of the largest weight, or those of its refinement, the hidden states of the
+    text, and the passes that wait."""
     block, widest = source.blocks / source.layers, float(_inner(source))
-    weights = 5 * block + 4 * widest * source.hidden
-    states = min(4.0 * _calibration(settings) * source.hidden, _SPILLED)
-    return weights + (4 * _HESSIANS * widest**2 if hessians else 0.0) + states
+    models, tokens, largest = max(cost.swept, 1), _calibration(settings), widest * source.hidden
+    solving = 4 * cost.matrices * widest**2 + 8 * largest
+    if cost.refined and int(getattr(settings, "refine", 0)):
+        solving = max(solving, 4 * (cost.matrices - 1) * widest**2 + 32 * min(largest, _REFINED))
+    states = min(4.0 * tokens * source.hidden, _SPILLED)
+    waiting = models * 4.0 * tokens * (5 * source.hidden + widest)
+    passes = models * states + (waiting if waiting <= _WAITING else 0.0)
+    return (4 * models + stored) * block + solving + passes
 
 
 def _activations(settings: Any, shape: Shape) -> float:

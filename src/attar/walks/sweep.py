@@ -84,7 +84,8 @@ class Solver(Protocol):
         """A fresh accumulator for a group of Linears with K inputs."""
 
     def solve(self, weights: dict[str, Tensor], accumulator: Any) -> dict[str, Solution]:
-        """New weights for a group of Linears (N, K) by name, given their filled accumulator."""
+        """New weights for a group of Linears (N, K) by name, which are the module's own and not modified,
+        given their filled accumulator."""
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of a solution read back from disk."""
@@ -420,7 +421,7 @@ class _BlockRunner:
         return accumulator
 
     def _weights(self, group: list[str]) -> dict[str, Tensor]:
-        return {name: weight_of(self.modules[name]).clone() for name in group}
+        return {name: weight_of(self.modules[name]).detach() for name in group}
 
     def _filled_of_expert(
         self, solver: Solver, group: list[str], held: list[ExpertInputs]

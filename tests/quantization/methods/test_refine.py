@@ -176,3 +176,18 @@ def test_systems_are_solved_for_some_rows_at_a_time(grid, monkeypatch):
     assert not torch.equal(whole, result.parameters.scale)
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
     assert seen.bytes <= max(2**18, W.nbytes), seen.bytes  # whole, the systems take 384 KiB
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("grid", [*GRIDS, MXFP4Grid()], ids=str)
+def test_rows_refined_in_parts_are_those_refined_together(monkeypatch, grid, masked):
+    W, H, _ = layer()
+    mask = torch.arange(W.numel()).reshape(W.shape) % 3 > 0 if masked else None
+    rounded, before = gptq(W, H, grid, mask=mask).quantized, H.clone()
+    together = refine(rounded, H, 1.1 * W @ H, weight=W, mask=mask)
+    assert torch.equal(H, before)
+    monkeypatch.setattr("attar.quantization.methods.refine.WEIGHTS", 5 * W.shape[1])
+    parts = refine(rounded, H, 1.1 * W @ H, weight=W, mask=mask)
+    assert torch.allclose(parts.dequantize(), together.dequantize(), atol=1e-4)
+    assert (parts.codes == together.codes).float().mean() > 0.98
+    assert parts.parameters.stored.keys() == rounded.parameters.stored.keys()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attar.pruning.solvers.least_squares import masked_least_squares
-from attar.quantization.hessian import CrossHessian, Hessian, check_finite, inverse_factor, output_error
+from attar.quantization.hessian import CrossHessian, Hessian, check_finite, inverse_factor_, output_error
 from attar.walks.sweep import Solution
 
 ITERATIONS = 20  # of conjugate gradients
@@ -134,6 +134,6 @@ def reconstructed_weight(
         return W
     solved, kept = torch.zeros_like(W), W[:, stays]
     H_SS = H[stays][:, stays]
-    U, _ = inverse_factor(H_SS, damp)
+    U, _ = inverse_factor_(H_SS, damp)
     solved[:, stays] = kept + (target[:, stays] - kept @ H_SS) @ U.T @ U
     return solved

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.quantization.columns import round_columns
+from attar.quantization.columns import round_columns_
 from attar.quantization.grids.real import RealGrid
 from attar.quantization.hessian import HessianFactor, check_finite, factorize
 from attar.sparsity import Sparsity
@@ -50,12 +50,10 @@ def sparsegpt(
         NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
     """
     sparsity.check(weight.shape[1], "a layer")
-    W = weight.float().clone()
-    check_finite(W)
+    check_finite(weight)
     factor = factor or factorize(H, damp, act_order, together=sparsity.of or 1)
-    W[:, factor.dead] = 0.0
-    order = factor.order
-    codes, _ = round_columns(W[:, order], factor.U, GRID, GRID.choose(W), factor.group(0), sparsity=sparsity)
-    pruned = torch.empty_like(W)
-    pruned[:, order] = codes
+    parts = factor.columns(weight), factor.U, GRID, GRID.choose(weight), factor.group(0)
+    codes, _ = round_columns_(*parts, sparsity=sparsity)
+    pruned = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    pruned[:, factor.order] = codes
     return pruned

@@ -40,7 +40,7 @@ from attar.formats import exl2 as layout
 from attar.quantization.columns import round_columns
 from attar.quantization.grids.exl2 import TILE, EXL2Grid, fit
 from attar.quantization.grids.grid import QuantizedTensor
-from attar.quantization.hessian import inverse_factor, output_error
+from attar.quantization.hessian import inverse_factor_, output_error
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision.allocate import Option, allocate
@@ -241,7 +241,7 @@ def order_inputs(H: Tensor, damp: float = 0.01) -> SortedHessian:
     sorted_H = H.float()[order][:, order]
     dead = sorted_H.diagonal() <= 0
     sorted_H[dead, dead] = 1.0
-    U, used = inverse_factor(sorted_H, damp)
+    U, used = inverse_factor_(sorted_H, damp)
     return SortedHessian(order, sorted_H, U, used, dead)
 
 

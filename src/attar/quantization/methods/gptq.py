@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attar.quantization.columns import RoundingResult, in_original_order, round_columns
+from attar.quantization.columns import RoundingResult, in_original_order, round_columns_
 from attar.quantization.grids import Grid, TileParameters
 from attar.quantization.hessian import HessianFactor, check_finite, factorize
 from attar.sparsity import Sparsity
@@ -54,13 +54,11 @@ def gptq(
     Raises:
         NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
     """
-    W = weight.float().clone()
-    check_finite(W)
+    check_finite(weight)
     factor = factor or factorize(H, damp, act_order, sparsity.of or 1 if sparsity else 1)
-    W[:, factor.dead] = 0.0
-    parameters = parameters or grid.choose(W, importance=factor.diagonal)
-    rows, order = grid.by_row(parameters, len(W)), factor.order
-    kept = None if mask is None else mask[:, order]
-    group = factor.group(grid.group_size)
-    codes, kept = round_columns(W[:, order], factor.U, grid, rows, group, kept, sparsity=sparsity)
+    if parameters is None:
+        parameters = grid.choose(weight.float().masked_fill(factor.dead, 0.0), importance=factor.diagonal)
+    rows, kept = grid.by_row(parameters, len(weight)), None if mask is None else mask[:, factor.order]
+    parts = factor.columns(weight), factor.U, grid, rows, factor.group(grid.group_size)
+    codes, kept = round_columns_(*parts, kept, sparsity=sparsity)
     return in_original_order(codes, factor, grid, parameters, kept)

@@ -20,7 +20,7 @@ Inside a block of columns the loop is compiled (kernels/columns.py) for grids wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 
 BLOCK = 128
 BYTES = 2**28  # of normal equations in memory at once
+WEIGHTS = 1 << 25  # refined at a time: a descent has eight tensors of their size
 
 
 @dataclass
@@ -83,7 +84,8 @@ def refine(
     weight: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Better codes and scales for the same layer. Does not modify its inputs.
+    """Better codes and scales for the same layer. Does not modify its inputs, but that H's diagonal is
+    damped meanwhile.
 
     Args:
         quantized: codes (N, K) to start from; its groups follow the column order.
@@ -94,18 +96,41 @@ def refine(
         weight: W (N, K), which damping keeps the codes near to; None: no damping.
         mask: bool (N, K); False: stays zero.
     """
-    H, alive = H.float().clone(), H.diagonal() > 0
+    H, stored, alive = H.float(), H.diagonal().clone(), H.diagonal() > 0
     ridge = damp * H.diagonal().mean() if weight is not None else 0.0
-    if target is not None and weight is not None:
-        target = target.float() + ridge * weight.float()
     H.diagonal().add_(ridge)[~alive] = 1.0
-    descent = start(quantized, H, alive, target, weight, mask)
-    for sweep in range(sweeps):
-        last = sweep == sweeps - 1
-        sweep_columns(descent, last)
-        if not last:
-            refit_scales(descent)
-    return descent.quantized()
+    codes, scales = [], []
+    for rows in _parts(quantized):
+        of = [None if one is None else one[rows] for one in (target, weight, mask)]
+        if of[0] is not None and of[1] is not None:
+            of[0] = of[0].float() + ridge * of[1].float()
+        part = _rows(quantized, rows)
+        descent = start(part, H, alive, *of)
+        for sweep in range(sweeps):
+            last = sweep == sweeps - 1
+            sweep_columns(descent, last)
+            if not last:
+                refit_scales(descent)
+        codes.append(descent.quantized().codes)
+        scales.append(descent.parameters.scale)
+    H.diagonal().copy_(stored)
+    parameters = replace(quantized.parameters, scale=torch.cat(scales))
+    return QuantizedTensor(quantized.grid, torch.cat(codes), parameters)
+
+
+def _parts(quantized: QuantizedTensor) -> list[slice]:
+    """Rows that are refined together: all, where they share scales, else some :data:`WEIGHTS`."""
+    N, K = quantized.codes.shape
+    step = max(1, WEIGHTS // K) if quantized.grid.rows == 1 else N
+    return [slice(at, at + step) for at in range(0, N, step)]
+
+
+def _rows(quantized: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Some rows of it; with all that decodes them, where it is all rows."""
+    if rows.stop >= len(quantized.codes) and not rows.start:
+        return quantized
+    parameters = quantized.parameters.map(lambda value: value[rows])
+    return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)
 
 
 def start(

@@ -31,7 +31,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.kernels import columns as kernel
 from attar.quantization.grids import Grid, IntGrid
-from attar.quantization.hessian import Hessian
+from attar.quantization.hessian import Hessian, exact_energy
 
 if TYPE_CHECKING:
     from attar.models.folding import Fold
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 POINTS = 20  # values of alpha
 SMALLEST = 1e-4  # of m and w, so that no channel's scale is 0
 SAMPLE = 512  # rows of a weight that candidates are measured on
+CHUNK = 1 << 22  # weights whose ranges are tried at a time
 
 
 class InputStatistics:
@@ -211,18 +212,18 @@ def search_clip(
         better = error < least
         best = torch.where(better, torch.full_like(best, shrink), best)
         least = torch.where(better, error, least)
-    whole = max(quadratic(W, H), 1e-30)
-    ones = torch.ones_like(best)
-    clipped, plain = (quadratic(_rounding_error(W, grid, shrink), H) / whole for shrink in (best, ones))
+    whole, ones = max(exact_energy(W, H), 1e-30), torch.ones_like(best)
+    clipped, plain = (exact_energy(_rounding_error(W, grid, shrink), H) / whole for shrink in (best, ones))
     return ClipSearchResult(best, clipped, plain) if clipped < plain else ClipSearchResult(ones, plain, plain)
 
 
 def diagonal_blocks(H: Tensor, width: int) -> Tensor:
     """The blocks (G, c, c) on the diagonal of H (K, K), the last filled up with zeros."""
-    columns = H.shape[0]
-    padded = torch.nn.functional.pad(H.float(), (0, -columns % width, 0, -columns % width))
-    count = padded.shape[0] // width
-    return padded.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    blocks = H.new_zeros(-(-len(H) // width), width, width, dtype=torch.float32)
+    for number, block in enumerate(blocks):
+        at = slice(number * width, min((number + 1) * width, len(H)))
+        block[: at.stop - at.start, : at.stop - at.start] = H[at, at]
+    return blocks
 
 
 def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
@@ -230,12 +231,18 @@ def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> 
     range alone. The compiled loop does not round a decoded value to the storage type."""
     if not (isinstance(grid, IntGrid) and grid.rows == 1 and kernel.available(W.device)):
         return (tile_errors(W, grid, blocks, factor) for factor in factors)
+    parts = W.split(max(1, CHUNK // W.shape[1]))
+    return list(torch.cat([_compiled_errors(rows, grid, blocks, factors) for rows in parts], 1))
+
+
+def _compiled_errors(W: Tensor, grid: IntGrid, blocks: Tensor, factors: Sequence[float]) -> Tensor:
+    """The error of each tile (T, P, G) for T factors."""
     tiled = grid.tile(W)
     ends = torch.stack((tiled.amax(3), tiled.amin(3)), -1).flatten(1)
     chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
     zeros = [one.zero for one in chosen if one.zero is not None]
     scale, zero = torch.stack([one.scale for one in chosen]), torch.stack(zeros) if zeros else None
-    return list(kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2))
+    return kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2)
 
 
 def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Tensor:
@@ -247,7 +254,7 @@ def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Te
 
 
 def _rounding_error(weight: Tensor, grid: Grid, shrink: float | Tensor) -> Tensor:
-    return weight - grid.quantize(weight, grid.choose(weight, shrink)).dequantize()
+    return grid.quantize(weight, grid.choose(weight, shrink)).dequantize().neg_().add_(weight)
 
 
 @dataclass(frozen=True)
