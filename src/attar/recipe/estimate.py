@@ -43,7 +43,7 @@ from attar.recipe.shapes import Shape, flat_settings
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
 _START = 1.0  # seconds to load models and data
-_REACHED = 0.7  # fraction of the rate of products that models reach
+_REACHED = 0.7  # fraction of the rate of products that models and factorizations reach
 _SWEPT = 0.6  # cost of a sweep's pass over one of training: it keeps nothing for a backward pass
 _CALLS_A_COLUMN = 200.0  # small operations of a solver for one column
 _CALLS_A_LAYER = 1000.0  # small operations of a layer's forward pass of a few tokens
@@ -411,7 +411,7 @@ def _solving(settings: Any, source: Shape, cost: MethodCost) -> Work:
         )  # an export's are the default
         return work + Work(6 * source.blocks * iterations * batch)
     if getattr(settings, "scales", "auto") in ("auto", "output"):
-        work += Work(_TRIED * source.blocks, _CANDIDATES * 4 * source.blocks) + _energies(source, 3)
+        work += Work(_TRIED * source.blocks, _CANDIDATES * 4 * source.blocks) + _energies(source, 2)
     if cost.refined:
         work += _factoring(source) + _rounding(source)
         work += _refining(source, getattr(settings, "refine", 0))
@@ -439,8 +439,9 @@ def _refining(source: Shape, passes: int) -> Work:
 
 
 def _energies(source: Shape, count: int) -> Work:
-    """tr(E H E^T) of an E for each Linear, ``count`` times."""
-    return Work(count * sum(n * N * K * (K + min(K, _HALVED)) for n, N, K in _linears(source)))
+    """tr(E H E^T) of an E for each Linear, ``count`` times: products of large matrices, which reach the
+    measured rate."""
+    return Work(_REACHED * count * sum(n * N * K * (K + min(K, _HALVED)) for n, N, K in _linears(source)))
 
 
 def _linears(source: Shape) -> tuple[tuple[float, float, float], ...]:

@@ -388,14 +388,13 @@ class _BlockRunner:
                         solution.report.update(more)
                         if not at_once:
                             _put(self.modules[name], solution.weight, solution.tensors)
-                            solution = replace(solution, weight=torch.empty(0))  # it is in place
-                        solutions[name] = solution
+                        solutions[name] = replace(solution, weight=torch.empty(0))  # in place, or restored
                 for inputs in held:
                     inputs.clear()
             if self.processes.first:
                 _write(file, solutions)
-            for name in solutions if at_once else ():
-                _put(self.modules[name], solutions[name].weight, solutions[name].tensors)
+            for name, solution in solutions.items() if at_once else ():
+                _put(self.modules[name], solver.restore(name, solution.tensors), solution.tensors)
             self._replace(
                 self.store,
                 self._outputs(self.block.module, self.store) if at_once else passes.outputs(),

@@ -181,7 +181,7 @@ class ClipSearchResult:
 
     Attributes:
         shrink: (P, G) factor on the range of each tile, for ``grid.choose``.
-        error: || E X^T ||^2 / || W X^T ||^2 with it.
+        error: tr(E H E^T) with it.
         rtn_error: the same without.
     """
 
@@ -212,8 +212,8 @@ def search_clip(
         better = error < least
         best = torch.where(better, torch.full_like(best, shrink), best)
         least = torch.where(better, error, least)
-    whole, ones = max(exact_energy(W, H), 1e-30), torch.ones_like(best)
-    clipped, plain = (exact_energy(_rounding_error(W, grid, shrink), H) / whole for shrink in (best, ones))
+    ones = torch.ones_like(best)
+    clipped, plain = (exact_energy(_rounding_error(W, grid, shrink), H) for shrink in (best, ones))
     return ClipSearchResult(best, clipped, plain) if clipped < plain else ClipSearchResult(ones, plain, plain)
 
 
