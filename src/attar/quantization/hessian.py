@@ -218,6 +218,18 @@ def factorize_(H: Tensor, damp: float = 0.01, act_order: bool = True, together: 
     return HessianFactor(order, U, used, dead, diagonal)
 
 
+@contextmanager
+def damped(H: Tensor, ridge: float | Tensor) -> Iterator[Tensor]:
+    """H + ridge I (K, K), inside the context and in H's memory; 1 on the diagonal of a column without any
+    input."""
+    stored = H.diagonal().clone()
+    H.diagonal().add_(ridge)[stored <= 0] = 1.0
+    try:
+        yield H
+    finally:
+        H.diagonal().copy_(stored)
+
+
 def order_by_energy(diagonal: Tensor, together: int = 1) -> Tensor:
     """Columns in descending order of H_ii, int64 (K,); ``together`` neighbours by their sum."""
     groups = diagonal.reshape(-1, together).sum(1).argsort(descending=True, stable=True)

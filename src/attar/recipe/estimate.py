@@ -523,8 +523,11 @@ def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[
     """A sweep's, or that of the whole model and what a backward pass keeps; a magnitude needs one weight."""
     cost = _prune_cost(settings)
     if cost.swept:
-        solver = MethodCost(swept=1, matrices=2.0 * (cost.hessians or reconstruction != "none"))
-        return _sweep_memory(settings, source, solver, stored=2), source.bytes
+        matrices = 2.0 * cost.hessians + 2.0 * bool(cost.products)
+        zeros = _sweep_memory(settings, source, MethodCost(swept=1, matrices=matrices), stored=2)
+        descent = 0.0 if reconstruction == "none" else 32 * min(_inner(source) * source.hidden, _REFINED)
+        solved = _sweep_memory(settings, source, MethodCost(swept=1, matrices=1), stored=2) + descent
+        return max(zeros, solved if descent else 0.0), source.bytes
     if not cost.passes:
         return min(source.bytes, 1e9), 0.0
     kept = _activations(settings, source) if cost.backward else 0.0

@@ -183,3 +183,16 @@ def test_a_new_bias_is_used_by_the_layers_after_it(tmp_path):
             changed(input_ids=tokens[0])
             seen.remove()
         assert torch.allclose(last["hidden"], last["wanted"], atol=1e-4), resumed
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_rows_solved_in_parts_are_those_solved_together(monkeypatch, crossed):
+    original, X = inputs()
+    W, statistics, mask = weight(), CrossHessian(K), scattered_mask()
+    statistics.add(X, original if crossed else None)
+    H, cross = statistics.value(), statistics.cross() if crossed else None
+    together = reconstructed_weight(W, H, mask, cross=cross)
+    monkeypatch.setattr("attar.pruning.reconstruction.linear.WEIGHTS", 5 * K)
+    parts = reconstructed_weight(W, H, mask, cross=cross)
+    torch.testing.assert_close(parts, together)
+    assert torch.equal(H, statistics.value())

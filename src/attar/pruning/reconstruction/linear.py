@@ -30,6 +30,7 @@ from attar.quantization.hessian import CrossHessian, Hessian, check_finite, inve
 from attar.walks.sweep import Solution
 
 ITERATIONS = 20  # of conjugate gradients
+WEIGHTS = 1 << 25  # solved at a time: conjugate gradients hold eight tensors of their size
 
 PrunedSource = Callable[[str], Tensor]
 """``pruned(name)``: the pruned weight (N, K) of a Linear in its stored type, by module name."""
@@ -77,14 +78,13 @@ class LinearReconstructor:
     def _solution(self, name: str, weight: Tensor, H: Tensor, cross: Tensor | None) -> Solution:
         inputs = weight.shape[1]
         stored = self.pruned(name).to(weight.device)
-        original, start, bias = weight, stored.to(weight.dtype), self.biases.get(name)
+        original, mask, bias = weight, stored != 0, self.biases.get(name)
         if bias is None:
             H, cross = H[:inputs, :inputs], None if cross is None else cross[:inputs, :inputs]
         else:
             column = bias.to(weight)[:, None]
-            original, start = torch.cat([original, column], 1), torch.cat([start, column], 1)
-        mask = start != 0
-        mask[:, inputs:] = True  # a bias may be zero
+            original = torch.cat([original, column], 1)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=True)  # a bias always stays
         solved = reconstructed_weight(original, H, mask, cross=cross, damp=self.damp).to(stored.dtype)
         tensors = {"weight": solved[:, :inputs]}
         if bias is not None:
@@ -121,18 +121,20 @@ def reconstructed_weight(
     Raises:
         NumericsError: W, H or C is not finite, or no damping up to 1 makes H invertible.
     """
-    W = weight.float()
-    check_finite(W, H)
-    target = W @ H
-    if cross is not None:
-        check_finite(cross)
-        target = W @ cross
-    stays = mask.all(0)
+    W, C = weight.float(), H if cross is None else cross
+    check_finite(W, H, C)
+    stays, solved = mask.all(0), torch.zeros_like(W)
     if bool(mask[:, ~stays].any()):
-        return masked_least_squares(W, H, mask, iterations=ITERATIONS, damp=damp, target=target)
+        step = max(1, WEIGHTS // W.shape[1])
+        for start in range(0, len(W), step):
+            at = slice(start, start + step)
+            solved[at] = masked_least_squares(
+                W[at], H, mask[at], iterations=ITERATIONS, damp=damp, target=W[at] @ C
+            )
+        return solved
     if cross is None and bool(stays.all()):
         return W
-    solved, kept = torch.zeros_like(W), W[:, stays]
+    target, kept = W @ C, W[:, stays]
     H_SS = H[stays][:, stays]
     U, _ = inverse_factor_(H_SS, damp)
     solved[:, stays] = kept + (target[:, stays] - kept @ H_SS) @ U.T @ U

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.quantization.hessian import check_finite
+from attar.quantization.hessian import check_finite, damped
 
 
 def masked_least_squares(
@@ -30,7 +30,7 @@ def masked_least_squares(
     target: Tensor | None = None,
 ) -> Tensor:
     """The weight with the kept weights corrected for those that are gone, float32 (N, K); it is exactly zero
-    where the mask is False. Does not modify its inputs.
+    where the mask is False. Does not modify its inputs, but that H's diagonal is damped meanwhile.
 
     Args:
         weight: W (N, K), any float type.
@@ -47,9 +47,11 @@ def masked_least_squares(
     """
     W = weight.float()
     check_finite(W, H)
-    A, alive = damped_hessian(H, damp), H.diagonal() > 0
-    B = W @ A if target is None else target.float() + damp * H.diagonal().float().mean() * W
-    return conjugate_gradients(A, B, mask & alive, W if start is None else start.float(), iterations)
+    H, alive = H.float(), H.diagonal() > 0
+    ridge = damp * H.diagonal().mean()
+    with damped(H, ridge) as A:
+        B = W @ A if target is None else target.float() + ridge * W
+        return conjugate_gradients(A, B, mask & alive, W if start is None else start.float(), iterations)
 
 
 def damped_hessian(H: Tensor, damp: float) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 from attar.kernels import columns as kernel
 from attar.quantization.columns import compiled_tiles
 from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
+from attar.quantization.hessian import damped
 
 BLOCK = 128
 BYTES = 2**28  # of normal equations in memory at once
@@ -96,24 +97,22 @@ def refine(
         weight: W (N, K), which damping keeps the codes near to; None: no damping.
         mask: bool (N, K); False: stays zero.
     """
-    H, stored, alive = H.float(), H.diagonal().clone(), H.diagonal() > 0
+    H, alive = H.float(), H.diagonal() > 0
     ridge = damp * H.diagonal().mean() if weight is not None else 0.0
-    H.diagonal().add_(ridge)[~alive] = 1.0
     codes, scales = [], []
-    for rows in _parts(quantized):
-        of = [None if one is None else one[rows] for one in (target, weight, mask)]
-        if of[0] is not None and of[1] is not None:
-            of[0] = of[0].float() + ridge * of[1].float()
-        part = _rows(quantized, rows)
-        descent = start(part, H, alive, *of)
-        for sweep in range(sweeps):
-            last = sweep == sweeps - 1
-            sweep_columns(descent, last)
-            if not last:
-                refit_scales(descent)
-        codes.append(descent.quantized().codes)
-        scales.append(descent.parameters.scale)
-    H.diagonal().copy_(stored)
+    with damped(H, ridge):
+        for rows in _parts(quantized):
+            of = [None if one is None else one[rows] for one in (target, weight, mask)]
+            if of[0] is not None and of[1] is not None:
+                of[0] = of[0].float() + ridge * of[1].float()
+            descent = start(_rows(quantized, rows), H, alive, *of)
+            for sweep in range(sweeps):
+                last = sweep == sweeps - 1
+                sweep_columns(descent, last)
+                if not last:
+                    refit_scales(descent)
+            codes.append(descent.quantized().codes)
+            scales.append(descent.parameters.scale)
     parameters = replace(quantized.parameters, scale=torch.cat(scales))
     return QuantizedTensor(quantized.grid, torch.cat(codes), parameters)
 
