@@ -96,7 +96,7 @@ METHOD_COSTS = {
     "gptaq": MethodCost(swept=2, refined=True, matrices=12),
     "qronos": MethodCost(swept=2, refined=True, matrices=6),
     "yaqa": MethodCost(swept=2, refined=True, backward=True, matrices=8),
-    "autoround": MethodCost(swept=1, learned=True, matrices=2),
+    "autoround": MethodCost(swept=1, learned=True, matrices=3),
     "qat": MethodCost(trained=True),
 }
 """By the methods of attar.quantization.rounding.METHODS, which would import torch."""
@@ -540,9 +540,11 @@ def _sweep_memory(settings: Any, source: Shape, cost: MethodCost, *, stored: int
     text, and the passes that wait."""
     block, widest = source.blocks / source.layers, float(_inner(source))
     models, tokens, largest = max(cost.swept, 1), _calibration(settings), widest * source.hidden
-    solving = 4 * cost.matrices * widest**2 + 8 * largest
+    sorted_too = getattr(settings, "act_order", "") == "group"
+    square = 4 * widest**2
+    solving = square * (cost.matrices + sorted_too) + 8 * largest
     if cost.refined and int(getattr(settings, "refine", 0)):
-        solving = max(solving, 4 * (cost.matrices - 1) * widest**2 + 32 * min(largest, _REFINED))
+        solving = max(solving, square * (cost.matrices + sorted_too - 1) + 32 * min(largest, _REFINED))
     states = min(4.0 * tokens * source.hidden, _SPILLED)
     waiting = models * 4.0 * tokens * (5 * source.hidden + widest)
     passes = models * states + (waiting if waiting <= _WAITING else 0.0)
