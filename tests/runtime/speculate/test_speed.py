@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from attar.runtime.speculate.loss_budget import LossBudget
+from attar.runtime.speculate.loss_budget import BEGINNINGS, BUDGET, LARGEST, LOSS
 from attar.runtime.speculate.policy import DraftPolicy
 from tests.cases import mostly_slow
 from tests.runtime.speculate.worlds import (
@@ -76,17 +76,33 @@ def test_as_chosen_is_near_the_best_fixed_drafts_and_never_below_plain(kind, mod
     assert speed > 0.97
 
 
-@pytest.mark.parametrize("a", [0.0, 0.75])
-def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a) -> None:
-    """One draft never pays for the round that all depths share. A budget of 5 passes, two such rounds, is
-    empty before the depths are learnt: this one holds eight."""
-    block = Proposing(chain(7), asking=TINY[1], step=1e-9)
-    best = best_fixed(TINY, always(a), block, (1, 3, 5), tokens=1500)
-    world = World(TINY, always(a), block)
-    world.policy.budget = LossBudget(20)
-    speed = world.speed(1500)
-    assert speed > max(0.95 * best, 0.97)
+def whole_and_learnt(world: World) -> tuple[float, float]:
+    """The speed over 2,000 tokens, and over the last 1,500."""
+    first, last = world.speed(500), world.speed(1500)
+    return 2000 / (500 / first + 1500 / last), last
+
+
+@pytest.mark.parametrize("begin", [0.5, 1.0])
+@pytest.mark.parametrize("a", [0.0, 0.75, 0.9])
+def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a, begin) -> None:
+    """One draft never pays for the round that all depths share, and 5 passes are lost before they are learnt."""
+    block = Proposing(chain(7), asking=begin * TINY[1], step=1e-9)
+    best = best_fixed(TINY, always(a), block, (1, 3, 5, 7), tokens=1500)
+    speeds = zip(*(whole_and_learnt(World(TINY, always(a), block, seed=seed)) for seed in range(4)), strict=True)
+    whole, learnt = (sum(some) / 4 for some in speeds)
+    assert whole > 0.97 and learnt > 0.95 * best
     assert a == 0.0 or best > 1.05
+
+
+@pytest.mark.parametrize("begin", [0.3, 1.6, 3.0, 7.0])
+def test_a_dear_block_that_is_always_wrong_loses_no_more_than_the_largest_budget(begin) -> None:
+    world = World(TINY, always(0.0), Proposing(chain(7), asking=begin * TINY[1], step=1e-9))
+    worst = 0.0
+    for _ in range(2000):
+        world.turn()
+        worst = max(worst, world.seconds / TINY[1] - (1 + LOSS) * world.position)
+    assert worst < min(max(BEGINNINGS * begin, BUDGET), LARGEST) * 1.02
+    assert worst > 1 or begin == 7.0, "seven drafts and the true token cannot pay for eight passes"
 
 
 @pytest.mark.parametrize("kind", ["free chain", "block"])

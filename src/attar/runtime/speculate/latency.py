@@ -79,8 +79,12 @@ class Latency:
 
     def draft(self, width: int, first: bool = False) -> float:
         """Seconds of a step of the draft model for ``width`` sequences; the ``first`` begins the round."""
-        curves = (self._draft, self._begin) if first else (self._draft,)
-        return sum(curve.seconds(width, width, width) for curve in curves if width and curve.known)
+        step = self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
+        return step + self.beginning(width) if first else step
+
+    def beginning(self, width: int) -> float:
+        """Seconds of a round of drafts for ``width`` sequences in addition to its steps."""
+        return self._begin.seconds(width, width, width) if width and self._begin.known else 0.0
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """Learn from a pass without prompts."""

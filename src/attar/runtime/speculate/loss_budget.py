@@ -1,6 +1,10 @@
 """A bound on what speculation may lose against plain decoding.
 
-left = min(left + (1 + LOSS) tokens - cost, BUDGET)       after each pass, in plain passes
+left = min(left + (1 + LOSS) tokens - cost, size)       after each pass, in plain passes
+size = BUDGET, or BEGINNINGS of a round of drafts, LARGEST at most
+
+Rounds that are dear before their first draft need the larger size: rates are learnt from some ten rounds, and
+with less the budget is empty before.
 """
 
 from __future__ import annotations
@@ -8,7 +12,8 @@ from __future__ import annotations
 import math
 
 BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
-REOPENS = 0.2  # share of BUDGET: reopened at the first gain, it could not pay for a draft
+BEGINNINGS, LARGEST = 15, 15.0  # of a round; plain passes
+REOPENS = 0.2  # share of the size: reopened at the first gain, it could not pay for a draft
 
 
 class LossBudget:
@@ -26,6 +31,12 @@ class LossBudget:
     def closed_passes(self) -> int:
         """Plain passes until a closed budget opens."""
         return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
+
+    def hold_rounds(self, beginning: float) -> None:
+        """Hold as much as rounds need that cost ``beginning`` plain passes before their first draft."""
+        more = min(BEGINNINGS * beginning, LARGEST) - self.size
+        if more > 0:
+            self.size, self.left = self.size + more, self.left + more
 
     def note(self, cost: float, tokens: float) -> None:
         """Count passes that cost as much as ``cost`` plain ones, with ``tokens`` new tokens a sequence."""

@@ -10,7 +10,7 @@ The drafts of the batch are sorted by survival. A child's is never above its par
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
 the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
 2211.17192, section 3.5). Drafts run only where rejecting all costs at most half of ``left``: T tokens of a
-sequence lose at most BUDGET + LOSS T, and ASKING T by asking in vain. Where none pays, the best
+sequence lose at most ``size`` + LOSS T, and ASKING T by asking in vain. Where none pays, the best
 chain, or a free draft, is tried after ``gap`` passes, which a rejection doubles.
 
 A proposer that knows more about a draft than rates do, before it is drawn, gets ``least``: a draft with this
@@ -235,8 +235,10 @@ class DraftPolicy:
         kept: list[list[int]] = [[] for _ in sequences]
         if not (nodes and self.latency.known and self.open):
             return kept
+        batch = len(sequences)
+        self.budget.hold_rounds(self.latency.beginning(batch) / self.latency.target(batch, batch))
         front = self._front(sequences, nodes, limits, prompt_tokens, free)
-        run = _Pass(self.latency, len(sequences), prompt_tokens)
+        run = _Pass(self.latency, batch, prompt_tokens)
         for one in front:
             run.add(one)
             kept[one.row].append(one.node)
