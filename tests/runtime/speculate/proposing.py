@@ -25,7 +25,7 @@ class Eager(DraftPolicy):
 
     open = True  # type: ignore[assignment]
 
-    def passes_to_skip(self, batch, proposing):
+    def passes_to_skip(self, batch, proposing, free=True):
         return 0
 
     def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):

@@ -109,6 +109,7 @@ class ToldPolicy(Eager):
         drafting: float = 0.0,
         prompt_tokens: int = 0,
         steps: int = 0,
+        prefilled: bool = False,
     ) -> None:
         self.passes.append(([one.sequence for one in news], seconds, drafting, prompt_tokens))
 
@@ -311,10 +312,10 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     heard, note = [], policy.note
-    policy.note = lambda news, target, draft, prompts, steps: (  # type: ignore[method-assign]
+    policy.note = lambda news, target, draft, prompts, steps, prefilled: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    policy.passes_to_skip = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
+    policy.passes_to_skip = lambda batch, proposing, free: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
@@ -401,7 +402,7 @@ def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
     running = engine(runner, speculator=Speculator(proposer, messages, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
     messages.open = False  # type: ignore[assignment]
-    messages.passes_to_skip = lambda batch, proposing: 0  # type: ignore[method-assign]
+    messages.passes_to_skip = lambda batch, proposing, free: 0  # type: ignore[method-assign]
     for _ in range(2):
         running.step()
     messages.open = True  # type: ignore[assignment]

@@ -110,7 +110,7 @@ class Timed(DraftPolicy):
         latency = Latency({1: 1.0, 32: 1.0 + 31 * slope}, {1: 0.01})
         super().__init__(latency, 12, LossBudget(math.inf))
 
-    def note(self, news, seconds, drafting=0.0, prompt_tokens=0, steps=0):
+    def note(self, news, seconds, drafting=0.0, prompt_tokens=0, steps=0, prefilled=False):
         for new in news:
             self._learn(new)
 

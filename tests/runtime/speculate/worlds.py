@@ -121,7 +121,7 @@ class World:
         if self.fixed is None:
             self.policy.note(feedback, took * load, asking * load, 0, steps)
             in_vain = 0.0 if draft or self.doubted is not None else asking
-            self.pause = self.resting = self.policy.passes_to_skip(1, in_vain * load)
+            self.pause = self.resting = self.policy.passes_to_skip(1, in_vain * load, free=not steps)
 
     def proposed(self) -> tuple[Draft | None, float]:
         """The drafts that are run, and the seconds of asking for them."""

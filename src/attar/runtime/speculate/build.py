@@ -51,7 +51,7 @@ def make_speculator(
         most, times = timed.most, timed.times()
     most = settings.drafts or most
     passes = by_tokens(measure(target.runner))
-    latency = Latency(passes, times.step, SETTLE, times.reading, times.begin)
+    latency = Latency(passes, times.step, SETTLE, times.reading, times.begin, times.window)
     mode = cast("VerificationMode | None", settings.verification)
     if mode == LOSSY:
         logger.warning(

@@ -1,6 +1,6 @@
 """Which sequences a draft model prefills.
 
-    prefill = tokens r / t(1)                              plain passes; r seconds a token of the draft model
+    prefill = min(tokens, window) r / t(1)                 plain passes; r seconds a token of the draft model
     gain    = remaining tokens (1 - plain speed / speed)   plain passes that drafts are expected to save
 
 A draft model prefills a sequence before it drafts for it, if prefill <= gain, or if the budget covers all of
@@ -36,10 +36,13 @@ class DraftPrefill:
         plain, new = policy.latency.target(1, 1), tokens - self._lengths.get(sequence, 0)
         if new <= CATCH_UP or not most or plain <= 0:
             return True
-        prefill = new * policy.latency.reading / plain
-        gain = remaining * (1 - 1 / policy.speedup(sequence, most))
-        charged = min(prefill, policy.budget.size / 2) if prefill <= gain else prefill
-        return policy.budget.open and charged + RESERVE <= policy.budget.left
+        prefill, budget = policy.latency.read(new) / plain, policy.budget
+        charged = min(prefill, budget.size / 2)
+        if not budget.open or charged + RESERVE > budget.left:
+            return False
+        if prefill + RESERVE <= budget.left:
+            return True
+        return prefill <= remaining * (1 - 1 / policy.speedup(sequence, most))
 
     def begin(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether drafting K = ``counts`` tokens prefills any of the sequences; those with K > 0 then count

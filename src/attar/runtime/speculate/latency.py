@@ -43,7 +43,8 @@ class Latency:
         target: {tokens: seconds} of a pass, measured; empty: learnt from the passes.
         draft: {sequences: seconds} of a step of the draft model; empty: 0.
         settle: plain passes before anything is drafted.
-        reading: seconds a prompt token of the draft model's prefill.
+        reading: seconds a prompt token of the draft model's prefill, or of a head's reading.
+        window: most tokens that it reads at once.
         begin: {sequences: seconds} of a round of drafts in addition to its steps; empty: 0.
     """
 
@@ -54,9 +55,10 @@ class Latency:
         settle: int = 0,
         reading: float = 0.0,
         begin: Mapping[int, float] | None = None,
+        window: float = math.inf,
     ) -> None:
         self._target, self._draft, self._begin = (_Curve(points or {}) for points in (target, draft, begin))
-        self._settle, self.reading = settle, reading
+        self._settle, self._reading, self._window = settle, reading, window
         self.settled = settle <= 0  # whether enough plain passes were seen
         self._passes: dict[tuple[int, int], float] = {}  # computed since the last pass, by batch and tokens
 
@@ -85,6 +87,10 @@ class Latency:
     def beginning(self, width: int) -> float:
         """Seconds of a round of drafts for ``width`` sequences in addition to its steps."""
         return self._begin.seconds(width, width, width) if width and self._begin.known else 0.0
+
+    def read(self, tokens: int) -> float:
+        """Seconds of the first round's prefill, of a sequence with so many new tokens."""
+        return min(tokens, self._window) * self._reading
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """Learn from a pass without prompts."""

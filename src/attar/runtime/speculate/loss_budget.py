@@ -27,6 +27,10 @@ class LossBudget:
         """That a pass may lose: drafts get shorter as the budget does, and seldom empty it."""
         return self.left / 2
 
+    def passes_until(self, stake: float) -> int:
+        """Plain passes until a pass may lose so much, or the budget is full."""
+        return max(math.ceil((min(2 * stake, self.size) - self.left) / LOSS), 0)
+
     @property
     def closed_passes(self) -> int:
         """Plain passes until a closed budget opens."""

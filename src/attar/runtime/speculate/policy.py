@@ -4,7 +4,8 @@
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
     speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
     left       plain passes that may still be lost (``loss_budget.py``)
-    pause      passes without a proposal after one without drafts: its seconds / (asking t(B, B))
+    pause      passes without a proposal after one without drafts: its seconds / (asking t(B, B)), PAUSE at
+               most for a free proposer, until the next trial for one that runs a model
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
@@ -34,7 +35,7 @@ from attar.runtime.speculate.loss_budget import LossBudget
 from attar.runtime.speculate.proposer import DraftFeedback
 
 ASKING = 0.0075  # share of the plain time, for proposals without drafts
-PAUSE = 12  # passes without a proposal, at most, after the proposer had no draft
+PAUSE = 12  # passes without a proposal, at most, after a free proposer had no draft
 GAIN = 1.02  # times the plain speed, that drafts must reach
 LEAST = 0.01  # survival of a draft that is considered
 TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
@@ -79,6 +80,8 @@ class DraftPolicy:
         self.latency, self.most, self.budget, self.asking = latency, most, budget or LossBudget(), asking
         self.acceptance = AcceptanceRates()
         self.least = 0.0  # of the round that was chosen last
+        self._wait = 0  # passes until the next trial is due, where nothing was chosen
+        self._refused = 0.0  # what a trial may lose that is due and waits for the budget
         self._trials: dict[int, Trial] = {}
         self._since_plain = 0
 
@@ -130,9 +133,11 @@ class DraftPolicy:
         drafting: float = 0.0,
         prompt_tokens: int = 0,
         steps: int = 0,
+        prefilled: bool = False,
     ) -> None:
         """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer, in
-        ``steps``; 0: as deep as the drafts are, -1: it ran no model."""
+        ``steps``; 0: as deep as the drafts are, -1: it ran no model. ``prefilled``: it read a prompt before
+        the pass, which takes longer after that."""
         if not feedback:
             return
         batch, tokens, accepted, doubted = len(feedback), len(feedback), 0, False
@@ -144,7 +149,7 @@ class DraftPolicy:
             if one.draft is not None:
                 drafted.append(one)
                 tokens, accepted = tokens + len(one.draft), accepted + len(one.path)
-        if not prompt_tokens:
+        if not prompt_tokens and not prefilled:
             self.latency.note_target(batch, tokens, seconds)
         plain = self.latency.target(batch, batch)
         if plain > 0:
@@ -158,22 +163,29 @@ class DraftPolicy:
         for one in drafted:
             self._learn(one)
 
-    def passes_to_skip(self, batch: int, proposing: float) -> int:
+    def passes_to_skip(self, batch: int, proposing: float, free: bool = True) -> int:
         """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had).
-        What so many passes do not pay for is charged."""
+        What so many passes do not pay for is charged. Unless the proposer is ``free`` and looks at the text,
+        there is nothing to ask before the next trial is due."""
         plain = self.latency.target(batch, batch) if batch else 0.0
-        if proposing > 0 and plain > 0:
-            pause = min(int(self._charge(proposing, plain) / self.asking), PAUSE)
-            self.charge_asking(batch, proposing)
-            if self.open:
-                return pause
-        return self.budget.closed_passes
+        if proposing <= 0 or plain <= 0:
+            return self.budget.closed_passes
+        most = PAUSE if free else max(self._wait - 1, 0)
+        self.charge_asking(batch, proposing, pause=most)
+        if not self.open:
+            return self.budget.closed_passes
+        pause = min(int(self._charge(proposing, plain) / self.asking), most)
+        if not free:
+            pause = max(pause, self.budget.passes_until(self._refused))
+            for trial in self._trials.values():
+                trial.idle += pause
+        return pause
 
-    def charge_asking(self, batch: int, seconds: float, times: int = 1) -> None:
-        """Charge proposals in vain with what the longest pauses do not pay for."""
+    def charge_asking(self, batch: int, seconds: float, times: int = 1, pause: int = PAUSE) -> None:
+        """Charge proposals in vain with what pauses of ``pause`` passes do not pay for."""
         plain = self.latency.target(batch, batch) if times else 0.0
         if plain > 0:
-            unpaid = self._charge(seconds, plain) - times * (1 + PAUSE) * self.asking
+            unpaid = self._charge(seconds, plain) - times * (1 + pause) * self.asking
             if unpaid > 0:
                 self.budget.note(unpaid, 0.0)
 
@@ -233,6 +245,7 @@ class DraftPolicy:
     ) -> list[list[int]]:
         """The nodes of each sequence that are run."""
         kept: list[list[int]] = [[] for _ in sequences]
+        self._wait, self._refused = PAUSE + 1, 0.0  # where none may be tried
         if not (nodes and self.latency.known and self.open):
             return kept
         batch = len(sequences)
@@ -251,6 +264,9 @@ class DraftPolicy:
                 deeper = [one for one in nodes if one.row == row and one.steps and one.depth > 1]
                 trial = self._trials.setdefault(sequences[row], Trial())
                 kept[row] += self._try(trial, [first, *deeper], run)
+        waiting = [self._trials[sequences[row]] for row in firsts if not kept[row]]
+        self._wait = min((trial.gap - trial.idle for trial in waiting), default=0)
+        self._refused = run.refused
         return kept
 
     def _front(
@@ -287,6 +303,7 @@ class DraftPolicy:
         for one in reversed(chain[count:]):
             run.add(one, -1)
         if run.loss > self.budget.stake:  # a shorter one would not pay: the budget is filled first
+            run.refused = run.loss
             for one in reversed(chain[:count]):
                 run.add(one, -1)
             return []
@@ -321,6 +338,7 @@ class _Pass:
         self.plain = self.seconds = latency.target(batch, batch)
         self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
         self.speed, self.loss = batch / self.plain, 0.0  # tokens a second; plain passes, if all are rejected
+        self.refused = 0.0  # the loss of a trial that the budget does not hold
 
     def add(self, one: Candidate, times: int = 1) -> _Pass:
         """Add a draft, of so many sequences; with -1 remove it."""

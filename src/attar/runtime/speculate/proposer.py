@@ -21,6 +21,7 @@ Whether drafts may be dropped after they are made depends on the draft alone: th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -98,7 +99,7 @@ class DraftTimes:
     """Seconds of a proposer that runs a model, by the number of sequences, measured when it is loaded.
 
         t(K) = begin + K step        a round of drafts, K deep
-        reading                      a token of a sequence that the proposer has not seen
+        reading                      a token of a sequence that the proposer has not seen, of the last ``window``
 
     A draft model and EAGLE take a step for each depth; a block drafter has all depths when it has begun.
     """
@@ -106,6 +107,7 @@ class DraftTimes:
     step: Mapping[int, float]
     begin: Mapping[int, float] = field(default_factory=dict)
     reading: float = 0.0
+    window: float = math.inf
 
 
 class Proposer(Protocol):

@@ -192,7 +192,9 @@ class Speculator:
         if this.prefills:
             self.prefill.charge(self.policy, len(this.decoding), drafting)
         charged = 0.0 if this.prefills else drafting
-        self.policy.note(feedback, now - this.began, charged, this.prompt_tokens, this.steps)
+        self.policy.note(
+            feedback, now - this.began, charged, this.prompt_tokens, this.steps, prefilled=this.prefills
+        )
         self._siblings.learn(self.policy.acceptance, feedback)
         if self.failure is None:
             try:
@@ -200,7 +202,8 @@ class Speculator:
             except Exception as failure:
                 self._fail(failure)
         in_vain = this.asked and not (drafts or this.doubted)
-        self._pause = self.policy.passes_to_skip(len(feedback), drafting if in_vain else 0.0)
+        proposing, looks = drafting if in_vain else 0.0, free_part(self.proposer) is not None
+        self._pause = self.policy.passes_to_skip(len(feedback), proposing, free=looks)
         if in_vain and self.policy.open and self.prefilling is None and hasattr(self.proposer, "silent"):
             self._silent.begin(self.policy, len(feedback), self._pause)
         self._resting = 0 if self._silent.active else self._pause

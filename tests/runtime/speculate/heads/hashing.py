@@ -113,7 +113,7 @@ class RestlessPolicy(Eager):
     def open(self) -> bool:
         return self.random.random() < 0.9
 
-    def passes_to_skip(self, batch, proposing):
+    def passes_to_skip(self, batch, proposing, free=True):
         skip = self.random.choice([0, 0, 0, 0, 0, 3])
         self.rested += skip
         return skip

@@ -57,6 +57,15 @@ def test_blocks_that_were_released_are_neither_read_nor_a_reason_to_read():
     assert given(reader, asked(18, (FREED, FREED, FREED, FREED, 6))) == (16, [24]), "what it missed is gone"
 
 
+def test_of_more_than_the_window_the_last_positions_are_read():
+    reader = reader_of()
+    reader.window = 3
+    assert given(reader, asked(7, (5, 2))) == (3, [23, 8, 9]), "of a prompt"
+    assert given(reader, asked(9, (5, 2))) == (6, [10, 11]), "no more than is new"
+    assert given(reader, asked(14, (5, 2, 0, 3))) == (10, [2, 3, 12]), "after tokens without drafts"
+    assert given(reader, asked(14, (5, 6, 0, 3))) == (10, [2, 3, 12]), "a block was exchanged"
+
+
 def test_a_cache_begins_where_its_positions_begin():
     cache, rows = HeadCache(2, 1, 3), torch.randn(2, 200, 1, 3)
     assert cache.read(0)[0].shape == (2, 0, 1, 3) and cache.first(0) == 0

@@ -3,13 +3,16 @@
 With n tokens, the last of which the target has not run, positions [0, n - 1) have states in the slots of the
 sequence's blocks. What is decided does not change, so a position is read once; a block that was exchanged (by
 copy-on-write, or after a preemption) is read again from its start. Where a prefix came from the cache its
-states are there as well. Positions whose block was released cannot be read: the context begins behind them.
+states are there as well. Positions whose block was released cannot be read: the context begins behind them. Of a sequence of which more than ``window``
+positions are unread only the last of them are, and the context begins there: reading all of a long prompt costs
+more passes than a short answer has. WINDOW loses no acceptance that could be measured (docs/speculation.md).
 
 Letters: n tokens, m layers, H hidden size, B slots of a block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +22,8 @@ from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.step import FREED, slots
 
+WINDOW = 128  # positions
+
 
 class ContextReader:
     """Reads each position of a sequence once.
@@ -26,10 +31,17 @@ class ContextReader:
     Args:
         block_size: B.
         layers: of the pool, whose states are read; None: all that it has now.
+        window: most positions that are read at once.
     """
 
-    def __init__(self, pool: HiddenPool, block_size: int, layers: Sequence[int] | None = None) -> None:
-        self.pool, self.block_size = pool, block_size
+    def __init__(
+        self,
+        pool: HiddenPool,
+        block_size: int,
+        layers: Sequence[int] | None = None,
+        window: float = math.inf,
+    ) -> None:
+        self.pool, self.block_size, self.window = pool, block_size, window
         self.layers = pool.layers if layers is None else tuple(layers)
         self._read: dict[int, tuple[tuple[int, ...], int]] = {}  # the blocks, and how many positions
 
@@ -41,6 +53,8 @@ class ContextReader:
         pairs = enumerate(zip(before, blocks, strict=False))
         changed = next((i for i, (old, new) in pairs if new not in (old, FREED)), len(before))
         start = max(min(count, changed * self.block_size), self._first(blocks))
+        if stop - start > self.window:
+            start = stop - int(self.window)
         self._read[request.sequence] = blocks, stop
         return start, self.states(blocks, start, stop)
 

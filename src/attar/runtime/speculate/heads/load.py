@@ -16,7 +16,7 @@ from attar.runtime.runner.compiled import Compiled
 from attar.runtime.speculate.heads.block import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.compiled_block import compiled_block_head
-from attar.runtime.speculate.heads.context import ContextReader
+from attar.runtime.speculate.heads.context import WINDOW, ContextReader
 from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.medusa import MedusaProposer
@@ -85,7 +85,7 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
         raise ModelError(
             f"{checkpoint.name} reads {config.hidden} channels, {target.name} has {pool.states.shape[-1]}"
         )
-    context = ContextReader(pool, runner.block_size, config.layers)
+    context = ContextReader(pool, runner.block_size, config.layers, WINDOW)
     if model is not None and not trained_for(checkpoint, open_checkpoint(model)):
         logger.warning(
             "%s was trained for another model than %s: few of its drafts will be accepted",

@@ -48,7 +48,7 @@ def measure_rounds(
         if width == 1:
             reading = max(_seconds(proposer, requests(1), clock) - one, 0.0) / requests.length
             _forget(proposer, width)
-    return DraftTimes(step, begin, reading)
+    return DraftTimes(step, begin, reading, context.window)
 
 
 class _PrivateRequests:

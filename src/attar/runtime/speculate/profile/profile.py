@@ -75,6 +75,7 @@ class FixedPolicy(DraftPolicy):
         drafting: float = 0.0,
         prompt_tokens: int = 0,
         steps: int = 0,
+        prefilled: bool = False,
     ) -> None:
         if feedback and not prompt_tokens:
             drafts = sum(len(one.draft) for one in feedback if one.draft is not None)
