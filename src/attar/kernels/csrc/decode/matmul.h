@@ -118,16 +118,32 @@ static inline void product(const Linear& linear, const Activations& in, std::int
     for (int m = 0; m < M; m++) store_output(linear, out[m][0], out[m][1], panel, token + m, output);
 }
 
-// A panel times tokens [first, last); `rows` as tile_rows returned it.
+// A panel times `count` tokens, 8 at most.
+static inline void product_few(const Linear& linear, const Activations& in, std::int64_t panel, std::int64_t token,
+                               std::int64_t count, const Output& output) {
+    switch (count) {
+        case 1: return product<1>(linear, in, panel, token, output);
+        case 2: return product<2>(linear, in, panel, token, output);
+        case 3: return product<3>(linear, in, panel, token, output);
+        case 4: return product<4>(linear, in, panel, token, output);
+        case 5: return product<5>(linear, in, panel, token, output);
+        case 6: return product<6>(linear, in, panel, token, output);
+        case 7: return product<7>(linear, in, panel, token, output);
+        case 8: return product<8>(linear, in, panel, token, output);
+    }
+}
+
+// A panel times tokens [first, last); `rows` as tile_rows returned it. Each part reads the panel once, so there are as
+// few as registers allow, of nearly the same size: two planes of six tokens fill them.
 static inline void product_all(const Linear& linear, const Activations& in, int rows, std::int64_t panel,
                                std::int64_t first, std::int64_t last, const Output& output) {
     if (rows) first = product_tiles(linear, in, rows, panel, first, last, output);
-    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of six tokens fill the registers
-    for (; wide && first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
-    for (; !wide && first + 6 <= last; first += 6) product<6>(linear, in, panel, first, output);
-    for (; first + 4 <= last; first += 4) product<4>(linear, in, panel, first, output);
-    for (; first + 2 <= last; first += 2) product<2>(linear, in, panel, first, output);
-    for (; first < last; first++) product<1>(linear, in, panel, first, output);
+    const std::int64_t most = linear.kind == BF16 || in.planes == 1 ? 8 : 6;
+    for (std::int64_t parts = (last - first + most - 1) / most; parts > 0; parts--) {
+        const std::int64_t count = (last - first) / parts;
+        product_few(linear, in, panel, first, count, output);
+        first += count;
+    }
 }
 
 // Panels [first, last) times all tokens, blocked: CACHED_BYTES of panels stay in the second cache for all tokens, and a
