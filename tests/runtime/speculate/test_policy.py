@@ -11,7 +11,7 @@ from attar.runtime.speculate.acceptance import FIRST, AcceptanceRates
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS, LossBudget
-from attar.runtime.speculate.policy import ASKING, PLAIN_EVERY, TRIALS, DraftPolicy
+from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, TRIALS, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
 MOST = 16
@@ -309,6 +309,52 @@ def test_a_closed_budget_says_how_long_it_stays_so() -> None:
     assert not budget.open
     budget.note(1, 1)
     assert budget.open and policy.passes_to_skip(1, 0.0) == 0
+
+
+def rejecting(loss):
+    """Of a chain of one draft that costs ``loss`` when it begins and was always wrong."""
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.0}, {1: 1e-9}, begin={1: loss}), MOST)
+    for _ in range(300):
+        policy.acceptance.note(0, kind_of(0, 1), False)
+    policy.note([DraftFeedback(0, None, (), [1])], 1.0)
+    return policy
+
+
+def test_one_that_runs_a_model_is_asked_when_the_next_trial_is_due():
+    policy, asking = rejecting(0.3), 0.12
+    gaps = []
+    for _ in range(6):
+        rested = 0
+        while drafted(policy, [0], [1]) == [0]:
+            pause = policy.passes_to_skip(1, asking, free=False)
+            assert pause <= int(asking / ASKING), "as many as pay for asking"
+            rested += 1 + pause
+        gaps.append(rested)
+        policy.note([DraftFeedback(0, Draft.chain([7]), (), [7])], 1.0, drafting=0.3)
+    assert gaps == [0, 1, 3, 7, 15, 31], "a failure doubles the gap, of which pauses are a part"
+    assert policy.passes_to_skip(1, asking) == PAUSE, "a free one looks at the text"
+
+
+def test_a_trial_that_the_budget_refuses_waits_until_it_holds_what_may_be_lost():
+    policy = rejecting(1.0)
+    policy.budget.hold_rounds(1.0)
+    policy.budget.note(policy.budget.left - 1.0, 0.0)
+    assert drafted(policy, [0], [1]) == [0]
+    pause = policy.passes_to_skip(1, 0.3, free=False)
+    assert pause == pytest.approx((2 * 1.0 - policy.budget.left) / LOSS, abs=1)
+    policy.budget.note(pause, pause)
+    assert drafted(policy, [0], [1]) == [1], "asking has not eaten what plain passes bring"
+    assert policy.passes_to_skip(1, 0.3, free=False) < 50
+
+
+def test_a_pass_right_after_a_prefill_teaches_no_times():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 2.0}), MOST)
+    drafts = [DraftFeedback(0, Draft.chain([7] * 3), (), [7])]
+    before = policy.latency.target(1, 4)
+    policy.note(drafts, 9.0, prefilled=True)
+    assert policy.latency.target(1, 4) == before
+    policy.note(drafts, 9.0)
+    assert policy.latency.target(1, 4) > before
 
 
 def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:

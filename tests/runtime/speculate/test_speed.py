@@ -85,11 +85,11 @@ def whole_and_learnt(world: World) -> tuple[float, float]:
 @pytest.mark.parametrize("begin", [0.5, 1.0])
 @pytest.mark.parametrize("a", [0.0, 0.75, 0.9])
 def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a, begin) -> None:
-    """One draft never pays for the round that all depths share, and 5 passes are lost before they are learnt."""
+    """One draft never pays for the round that all depths share; 5 passes are lost before they are learnt."""
     block = Proposing(chain(7), asking=begin * TINY[1], step=1e-9)
     best = best_fixed(TINY, always(a), block, (1, 3, 5, 7), tokens=1500)
-    speeds = zip(*(whole_and_learnt(World(TINY, always(a), block, seed=seed)) for seed in range(4)), strict=True)
-    whole, learnt = (sum(some) / 4 for some in speeds)
+    worlds = [World(TINY, always(a), block, seed=seed) for seed in range(4)]
+    whole, learnt = (sum(some) / 4 for some in zip(*map(whole_and_learnt, worlds), strict=True))
     assert whole > 0.97 and learnt > 0.95 * best
     assert a == 0.0 or best > 1.05
 

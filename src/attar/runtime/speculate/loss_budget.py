@@ -29,7 +29,8 @@ class LossBudget:
 
     def passes_until(self, stake: float) -> int:
         """Plain passes until a pass may lose so much, or the budget is full."""
-        return max(math.ceil((min(2 * stake, self.size) - self.left) / LOSS), 0)
+        missing = min(2 * stake, self.size) - self.left
+        return math.ceil(missing / LOSS) if missing > 0 else 0
 
     @property
     def closed_passes(self) -> int:

@@ -99,7 +99,7 @@ class DraftTimes:
     """Seconds of a proposer that runs a model, by the number of sequences, measured when it is loaded.
 
         t(K) = begin + K step        a round of drafts, K deep
-        reading                      a token of a sequence that the proposer has not seen, of the last ``window``
+        reading                      a token that the proposer has not seen, of the last ``window``
 
     A draft model and EAGLE take a step for each depth; a block drafter has all depths when it has begun.
     """

@@ -3,9 +3,11 @@
 With n tokens, the last of which the target has not run, positions [0, n - 1) have states in the slots of the
 sequence's blocks. What is decided does not change, so a position is read once; a block that was exchanged (by
 copy-on-write, or after a preemption) is read again from its start. Where a prefix came from the cache its
-states are there as well. Positions whose block was released cannot be read: the context begins behind them. Of a sequence of which more than ``window``
-positions are unread only the last of them are, and the context begins there: reading all of a long prompt costs
-more passes than a short answer has. WINDOW loses no acceptance that could be measured (docs/speculation.md).
+states are there as well. Positions whose block was released cannot be read: the context begins behind them.
+
+Where more than ``window`` positions are unread only the last of them are read, and the context begins there:
+all of a long prompt would take more passes than a short answer has. WINDOW loses no acceptance that could be
+measured (docs/speculation.md).
 
 Letters: n tokens, m layers, H hidden size, B slots of a block.
 """
