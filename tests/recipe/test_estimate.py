@@ -385,6 +385,19 @@ def test_gptq_of_a_30b_shape_is_planned_within_8_gb() -> None:
         assert 7.3e9 < memory < 7.8e9
 
 
+def test_the_check_of_codes_holds_a_block() -> None:
+    h, f = 4096, 11008
+    large = Shape(32 * 4 * h**2, 32 * 3 * h * f, 2.6e8, layers=32, hidden=h, vocabulary=32000, bytes=13.5e9)
+    checked, unchecked = (
+        estimate(
+            entry(f"stage: quantize, method: rtn, check_tokens: {n}"), large, None, large, Rates(1, 1, 1)
+        )
+        for n in (512, 0)
+    )
+    assert unchecked.memory_bytes == pytest.approx(1.45e9)
+    assert checked.memory_bytes == pytest.approx(0.45e9 + 4 * (4 * h**2 + 3 * h * f) + 12 * h * f)
+
+
 def test_a_solver_counts_factors_rounding_refinement_search_and_report() -> None:
     large = Shape(attention=4 * 4096**2, mlp=3e8, outside=0, layers=1, hidden=4096, vocabulary=1, bytes=0)
     h, f, block = 4096, 3e8 / (3 * 4096), 4 * 4096**2 + 3e8

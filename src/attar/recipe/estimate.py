@@ -49,6 +49,8 @@ _CALLS_A_COLUMN = 200.0  # small operations of a solver for one column
 _CALLS_A_LAYER = 1000.0  # small operations of a layer's forward pass of a few tokens
 _MEMORY_RATE = 1e10  # bytes per second of weights read by decoding
 _SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # most runs of a speed measurement; seconds of all but the first
+_ROUNDED = 40.0  # numbers read and written for a weight: scale 5, code 10, report 19, packing 6
+_COMPARED = 18.0  # numbers read and written to load a weight of both models, and to decode one
 _CANDIDATES = 20  # of a search for scales
 _TRIED = 2 * _CANDIDATES * 128.0  # operations for one weight: both signs, half a tile's Hessian
 _HALVED = 2048  # inputs from which on half of a symmetric Hessian is multiplied
@@ -372,7 +374,7 @@ def _criterion(settings: Any) -> str:
 
 def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:
     cost = METHOD_COSTS[settings.method]
-    work = Work(elements=10 * source.parameters)
+    work = Work(elements=_ROUNDED * source.parameters)
     tokens = _calibration(settings)
     if smoothing != "none":
         searched = smoothing == "awq" or settings.alpha < 0
@@ -483,7 +485,8 @@ def _check(settings: Any, source: Shape) -> Work:
         return Work()
     sampled = 2 * _SAMPLED if source.bytes <= _SMALL else 0
     calls = _CALLS_A_LAYER * source.layers * sampled / 44  # a forward pass reads 44 of the tokens
-    both = Work(4 * source.parameters * tokens, 40.0 * source.vocabulary * tokens)
+    elements = _COMPARED * source.parameters + 40.0 * source.vocabulary * tokens
+    both = Work(4 * source.parameters * tokens, elements)
     return both + Work(2 * source.parameters * sampled, calls=calls) + _text(settings, tokens)
 
 
@@ -516,7 +519,14 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
         return _sweep_memory(settings, source, METHOD_COSTS[settings.method]), result.bytes
-    return min(source.bytes, 1e9), 0.0
+    checked = _check_memory(source) if getattr(settings, "check_tokens", 0) else 0.0
+    return max(min(source.bytes, 1e9), checked), 0.0
+
+
+def _check_memory(source: Shape) -> float:
+    """A block in float32 of one model after the other, and its largest weight in three more copies while its
+    codes are decoded."""
+    return 4 * source.blocks / source.layers + 12 * _inner(source) * source.hidden
 
 
 def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[float, float]:
