@@ -154,7 +154,7 @@ CRITERION_COSTS = {
 """By the criteria of units; "kl" takes half a pass for each layer."""
 _WIDTHS = 3  # structures of a scan besides layers: heads, neurons, hidden
 _MEASURED_ROWS = 16  # at most, on which cuts and groups of layers are measured
-_REFITS = 10  # products of a weight with its Hessian that correct it
+_REFITS = 22  # products of a weight with its Hessian: the target, the first residual, 20 steps
 _RATES_TRIED = 2  # learning rates of a block's reconstruction
 _GROUP_PASSES = 20  # of a layer's groups, each at some fractions of zeros, from its block on
 
@@ -352,7 +352,7 @@ def _reconstructing(settings: Any, result: Shape, reconstruction: str) -> Work:
     """What is reconstructed after pruning: nothing, each Linear, or then each block too."""
     if reconstruction == "none":
         return Work()
-    work = _sweeping(settings, result) + Work(2.0 * _REFITS * _cubes(result))
+    work = _sweeping(settings, result) + Work(2.0 * _REACHED * _REFITS * _cubes(result))
     if reconstruction == "block":
         learned = _RATES_TRIED * getattr(settings, "reconstruct_epochs", 1) * _calibration(settings)
         work += _sweeping(settings, result, 2, hessians=False) + Work(6 * result.blocks * learned)
