@@ -62,7 +62,8 @@ VERBS = {
     "rtn": "stage: quantize, method: rtn, check_tokens: 0",  # the gate refuses random weights so rounded
     "gptq": f"stage: quantize, method: gptq, refine: 0, {TEXT}, {CHECK}",
     "magnitude": "stage: prune, method: magnitude, sparsity: 0.5",
-    "wanda": f"stage: prune, method: wanda, sparsity: 0.5, {TEXT}",
+    "wanda": f"stage: prune, method: wanda, sparsity: 0.5, reconstruct: none, {TEXT}",
+    "wanda-linear": f"stage: prune, method: wanda, sparsity: 0.5, reconstruct: linear, {TEXT}",
     "merge": "stage: merge, config: {{merge_method: linear, dtype: bfloat16, models: [{{model: original, "
     "parameters: {{weight: 0.5}}}}, {{model: {other}, parameters: {{weight: 0.5}}}}]}}",
     "gguf": "stage: export, format: gguf, type: Q8_0",

@@ -397,8 +397,25 @@ def test_the_check_of_codes_holds_a_block() -> None:
         )
         for n in (512, 0)
     )
-    assert unchecked.memory_bytes == pytest.approx(1.45e9)
+    assert unchecked.memory_bytes == pytest.approx(0.45e9 + 16 * h * f)
     assert checked.memory_bytes == pytest.approx(0.45e9 + 4 * (4 * h**2 + 3 * h * f) + 12 * h * f)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_a_weight", "outside"),
+    [
+        ("stage: prune, method: magnitude", 26, False),
+        ("stage: export, format: gguf, type: Q8_0", 14, True),
+        ("stage: export, format: dense", 14, True),
+    ],
+)
+def test_a_stream_holds_its_largest_tensor(stage: str, bytes_a_weight: int, outside: bool) -> None:
+    h, f, vocabulary = 4096, 11008, 32000
+    large = Shape(
+        32 * 4 * h**2, 32 * 3 * h * f, 2.6e8, layers=32, hidden=h, vocabulary=vocabulary, bytes=1e10
+    )
+    planned = estimate(entry(stage), large, None, large, Rates(1, 1, 1)).memory_bytes
+    assert planned == pytest.approx(0.45e9 + bytes_a_weight * h * (vocabulary if outside else f))
 
 
 def test_a_solver_counts_factors_rounding_refinement_search_and_report() -> None:

@@ -65,6 +65,10 @@ _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cach
 _SPILLED = 2**30  # bytes of hidden states that are in memory on a machine of 8 GB; the rest is on disk
 _WAITING = 2**31  # bytes of the passes that wait between two groups there; more start again instead
 _REFINED = 2**25  # weights that are refined at a time
+_STREAMED = {"merge": 8.0, "export": 14.0, "prune": 26.0, "quantize": 16.0}
+"""Bytes of a weight in a stream: of two parents and their float32 sum; stored, float32, coded, read back and
+their difference; scores, a copy with the numbers of its columns to select from, and a running sum of ties;
+float32, scales, codes, decoded."""
 _LOGITS = 2**28  # bytes of the logits of a pass of an evaluation
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 
@@ -520,7 +524,13 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
         return _sweep_memory(settings, source, METHOD_COSTS[settings.method]), result.bytes
     checked = _check_memory(source) if getattr(settings, "check_tokens", 0) else 0.0
-    return max(min(source.bytes, 1e9), checked), 0.0
+    return max(_stream_memory(entry.stage, source), checked), 0.0
+
+
+def _stream_memory(stage: str, source: Shape) -> float:
+    """The largest tensor in its copies: of the embedding, where that is touched, or of a Linear."""
+    outside = source.vocabulary if stage in ("merge", "export") else 0
+    return _STREAMED.get(stage, 8.0) * source.hidden * max(_inner(source), outside)
 
 
 def _check_memory(source: Shape) -> float:
@@ -539,7 +549,7 @@ def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[
         solved = _sweep_memory(settings, source, MethodCost(swept=1, matrices=1), stored=2) + descent
         return max(zeros, solved if descent else 0.0), source.bytes
     if not cost.passes:
-        return min(source.bytes, 1e9), 0.0
+        return _stream_memory("prune", source), 0.0
     kept = _activations(settings, source) if cost.backward else 0.0
     return (8 if cost.backward else 4) * source.parameters + kept, 0.0
 
