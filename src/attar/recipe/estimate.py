@@ -50,6 +50,7 @@ _CALLS_A_LAYER = 1000.0  # small operations of a layer's forward pass of a few t
 _MEMORY_RATE = 1e10  # bytes per second of weights read by decoding
 _SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # most runs of a speed measurement; seconds of all but the first
 _ROUNDED = 40.0  # numbers read and written for a weight: scale 5, code 10, report 19, packing 6
+_CHOSEN = 40.0  # the same to choose zeros: scores 5, selection 12, masks and ties 10, the weight 5, report 8
 _COMPARED = 18.0  # numbers read and written to load a weight of both models, and to decode one
 _CANDIDATES = 20  # of a search for scales
 _TRIED = 2 * _CANDIDATES * 128.0  # operations for one weight: both signs, half a tile's Hessian
@@ -262,7 +263,8 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
             return work + _writing(settings, source, result)
         return work + (_choosing(settings, source) if entry.stage == "distill" else Work())
     if entry.stage == "prune":
-        work = _pruning(settings, source) + Work(elements=4 * source.parameters)
+        elements = 4 if _prune_cost(settings).passes else _CHOSEN
+        work = _pruning(settings, source) + Work(elements=elements * source.parameters)
         return work + _reconstructing(settings, result, getattr(entry.settings, "reconstruction", "none"))
     if entry.stage == "quantize":
         return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
