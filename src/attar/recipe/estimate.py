@@ -546,8 +546,11 @@ def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[
     cost = _prune_cost(settings)
     if cost.swept:
         matrices = 2.0 * cost.hessians + 2.0 * bool(cost.products)
+        largest = _inner(source) * source.hidden
         zeros = _sweep_memory(settings, source, MethodCost(swept=1, matrices=matrices), stored=2)
-        descent = 0.0 if reconstruction == "none" else 32 * min(_inner(source) * source.hidden, _REFINED)
+        if not cost.hessians:  # zeros are chosen by scores
+            zeros += (_STREAMED["prune"] - 8) * largest
+        descent = 0.0 if reconstruction == "none" else 32 * min(largest, _REFINED)
         solved = _sweep_memory(settings, source, MethodCost(swept=1, matrices=1), stored=2) + descent
         return max(zeros, solved if descent else 0.0), source.bytes
     if not cost.passes:
