@@ -10,7 +10,8 @@ from tests.scale import training
 from tests.scale.processes import run_ranks
 
 GRADIENT = 1e-5  # of a matrix's largest
-ROUNDING = 0.01  # of the learning rate: AdamW's step is the rate, whatever the gradient's size
+ROUNDING = 0.01  # of the learning rate, which AdamW's step is, however small and rounded the gradient
+FEW = 1e-3  # of a matrix's elements: those whose gradients are hardly more than rounding
 
 
 @pytest.mark.parametrize(("micro", "rows", "ranks"), [(1, 4, 2), (4, 2, 2), (3, 3, 2), (2, 5, 3), (1, 2, 3)])
@@ -46,12 +47,17 @@ def test_two_processes_end_as_one(tmp_path, shard):
     for case, (_, changes) in training.CASES.items():
         weights, history = training.learn(case)
         two = torch.load(tmp_path / f"{case}.pt")
-        rounding = ROUNDING if changes.get("precision") != "bf16" else 10.0  # all steps may go elsewhere
-        bound = rounding * changes.get("learning_rate", training.SETTINGS.learning_rate)
+        rate, short = (
+            changes.get("learning_rate", training.SETTINGS.learning_rate),
+            "bf16" in changes.values(),
+        )
+        bound = (1.0 if short else ROUNDING) * rate  # in bfloat16 a step may go the other way
         for name, weight in weights.items():
-            assert float((two["weights"][name] - weight).abs().max()) < bound, (case, name)
+            off = (two["weights"][name] - weight).abs()
+            assert float((off > bound).float().mean()) <= (0.02 if short else FEW), (case, name)
+            assert float(off.max()) < (4.0 if short else 0.1) * rate, (case, name)
         for ours, theirs in zip(history.curve, two["curve"], strict=True):
-            assert ours == pytest.approx(theirs, abs=max(1e-5, bound)), case
+            assert ours == pytest.approx(theirs, abs=10 * bound), case
 
 
 @pytest.mark.slow
