@@ -72,6 +72,13 @@ def test_a_tree_without_paths_for_the_last_heads_is_drafted():
     assert len(draft) == len(shallow)
 
 
+def test_a_tree_deeper_than_there_are_heads_is_drafted_as_far_as_they_go():
+    deeper = (*TREE, (*max(TREE, key=len), 0))
+    draft = MedusaProposer(heads(tree=deeper), Context()).propose([request()])[0]
+    draft.check()
+    assert len(draft) == len(TREE)
+
+
 def test_nothing_follows_an_end():
     whole = MedusaProposer(heads(), Context()).propose([request()])[0]
     first = whole.tokens[0]

@@ -40,7 +40,8 @@ class MedusaProposer:
         self.heads, self.context, self.ends = heads, context, frozenset(ends)
         chain = tuple((0,) * depth for depth in range(1, heads.config.drafts + 1))
         self.tree = heads.config.tree or chain
-        self.deepest = max(map(len, self.tree))  # a searched tree may have no path for the last heads
+        # a searched tree may have no path for the last heads, a given one levels for which there is no head
+        self.deepest = min(max(map(len, self.tree)), heads.config.drafts)
         self.trees, self.most, self.tokens = self.tree != chain, len(self.tree), tokens_of(heads)
         self._shape = cache(lambda depth: TreeShape.of(to_depth(self.tree, depth)))
 
