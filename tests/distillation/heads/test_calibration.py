@@ -41,12 +41,21 @@ def test_temperatures_of_overconfident_positions_are_found():
 
 
 def test_the_error_is_of_chains_that_were_not_fitted():
-    z, outcomes = confidences(40_000)
-    temperatures, details = calibrate(4 * z, outcomes)
+    z, outcomes = confidences(8000)
+    b, temperatures, details = calibrate(4 * z, outcomes)
     errors = details["calibration_error"]
-    assert details["chains_calibrated_on"] == 20_000 and len(temperatures) == 3
+    assert details["chains_calibrated_on"] == 4000 and len(temperatures) == 3
     assert errors["calibrated"] == pytest.approx(
-        survival_errors(4 * z[20_000:], outcomes[20_000:], temperatures), abs=1e-4
+        survival_errors(4 * z[4000:] + b, outcomes[4000:], temperatures), abs=1e-4
     )
     assert max(errors["calibrated"]) < 0.03 < max(errors["uncalibrated"])
-    assert calibrate(z[:100], outcomes[:100]) == ((), {})
+    assert calibrate(z[:100], outcomes[:100]) == (0.0, (), {})
+
+
+def test_a_head_that_is_too_sure_of_everything_gets_a_bias():
+    z, outcomes = confidences(8000)
+    sure = z + 1.6
+    alone = survival_errors(sure[4000:], outcomes[4000:], fit_temperatures(sure[:4000], outcomes[:4000]))
+    b, _, details = calibrate(sure, outcomes)
+    assert b == pytest.approx(-1.6, abs=0.4)
+    assert max(details["calibration_error"]["calibrated"]) < 0.03 < max(alone)

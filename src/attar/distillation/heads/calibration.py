@@ -1,13 +1,15 @@
 """Calibration of a confidence head by sequential temperature scaling (Cheng et al. 2026, arXiv 2607.05147,
 section 3.3; temperature scaling: Guo et al. 2017, arXiv 1706.04599).
 
-    s_k = sigmoid(z_1 / T_1) ... sigmoid(z_k / T_k)      the survival of a chain to its draft k
+    s_k = sigmoid((z_1 + b) / T_1) ... sigmoid((z_k + b) / T_k)      the survival of a chain to its draft k
     T_k = argmin ECE(s_k, a_1 ... a_k)                   for k = 1, 2, ...: those before it stay as they are
+    b   = argmin sum_k ECE(s_k, a_1 ... a_k)             one of all drafts (Platt 1999): 0 in the paper
 
     ECE = sum over bins of (chains in it / n) |mean s - mean a_1 ... a_k|
 
 What a scheduler needs is the survival, not each confidence. A temperature does not change which chain of two
-is the likelier one. Temperatures are fitted on one half of the chains, and their error is that on the other.
+is the likelier one. A head that has seen its rows several times is too sure of all of them, which no temperature
+mends: b is the difference, and goes into the bias of the confidence. Temperatures and b are fitted on one half of the chains, and their error is that on the other.
 
 Letters: n chains, K drafts of a chain, z logits of confidence, a acceptance, T temperatures.
 """
@@ -21,6 +23,7 @@ from torch import Tensor
 
 BINS = 15
 LEAST = 64  # chains of a half
+BIASES = torch.linspace(-3, 3, 31, dtype=torch.float64)
 TEMPERATURES = torch.logspace(-0.7, 0.7, 141, dtype=torch.float64)  # 0.2 to 5
 
 
@@ -50,6 +53,12 @@ def fit_temperatures(logits: Tensor, acceptance: Tensor) -> tuple[float, ...]:
     return tuple(temperatures)
 
 
+def fit_bias(logits: Tensor, acceptance: Tensor) -> tuple[float, tuple[float, ...]]:
+    """b and T_1..T_K; arguments as above."""
+    fitted = [(float(b), fit_temperatures(logits + b, acceptance)) for b in BIASES]
+    return min(fitted, key=lambda one: sum(survival_errors(logits + one[0], acceptance, one[1])))
+
+
 def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[float, ...]) -> list[float]:
     """ECE of the survival to each draft, (K,)."""
     T = torch.tensor(temperatures or [1.0] * logits.shape[1], dtype=torch.float64)
@@ -57,8 +66,9 @@ def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[floa
     return [expected_calibration_error(survival[:, k], lived[:, k]) for k in range(logits.shape[1])]
 
 
-def calibrate(logits: Tensor, acceptance: Tensor) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """T_1..T_K, none where there are too few chains or they do not help, and what the card says of them.
+def calibrate(logits: Tensor, acceptance: Tensor) -> tuple[float, tuple[float, ...], dict[str, Any]]:
+    """b and T_1..T_K, 0 and none where there are too few chains or they do not help, and what the card says of
+    them.
 
     Args:
         logits: (n, K) of whole chains, in the order of their text.
@@ -66,10 +76,11 @@ def calibrate(logits: Tensor, acceptance: Tensor) -> tuple[tuple[float, ...], di
     """
     half = len(logits) // 2
     if half < LEAST:
-        return (), {}
-    fitted = fit_temperatures(logits[:half], acceptance[:half])
-    raw, scaled = (survival_errors(logits[half:], acceptance[half:], T) for T in ((), fitted))
-    fitted = fitted if sum(scaled) < sum(raw) else ()
+        return 0.0, (), {}
+    b, fitted = fit_bias(logits[:half], acceptance[:half])
+    raw = survival_errors(logits[half:], acceptance[half:], ())
+    scaled = survival_errors(logits[half:] + b, acceptance[half:], fitted)
+    b, fitted = (b, fitted) if sum(scaled) < sum(raw) else (0.0, ())
     errors = {"uncalibrated": raw, "calibrated": scaled if fitted else raw}
     rounded = {name: [round(error, 4) for error in values] for name, values in errors.items()}
-    return fitted, {"calibration_error": rounded, "chains_calibrated_on": half}
+    return b, fitted, {"calibration_error": rounded, "chains_calibrated_on": half}

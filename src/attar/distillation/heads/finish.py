@@ -32,10 +32,12 @@ def finish_by(chains_of: Callable[[Any, TargetPass, Any], DraftedChains]) -> Hea
 
 
 def _calibrate(head: Any, chains: DraftedChains) -> dict[str, Any]:
-    """Give a head with a confidence its temperatures. What the card says of them."""
+    """Give a head with a confidence its temperatures, and their bias. What the card says of them."""
     if chains.confidence is None:
         return {}
     whole = chains.whole
-    temperatures, details = calibrate(chains.confidence[whole], chains.acceptance[whole])
+    bias, temperatures, details = calibrate(chains.confidence[whole], chains.acceptance[whole])
+    with torch.no_grad():
+        head.confidence_head.proj.bias += bias
     head.config = replace(head.config, temperatures=temperatures)
     return details
