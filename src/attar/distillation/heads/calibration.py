@@ -8,8 +8,9 @@ section 3.3; temperature scaling: Guo et al. 2017, arXiv 1706.04599).
     ECE = sum over bins of (chains in it / n) |mean s - mean a_1 ... a_k|
 
 What a scheduler needs is the survival, not each confidence. A temperature does not change which chain of two
-is the likelier one. A head that has seen its rows several times is too sure of all of them, which no temperature
-mends: b is the difference, and goes into the bias of the confidence. Temperatures and b are fitted on one half of the chains, and their error is that on the other.
+is the likelier one. A head that has seen its rows several times is too sure of all of them, which no
+temperature mends: b is the difference, and goes into the bias of the confidence. Temperatures and b are
+fitted on one half of the chains, and their error is that on the other.
 
 Letters: n chains, K drafts of a chain, z logits of confidence, a acceptance, T temperatures.
 """
