@@ -68,8 +68,7 @@ def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[floa
 
 
 def calibrate(logits: Tensor, acceptance: Tensor) -> tuple[float, tuple[float, ...], dict[str, Any]]:
-    """b and T_1..T_K, 0 and none where there are too few chains or they do not help, and what the card says of
-    them.
+    """b and T_1..T_K, 0 and none where there are too few chains or they do not help; and the card's details.
 
     Args:
         logits: (n, K) of whole chains, in the order of their text.
