@@ -41,7 +41,7 @@ class FixedChain(DraftPolicy):
             for kinds in chosen
         ]
 
-    def note(self, feedback, seconds, drafting=0.0, prompt_tokens=0):
+    def note(self, feedback, seconds, drafting=0.0, prompt_tokens=0, steps=0, prefilled=False):
         for one in feedback:
             self._learn(one)
 

@@ -83,7 +83,7 @@ class Waiting(DraftPolicy):
 
     open = True  # type: ignore[assignment]
 
-    def passes_to_skip(self, batch, proposing):
+    def passes_to_skip(self, batch, proposing, free=True):
         return 0
 
     def select(self, sequences, drafts, prompt_tokens=0, whole=False):

@@ -86,7 +86,7 @@ class OfferPolicy(DraftPolicy):
     """The policy of drafts that other processes make: a pass without a draft rests nobody, for drafters draft
     on while it runs. Waiting is bounded by the budget alone."""
 
-    def passes_to_skip(self, batch: int, proposing: float) -> int:
+    def passes_to_skip(self, batch: int, proposing: float, free: bool = True) -> int:
         """Passes to skip: none while the budget lasts."""
         return self.budget.closed_passes
 
