@@ -16,22 +16,22 @@ TEXT = str(Path(json.__file__).parent)
 
 
 def test_quantize_reaches_the_loop_of_gptq_in_seven_calls(tmp_path, monkeypatch):
-    """The calls below ``attar.quantize`` down to ``round_columns``, which counts as one. Frames of other
+    """The calls below ``attar.quantize`` down to ``round_columns_``, which counts as one. Frames of other
     packages (torch, context managers of the standard library) do not count."""
     source = tiny_models.save(tiny_models.build("llama3"), tmp_path / "dense", dtype=torch.bfloat16)
     depths = []
-    round_columns = columns.round_columns
+    round_columns_ = columns.round_columns_
 
     def counted(*args, **kwargs):
-        frame, names = sys._getframe(1), ["round_columns"]
+        frame, names = sys._getframe(1), ["round_columns_"]
         while frame.f_code is not attar.quantize.__code__:
             if "attar" in Path(frame.f_code.co_filename).parts:
                 names.append(frame.f_code.co_name)
             frame = frame.f_back
         depths.append(names[::-1])
-        return round_columns(*args, **kwargs)
+        return round_columns_(*args, **kwargs)
 
-    monkeypatch.setattr(gptq, "round_columns", counted)
+    monkeypatch.setattr(gptq, "round_columns_", counted)
     attar.quantize(
         source,
         tmp_path / "out",
