@@ -24,8 +24,8 @@ from torch import Tensor
 from attar.errors import NumericsError
 
 STEP = 256  # inputs whose rows of H are summed at a time
-CHUNK = 1 << 21  # weights whose energy is computed at a time: so many, but
-ROWS = 1024  # at least as many rows
+CHUNK = 1 << 21  # weights whose energy is computed at a time
+ROWS = 1024  # at a time at least, also where they have more weights
 COLUMNS = 2048  # of H in one of its products
 CHECK = "check the model and the calibration data"
 

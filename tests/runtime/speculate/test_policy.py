@@ -11,7 +11,7 @@ from attar.runtime.speculate.acceptance import FIRST, AcceptanceRates
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS, LossBudget
-from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, TRIALS, DraftPolicy
+from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, TRIALS, WAIT, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
 MOST = 16
@@ -345,6 +345,14 @@ def test_a_trial_that_the_budget_refuses_waits_until_it_holds_what_may_be_lost()
     policy.budget.note(pause, pause)
     assert drafted(policy, [0], [1]) == [1], "asking has not eaten what plain passes bring"
     assert policy.passes_to_skip(1, 0.3, free=False) < 50
+
+
+def test_a_refused_trial_keeps_no_other_sequence_waiting_for_long():
+    policy = rejecting(7.0)
+    policy.budget.hold_rounds(7.0)
+    policy.budget.note(policy.budget.left - 1.0, 0.0)
+    assert drafted(policy, [0], [1]) == [0] and policy.budget.passes_until(7.0) > 4 * WAIT
+    assert policy.passes_to_skip(1, 0.01, free=False) == WAIT
 
 
 def test_a_pass_right_after_a_prefill_teaches_no_times():

@@ -89,7 +89,7 @@ class Latency:
         return self._begin.seconds(width, width, width) if width and self._begin.known else 0.0
 
     def read(self, tokens: int) -> float:
-        """Seconds of the first round's prefill, of a sequence with so many new tokens."""
+        """Seconds of the first round's prefill, of a sequence with this number of new tokens."""
         return min(tokens, self._window) * self._reading
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:

@@ -36,6 +36,7 @@ from attar.runtime.speculate.proposer import DraftFeedback
 
 ASKING = 0.0075  # share of the plain time, for proposals without drafts
 PAUSE = 12  # passes without a proposal, at most, after a free proposer had no draft
+WAIT = 128  # while the budget refuses a trial: sequences may come for which drafts pay
 GAIN = 1.02  # times the plain speed, that drafts must reach
 LEAST = 0.01  # survival of a draft that is considered
 TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
@@ -165,7 +166,7 @@ class DraftPolicy:
 
     def passes_to_skip(self, batch: int, proposing: float, free: bool = True) -> int:
         """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had).
-        What so many passes do not pay for is charged. Unless the proposer is ``free`` and looks at the text,
+        What these passes do not pay for is charged. Unless the proposer is ``free`` and looks at the text,
         there is nothing to ask before the next trial is due."""
         plain = self.latency.target(batch, batch) if batch else 0.0
         if proposing <= 0 or plain <= 0:
@@ -176,7 +177,7 @@ class DraftPolicy:
             return self.budget.closed_passes
         pause = min(int(self._charge(proposing, plain) / self.asking), most)
         if not free:
-            pause = max(pause, self.budget.passes_until(self._refused))
+            pause = max(pause, min(self.budget.passes_until(self._refused), WAIT))
             for trial in self._trials.values():
                 trial.idle += pause
         return pause
