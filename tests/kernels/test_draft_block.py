@@ -280,8 +280,27 @@ def test_a_draft_ends_where_its_survival_does_not_pay():
     survivals = Reference(weights).draft(spans[0].last, 19, states[0], BLOCK)[2]
     for kept in range(1, BLOCK):
         least = (survivals[kept - 1] + survivals[kept]) / 2
-        drafted = program.draft([dataclasses.replace(spans[0], least=least)])
+        drafted = program.draft([dataclasses.replace(spans[0], least=[least] * BLOCK)])
         assert drafted.counts[0] == kept
+        only = [0.0] * kept + [1.0] + [0.0] * (BLOCK - kept - 1)  # of one draft alone
+        assert program.draft([dataclasses.replace(spans[0], least=only)]).counts[0] == kept
+
+
+def test_blocks_of_a_round_end_by_themselves():
+    """A chain that ended is not drafted for any more; the others go on, to the same tokens."""
+    weights = drafter()
+    program = DraftProgram(weights, 48, threads=2, **EXACT)
+    spans, _ = spans_of(program, [20, 7, 33])
+    full = program.draft(spans)
+    ends = [1, BLOCK, 2]
+    least = [[0.0] * end + [2.0] * (BLOCK - end) for end in ends]
+    drafted = program.draft(
+        [dataclasses.replace(span, least=one) for span, one in zip(spans, least, strict=True)]
+    )
+    assert drafted.counts.tolist() == ends
+    for row, end in enumerate(ends):
+        assert drafted.tokens[row, :end].tolist() == full.tokens[row, :end].tolist()
+        assert drafted.survival[row, :end].tolist() == full.survival[row, :end].tolist()
 
 
 @pytest.mark.parametrize("reduced", [True, False])

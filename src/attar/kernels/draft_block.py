@@ -80,7 +80,7 @@ class DraftSpan:
         most: drafts at most.
         temperature: 0: the likeliest tokens.
         keys: of the noise of each draft; not used at temperature 0.
-        least: the draft ends where the survival is lower; 0: never.
+        least: of each draft: the chain ends where the survival is lower; empty: never.
     """
 
     last: int
@@ -90,7 +90,7 @@ class DraftSpan:
     most: int
     temperature: float = 0.0
     keys: Sequence[int] = ()
-    least: float = 0.0
+    least: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class DraftProgram(Program):
         _check(weights)
         super().__init__(weights.model, blocks, block_size, **settings)
         self.drafter, none = weights, structures.LinearStruct()
+        self._both_ways = np.ones((weights.block, weights.block), dtype=np.bool_)
         self._drafter = structures.DrafterStruct(
             context=linear_struct(weights.context),
             context_norm=weights.context_norm.data_ptr(),
@@ -164,24 +165,33 @@ class DraftProgram(Program):
             MemoryError: no memory for intermediate results; the same round may be run again.
         """
         R, K = len(spans), min(max(span.most for span in spans), self.drafter.drafts)
-        logits = torch.empty(R, K, self.weights.vocabulary)
-        tokens, counts = np.empty((R, K), np.int64), np.empty(R, np.int64)
-        survival, keys = np.ones((R, K), np.float32), np.zeros((R, K), np.uint64)
+        logits, rows = torch.empty(R, K, self.weights.vocabulary), R * K
+        keys, least = [0] * rows, [0.0] * rows
         for row, span in enumerate(spans):
-            keys[row, : len(span.keys)] = span.keys[:K]
-        arrays: dict[str, NDArray[Any]] = {
-            "last": np.array([span.last for span in spans], np.int64),
-            "most": np.array([span.most for span in spans], np.int64),
-            "temperature": np.array([span.temperature for span in spans], np.float32),
-            "least": np.array([span.least for span in spans], np.float32),
-            "key": keys,
-            "token": tokens,
-            "count": counts,
-            "survival": survival,
-        }
-        addresses = {name: array.ctypes.data for name, array in arrays.items()}
-        self._run(spans, logits, structures.RoundStruct(R, K, **addresses))
-        return DraftedBlocks(tokens, counts, logits, survival)
+            keys[row * K : row * K + len(span.keys[:K])] = span.keys[:K]
+            least[row * K : row * K + len(span.least[:K])] = span.least[:K]
+        ints, int_addresses = structures.joined(
+            {
+                "token": [0] * rows,
+                "count": [0] * R,
+                "last": [span.last for span in spans],
+                "most": [span.most for span in spans],
+            },
+            np.int64,
+        )
+        floats, float_addresses = structures.joined(
+            {
+                "survival": [1.0] * rows,
+                "temperature": [span.temperature for span in spans],
+                "least": least,
+            },
+            np.float32,
+        )
+        noise = np.array(keys, np.uint64)
+        drawn = structures.RoundStruct(R, K, key=noise.ctypes.data, **int_addresses, **float_addresses)
+        self._run(spans, logits, drawn)
+        tokens, counts = ints[:rows].reshape(R, K), ints[rows : rows + R]
+        return DraftedBlocks(tokens, counts, logits, floats[:rows].reshape(R, K))
 
     def states(self, spans: Sequence[DraftSpan]) -> tuple[Tensor, Tensor]:
         """What a block is drawn from, without the Markov head: logits float32 (R, K, v), and the states that
@@ -209,27 +219,26 @@ class DraftProgram(Program):
 
     def _tokens(self, spans: Sequence[DraftSpan], K: int) -> StepTokens:
         """Blocks as a step: the last decided token and mask tokens, all of which see each other."""
-        B, size = self.drafter.block, self.block_size
-        steps = np.arange(B)
-        ids = np.full((len(spans), B), -1, np.int64)
-        ids[:, 0] = [span.last for span in spans]
-        slots = np.empty_like(ids)
-        for row, span in enumerate(spans):
-            entries = span.past + steps
-            assert len(span.table) * size > entries[-1], "a table without room for the block"
+        B, skipped, size = self.drafter.block, self.drafter.skipped, self.block_size
+        ids, positions, slots = list[int](), list[int](), list[int]()
+        masks = [-1] * (B - 1)
+        for span in spans:
+            stop = span.past + B
+            assert len(span.table) * size >= stop, "a table without room for the block"
             self._check_context(span.position + B - 1)
-            slots[row] = np.asarray(span.table, np.int64)[entries // size] * size + entries % size
-        rows = np.arange(len(spans))[:, None] * B + self.drafter.skipped + np.arange(K)
-        both_ways = np.ones((B, B), dtype=np.bool_)
+            ids += [span.last, *masks]
+            positions += range(span.position, span.position + B)
+            slots += [span.table[entry // size] * size + entry % size for entry in range(span.past, stop)]
+        starts = range(skipped, len(ids), B)
         return StepTokens(
-            ids=ids.ravel(),
-            positions=(np.array([[span.position] for span in spans]) + steps).ravel(),
-            slots=slots.ravel(),
+            ids=ids,
+            positions=positions,
+            slots=slots,
             counts=[B] * len(spans),
             past=[span.past for span in spans],
             blocks=[span.table for span in spans],
-            rows=rows.ravel(),
-            trees=[both_ways] * len(spans),
+            rows=[row for start in starts for row in range(start, start + K)],
+            trees=[self._both_ways] * len(spans),
         )
 
 

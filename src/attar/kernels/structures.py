@@ -6,8 +6,9 @@ A structure holds addresses: its creator keeps the tensors alive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, cty
 KINDS = {"bf16": 16, "int8": 8, "int4": 4}
 ZEROS = {"middle": 0, "points": 1, "products": 2}
 
-Int64s = NDArray[np.int64]
+Int64s = NDArray[np.int64] | Sequence[int]
 
 
 class LinearStruct(ctypes.Structure):
@@ -167,36 +168,60 @@ class StepTokens:
 
 def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[Any]]:
     """The structure of a step, and the arrays that must outlive it."""
-    counts, spans = np.asarray(tokens.counts, dtype=np.int64), len(tokens.counts)
-    ends = np.cumsum(counts)
-    lengths = np.array([len(table) for table in tokens.blocks], dtype=np.int64)
+    counts, spans = tokens.counts, len(tokens.counts)
+    lengths = [len(table) for table in tokens.blocks]
     starts, mask = _tree_masks(tokens)
+    total = sum(counts)
     lists = {
         "ids": tokens.ids,
         "positions": tokens.positions,
         "slots": tokens.slots,
-        "span": np.repeat(np.arange(spans), counts),
-        "first": ends - counts,
+        "span": np.repeat(np.arange(spans), counts) if spans > 1 else np.zeros(total),
+        "first": _starts(counts),
         "past": tokens.past,
-        "table": np.cumsum(lengths) - lengths,
+        "table": _starts(lengths),
         "block": [block for table in tokens.blocks for block in table],
         "tree": starts,
         "count": counts,
         "rows": tokens.rows,
         "copy": [block for pair in tokens.copies for block in pair],
     }
-    arrays = {name: np.ascontiguousarray(value, dtype=np.int64) for name, value in lists.items()}
-    assert len(arrays["ids"]) == int(counts.sum()), f"{len(arrays['ids'])} tokens for spans of {counts.sum()}"
-    addresses = {name: array.ctypes.data for name, array in arrays.items()}
-    sizes = (len(arrays["ids"]), spans, len(arrays["rows"]), len(tokens.copies))
-    batch = BatchStruct(*sizes, mask=mask.ctypes.data, logits=logits.data_ptr(), **addresses)
-    return batch, [arrays, mask]
+    array, addresses = joined(lists, np.int64)
+    assert len(tokens.ids) == total, f"{len(tokens.ids)} tokens for spans of {total}"
+    sizes = (total, spans, len(tokens.rows), len(tokens.copies))
+    masks = mask.ctypes.data if len(mask) else None
+    return BatchStruct(*sizes, mask=masks, logits=logits.data_ptr(), **addresses), [array, mask]
+
+
+def joined(
+    lists: Mapping[str, Sequence[float] | NDArray[Any]], dtype: type[np.generic]
+) -> tuple[NDArray[Any], dict[str, int]]:
+    """One array of all lists, and the address of each in it: asking an array for its address takes as long
+    as filling several."""
+    array = np.empty(sum([len(values) for values in lists.values()]), dtype)
+    base, size, at = array.ctypes.data, array.itemsize, 0
+    addresses = {}
+    for name, values in lists.items():
+        stop = at + len(values)
+        array[at:stop] = values
+        addresses[name], at = base + size * at, stop
+    return array, addresses
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Where each begins that follows the ones before it."""
+    return [0, *accumulate(counts)][:-1]
+
+
+NO_MASK = np.empty(0, dtype=np.uint8)
 
 
 def _tree_masks(tokens: StepTokens) -> tuple[list[int], NDArray[np.uint8]]:
     """Offset of each sequence's tree mask (-1: none) in the concatenation of all masks."""
-    starts, masks, size = [], [np.empty(0, dtype=np.uint8)], 0
-    for tree in tokens.trees or [None] * len(tokens.counts):
+    if not any(tree is not None for tree in tokens.trees):
+        return [-1] * len(tokens.counts), NO_MASK
+    starts, masks, size = [], [NO_MASK], 0
+    for tree in tokens.trees:
         starts.append(-1 if tree is None else size)
         if tree is not None:
             masks.append(np.ascontiguousarray(tree, dtype=np.uint8).ravel())

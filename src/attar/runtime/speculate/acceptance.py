@@ -6,11 +6,15 @@ a'     of level l: the rate of level l - 1; for one sequence plus the pooled rat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attar.runtime.speculate.draft import kind_of
 
 FIRST = 0.6  # a' of a group that was never drafted
 PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
 DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every draft: over all sequences, of one sequence
+NEVER = 0.0, 0.0  # counts of a kind that was not drafted
+NONE: Mapping[int, tuple[float, float]] = {}
 
 
 class AcceptanceRates:
@@ -22,11 +26,15 @@ class AcceptanceRates:
 
     def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
         """a of levels 1..``levels`` of a group."""
-        own, rates, pooled, rate = self._own.get(sequence, {}), list[float](), first, first
+        everyone, own, rates = self._all, self._own.get(sequence, NONE), list[float]()
+        pooled = rate = first
         for level in range(1, levels + 1):
-            kind, before = kind_of(group, level), pooled
-            pooled = _posterior(self._all.get(kind), pooled, PRIOR)
-            rate = _posterior(own.get(kind), min(max(rate + pooled - before, 0.0), 1.0), OWN_PRIOR)
+            kind = kind_of(group, level)
+            good, drafted = everyone.get(kind, NEVER)
+            before, pooled = pooled, (good + PRIOR * pooled) / (drafted + PRIOR)
+            good, drafted = own.get(kind, NEVER)
+            rate = min(max(rate + pooled - before, 0.0), 1.0)
+            rate = (good + OWN_PRIOR * rate) / (drafted + OWN_PRIOR)
             rates.append(rate)
         return rates
 
@@ -36,13 +44,8 @@ class AcceptanceRates:
     def note(self, sequence: int, kind: int, accepted: bool) -> None:
         """Count a draft whose parent was accepted."""
         for counts, decay in ((self._all, DECAY), (self._own.setdefault(sequence, {}), OWN_DECAY)):
-            good, drafted = counts.get(kind, (0.0, 0.0))
+            good, drafted = counts.get(kind, NEVER)
             counts[kind] = decay * good + accepted, decay * drafted + 1
 
     def forget(self, sequence: int) -> None:
         self._own.pop(sequence, None)
-
-
-def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:
-    good, drafted = counts or (0.0, 0.0)
-    return (good + weight * prior) / (drafted + weight)

@@ -59,7 +59,9 @@ class GrowingDraft:
         most: K.
         ends: nothing is drafted after one.
         doubt, branches: see :class:`DraftModel`.
-        survival: chance that all its tokens are accepted, where the proposer says so.
+        chances: of each token to be accepted if those before it are, where the proposer says so.
+        survival: the product of the chances, each times its factor.
+        factors: by which the chance of each depth is corrected; 1 where there is none.
     """
 
     request: DraftRequest
@@ -73,12 +75,16 @@ class GrowingDraft:
     siblings: list[list[int]] = field(default_factory=list)
     q: list[Floats] = field(default_factory=list)
     open: bool = True
+    chances: list[float] = field(default_factory=list)
     survival: float = 1.0
+    factors: Sequence[float] = ()
 
     def doubts(self, chance: float) -> bool:
         """Close the draft if it does not pay that its next token is accepted with this chance: before that
         token is drawn. Says whether it is closed."""
-        self.survival *= chance
+        depth = len(self.chances)
+        self.chances.append(chance)
+        self.survival *= chance * (self.factors[depth] if depth < len(self.factors) else 1.0)
         self.open = self.survival >= self.request.least
         return not self.open
 

@@ -60,7 +60,6 @@ class Latency:
         self._target, self._draft, self._begin = (_Curve(points or {}) for points in (target, draft, begin))
         self._settle, self._reading, self._window = settle, reading, window
         self.settled = settle <= 0  # whether enough plain passes were seen
-        self._passes: dict[tuple[int, int], float] = {}  # computed since the last pass, by batch and tokens
 
     @property
     def known(self) -> bool:
@@ -72,21 +71,20 @@ class Latency:
 
         ``prompt_tokens``: further tokens of the pass, of prompts; their time is not included.
         """
+        target = self._target
+        seconds = target.seconds(batch, tokens, tokens + prompt_tokens)
         if prompt_tokens:
-            return self._computed(batch, tokens, prompt_tokens)
-        seconds = self._passes.get((batch, tokens))
-        if seconds is None:
-            seconds = self._passes[batch, tokens] = self._computed(batch, tokens)
-        return seconds
+            seconds += target.measured(batch) - target.measured(batch + prompt_tokens)
+        return seconds if tokens == batch else max(seconds, target.seconds(batch, batch, batch))
 
     def draft(self, width: int, first: bool = False) -> float:
         """Seconds of a step of the draft model for ``width`` sequences; the ``first`` begins the round."""
-        step = self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
+        step = self._draft.seconds(width, width, width) if width else 0.0
         return step + self.beginning(width) if first else step
 
     def beginning(self, width: int) -> float:
         """Seconds of a round of drafts for ``width`` sequences in addition to its steps."""
-        return self._begin.seconds(width, width, width) if width and self._begin.known else 0.0
+        return self._begin.seconds(width, width, width) if width else 0.0
 
     def read(self, tokens: int) -> float:
         """Seconds of the first round's prefill, of a sequence with this number of new tokens."""
@@ -98,10 +96,9 @@ class Latency:
         if plain and not self.settled:
             self._settle -= 1
             self.settled = self._settle <= 0
-            seconds = self._target.note(batch, tokens, seconds, shortest=True)
+            self._target.note(batch, tokens, seconds, shortest=True)
         elif self.settled:
-            seconds = self._target.note(batch, tokens, seconds)
-        self._passes = {(batch, tokens): seconds} if plain else {}
+            self._target.note(batch, tokens, seconds)
 
     def note_draft(self, width: int, seconds: float, steps: int = 1) -> None:
         """Learn from a round of drafts: what its steps are not expected to take is that of its beginning,
@@ -110,12 +107,6 @@ class Latency:
             self._begin.note(width, width, max(seconds - steps * self.draft(width), 0.0))
         else:
             self._draft.note(width, width, seconds / steps)
-
-    def _computed(self, batch: int, tokens: int, prompt_tokens: int = 0) -> float:
-        seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
-        if prompt_tokens:
-            seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
-        return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
 
 
 class _Curve:
@@ -128,15 +119,22 @@ class _Curve:
         self._counts: dict[tuple[int, int], int] = {}  # passes that an offset was learnt from
         self._measured: dict[int, float] = {}  # computed once for each size
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # keys with an offset, by batch and size
+        self._expected: dict[tuple[int, int, int], float] = {}  # since the last offset was learnt
 
     @property
     def known(self) -> bool:
         return bool(self._sizes or self._offsets)
 
     def seconds(self, batch: int, size: int, total: int) -> float:
-        """Of ``total`` tokens with the offset of ``size``; at least half of the measured time."""
-        measured = self.measured(total)
-        return max(measured + self._offset(batch, size), measured / 2) if self._offsets else measured
+        """Of ``total`` tokens with the offset of ``size``; at least half of the measured time; 0 where
+        nothing is known."""
+        seconds = self._expected.get((batch, size, total))
+        if seconds is None:
+            seconds = self.measured(total)
+            if self._offsets:
+                seconds = max(seconds + self._offset(batch, size), seconds / 2)
+            self._expected[batch, size, total] = seconds
+        return seconds
 
     def measured(self, size: int) -> float:
         """Seconds of a size on the curve."""
@@ -145,8 +143,8 @@ class _Curve:
             seconds = self._measured[size] = self._interpolated(size)
         return seconds
 
-    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> float:
-        """Update an offset; ``shortest``: to the shortest pass so far. Returns what is expected now."""
+    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> None:
+        """Update an offset; ``shortest``: to the shortest pass so far."""
         key, measured = _key(batch, size), self.measured(size)
         offset, count = self._offsets.get(key), self._counts.get(key, 0)
         if offset is None:
@@ -159,7 +157,7 @@ class _Curve:
             offset += max(WEIGHT, 1 / (2 + count)) * (min(seconds, OUTLIER * expected) - expected)
             self._counts[key] = count + 1
         self._offsets[key] = offset
-        return max(measured + offset, measured / 2)
+        self._expected.clear()
 
     def _offset(self, batch: int, size: int) -> float:
         """The offset of the nearest key that was run."""

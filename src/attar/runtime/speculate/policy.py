@@ -23,7 +23,6 @@ Letters: B sequences that decode, n tokens of a pass, t seconds (``latency.py``)
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,12 +119,13 @@ class DraftPolicy:
             return list(drafts)
         fixed = [draft if draft is not None and draft.q is None else None for draft in drafts]
         limits = [len(draft or ()) for draft in fixed]
-        front = self._front(sequences, self._all_nodes(sequences, fixed), limits, prompt_tokens, math.inf)
+        nodes, run = self._all_nodes(sequences, fixed), _Pass(self.latency, len(sequences), prompt_tokens)
+        front = self._front(nodes, limits, math.inf, run)
         kept: list[list[int]] = [[] for _ in sequences]
         for one in front:
             kept[one.row].append(one.node)
         rows = zip(drafts, fixed, kept, strict=True)
-        return [draft if tree is None else tree.pruned(run or [1]) for draft, tree, run in rows]
+        return [draft if tree is None else tree.pruned(these or [1]) for draft, tree, these in rows]
 
     def note(
         self,
@@ -220,7 +220,7 @@ class DraftPolicy:
                 below = survival * min(rates[depth - 1], rate)
                 candidates.append(Candidate(below, row, depth, kind_of(rank, depth), sibling=True))
             survival *= rate
-            candidates.append(Candidate(survival, row, depth, depth, steps=True))
+            candidates.append(Candidate(survival, row, depth, depth, 1, True))
         return candidates
 
     def _all_nodes(
@@ -251,10 +251,8 @@ class DraftPolicy:
             return kept
         batch = len(sequences)
         self.budget.hold_rounds(self.latency.beginning(batch) / self.latency.target(batch, batch))
-        front = self._front(sequences, nodes, limits, prompt_tokens, free)
         run = _Pass(self.latency, batch, prompt_tokens)
-        for one in front:
-            run.add(one)
+        for one in self._front(nodes, limits, free, run):
             kept[one.row].append(one.node)
         self.least = run.least
         firsts = {one.row: one for one in reversed(nodes) if one.depth == 1 and not one.sibling}
@@ -270,25 +268,26 @@ class DraftPolicy:
         self._refused = run.refused
         return kept
 
-    def _front(
-        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, free: float
-    ) -> list[Candidate]:
-        """The first nodes, by survival, with the highest speed; ``nodes`` is sorted."""
+    def _front(self, nodes: list[Candidate], limits: Ints, free: float, run: _Pass) -> list[Candidate]:
+        """The first nodes, by survival, with the highest speed, added to ``run``; ``nodes`` is sorted."""
         nodes.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
-        run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
-        best, count, counts, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
+        front, best, count = list[Candidate](), run.speed * GAIN, 0
+        counts, chain, stake = [0] * len(limits), [0] * len(limits), self.budget.stake
         for one in nodes:
             if one.survival < LEAST or len(front) == free:
                 break
             if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
                 continue
-            if run.add(one).loss > self.budget.stake:
+            if run.add(one).loss > stake:
+                run.add(one, -1)
                 break
             front.append(one)
             counts[one.row] += 1
             chain[one.row] += one.steps
             if run.speed > best:
                 best, count = run.speed, len(front)
+        for one in reversed(front[count:]):
+            run.add(one, -1)
         return front[:count]
 
     def _try(self, trial: Trial, chain: Sequence[Candidate], run: _Pass) -> list[int]:
@@ -337,7 +336,8 @@ class _Pass:
     def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
         self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
         self.plain = self.seconds = latency.target(batch, batch)
-        self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
+        self.tokens, self.gain, self.steps = batch, 0.0, 0.0
+        self.levels: dict[int, tuple[int, float]] = {}  # sequences and seconds of a step, by depth
         self.speed, self.loss = batch / self.plain, 0.0  # tokens a second; plain passes, if all are rejected
         self.refused = 0.0  # the loss of a trial that the budget does not hold
 
@@ -345,9 +345,10 @@ class _Pass:
         """Add a draft, of so many sequences; with -1 remove it."""
         self.tokens, self.gain = self.tokens + times * one.size, self.gain + times * one.survival
         if one.steps:
-            before = self.latency.draft(self.widths[one.depth], one.depth == 1)
-            self.widths[one.depth] += times
-            self.steps += self.latency.draft(self.widths[one.depth], one.depth == 1) - before
+            width, before = self.levels.get(one.depth, (0, 0.0))
+            step = self.latency.draft(width + times, one.depth == 1)
+            self.levels[one.depth] = width + times, step
+            self.steps += step - before
         self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
         self.speed, self.loss = (self.batch + self.gain) / self.seconds, self.seconds / self.plain - 1
         return self

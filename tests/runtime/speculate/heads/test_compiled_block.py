@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.noise import DraftRules, Noise
-from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from tests import tiny_models
 from tests.distillation.heads.drafters import drafter_of
 
@@ -167,6 +169,25 @@ def test_a_chain_ends_where_it_does_not_pay():
         same_drafts(drafts, proposed(slow, states, (9, 30), least=least))
         kept |= {0 if draft is None else len(draft) for draft in drafts}
     assert len(kept) > 1
+
+
+def test_chances_are_corrected_where_they_are_compared():
+    """Both heads end their chains by the corrected chances, and learn from those that were said."""
+    fast, slow = heads_of("dspark", "qwen3", {}, None)
+    states, tokens = states_of(fast, [60]), tokens_of_length(30)
+    proposers = [ChainProposer(head, GivenStates(states), name="block") for head in (fast, slow)]
+    (whole,) = proposers[0].propose([DraftRequest(0, tokens, 8)])
+    said = list(proposers[0]._drafted[0].chances)
+    request, kept = DraftRequest(0, tokens, 8, least=0.99 * math.prod(said[:2])), []
+    for accepted in (0, 0, 0, 3, 3, 3, 3):
+        first, second = (proposer.propose([request])[0] for proposer in proposers)
+        same_drafts([first], [second])
+        kept.append(0 if first is None else len(first))
+        for proposer in proposers:
+            proposer.observe([DraftFeedback(0, first, (), [*whole.tokens[:accepted], -1])])
+        factors = [proposer.correction.factors(0, 8) for proposer in proposers]
+        assert factors[0] == pytest.approx(factors[1], rel=1e-4)
+    assert kept == [2, 2, 2, 1, 2, 2, 2]
 
 
 def test_ends_end_a_chain():

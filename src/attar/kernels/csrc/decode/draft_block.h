@@ -9,7 +9,7 @@
 //
 //     z_k += W2 W1[x_(k-1)]                                    Markov head; x_(-1) is the last decided token
 //     x_k = argmax z_k,  or at temperature T  argmax_v  log(u_v) / exp((z_kv - max z_k) / T)
-//     s_k = s_(k-1) sigmoid((w . [h_k, W1[x_(k-1)]] + b) / t_k)   the draft ends before the first s_k < least
+//     s_k = s_(k-1) sigmoid((w . [h_k, W1[x_(k-1)]] + b) / t_k)   the draft ends before the first s_k < least_k
 //
 // u are those of sampling/sample.py: the draft of a seeded request is drawn with the noise of its token. Whether a
 // draft goes on is decided before its next token is drawn.
@@ -46,7 +46,8 @@ struct ContextRows {
 struct DraftRound {
     std::int64_t blocks, drafts;
     const std::int64_t *last, *most;  // (blocks,) the last decided token; drafts at most
-    const float *temperature, *least;  // (blocks,) 0: the likeliest token; lowest survival that pays, 0: any
+    const float* temperature;         // (blocks,) 0: the likeliest token
+    const float* least;               // (blocks, drafts) lowest survival that pays; 0: any
     const std::uint64_t* key;         // (blocks, drafts) noise
     std::int64_t *token, *count;      // out: (blocks, drafts) in the target's ids; (blocks,)
     float* survival;                  // out: (blocks, drafts); without confidence untouched
@@ -108,7 +109,7 @@ public:
     DraftWorker(Runner& runner, ThreadPool::Worker& worker, const DrafterWeights& drafter)
         : StepWorker(runner, worker), drafter(drafter) {}
 
-    // Phases at most, of all layers in `context`, and of a draft in `draft`.
+    // Phases at most, of all layers in `context`, and of a draft in `draft`, which begins with one.
     static constexpr std::int64_t CONTEXT_PHASES = 3, DRAFT_PHASES = 3;
 
     void context(const ContextRows& rows) {
@@ -140,11 +141,13 @@ public:
     void draft(const DraftRound& round) {
         step();
         if (round.states) return copy_states(round.states);
-        for (std::int64_t k = 0; k < round.drafts; k++) {
+        each_token(round.blocks, [&](std::int64_t block) {
+            set_count(round, block, 0);
+            foresee(round, block, 0);
+        });
+        for (std::int64_t k = 0; k < round.drafts && any_open(round, k); k++) {
             if (drafter.rank) add_markov(round, k);
-            worker.parallel_for(round.blocks, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
-                for (std::int64_t block = first; block < last; block++) choose(round, block, k);
-            });
+            each_token(round.blocks, [&](std::int64_t block) { choose(round, block, k); });
         }
     }
 
@@ -183,23 +186,41 @@ private:
         multiply(drafter.markov, in, round.blocks, batch.logits + k * vocabulary, round.drafts * vocabulary, true);
     }
 
+    // Counts grow while late threads read them, of drafts whose phase is done.
+    static void set_count(const DraftRound& round, std::int64_t block, std::int64_t count) {
+        __atomic_store_n(round.count + block, count, __ATOMIC_RELAXED);
+    }
+
+    // Whether draft k of a block is made: those before it were, and it is likely enough.
+    static bool open(const DraftRound& round, std::int64_t block, std::int64_t k) {
+        return k < round.most[block] && __atomic_load_n(round.count + block, __ATOMIC_RELAXED) >= k &&
+               !(round.survival[block * round.drafts + k] < round.least[block * round.drafts + k]);
+    }
+    static bool any_open(const DraftRound& round, std::int64_t k) {
+        for (std::int64_t block = 0; block < round.blocks; block++)
+            if (open(round, block, k)) return true;
+        return false;
+    }
+
+    // The survival of token k, from all that is known before it is drawn.
+    void foresee(const DraftRound& round, std::int64_t block, std::int64_t k) const {
+        const std::int64_t at = block * round.drafts + k;
+        if (drafter.confidence) round.survival[at] = (k ? round.survival[at - 1] : 1.0f) * sure(round, block, k);
+    }
+
     // Token k of a block, unless its draft has ended.
     void choose(const DraftRound& round, std::int64_t block, std::int64_t k) {
         const std::int64_t at = block * round.drafts + k;
-        if (k == 0) round.count[block] = 0;
         round.token[at] = k ? round.token[at - 1] : round.last[block];  // whatever it is, an id
-        if (round.count[block] < k || k >= round.most[block]) return;
-        if (drafter.confidence) {
-            round.survival[at] = (k ? round.survival[at - 1] : 1.0f) * sure(round, block, k);
-            if (round.survival[at] < round.least[block]) return;
-        }
+        if (!open(round, block, k)) return;
         const float* z = batch.logits + at * model.vocabulary;
         std::int64_t token = likeliest(z, model.vocabulary);
         if (token < 0) return;
         if (round.temperature[block] > 0.0f)
             token = drawn(z, model.vocabulary, token, round.temperature[block], round.key[at], drafter.chosen);
         round.token[at] = drafter.chosen ? drafter.chosen[token] : token;
-        round.count[block] = k + 1;
+        if (k + 1 < round.drafts) foresee(round, block, k + 1);
+        set_count(round, block, k + 1);
     }
 
     // The probability that token k is accepted if all before it are, before it is drawn.
@@ -243,7 +264,7 @@ inline void Runner::draft(const DrafterWeights& drafter, const Batch& batch, con
     reserve();
     if (drafter.rank) markov_input_.reserve(drafter.markov, round.blocks, model_.bits);
     pool_->run(StepWorker::MORE_PHASES + StepWorker::LAYER_PHASES * model_.layers +
-                   DraftWorker::DRAFT_PHASES * round.drafts,
+                   1 + DraftWorker::DRAFT_PHASES * round.drafts,
                [&](ThreadPool::Worker& worker) { DraftWorker(*this, worker, drafter).draft(round); });
 }
 

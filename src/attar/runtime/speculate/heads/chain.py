@@ -6,7 +6,8 @@
     x_i        as in ``draft_model.py``: the likeliest token, or drawn by the request's rules with its q
 
 A head sees decided tokens, their states, and its own drafts. Whether a draft goes on is decided before its
-next token is drawn: a head with ``confidence`` ends it where it does not pay (``DraftRequest.least``).
+next token is drawn: a head with ``confidence`` ends it where it does not pay (``DraftRequest.least``). What
+it says is corrected by what was accepted (``confidence_correction.py``).
 
 Letters: R drafts, m layers, H hidden size, V vocabulary of the target.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.draft_model import GrowingDraft
+from attar.runtime.speculate.heads.confidence_correction import ConfidenceCorrection
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.times import measure_rounds
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, DraftTimes
@@ -90,6 +92,8 @@ class ChainProposer:
         self.head, self.context, self.name = head, context, name
         self.ends, self.branches, self.doubt = frozenset(ends), branches, doubt
         self.most, self.confident = head.drafts, hasattr(head, "confidence")
+        self.correction = ConfidenceCorrection()
+        self._drafted: dict[int, GrowingDraft] = {}  # the last of each sequence, of a confident head
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
@@ -111,13 +115,22 @@ class ChainProposer:
             for row, draft in zip(self.head.logits(growing), growing, strict=True):
                 draft.extend(row[None])
             growing = [draft for draft in growing if draft.open]
+        if self.confident:
+            self._drafted = {draft.request.sequence: draft for draft in drafts if draft is not None}
         return [None if draft is None else draft.draft() for draft in drafts]
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
-        """Nothing: the next request has the tokens, and their states are in the pool."""
+        """Learn how right the chances were: the next request has the tokens, and their states are in the
+        pool."""
+        for one in feedback if self._drafted else ():
+            draft = self._drafted.pop(one.sequence, None)
+            if draft is not None:
+                self.correction.note(one.sequence, draft.tokens, draft.chances, one.tokens)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
+        self._drafted.pop(sequence, None)
+        self.correction.forget(sequence)
         self.context.forget(sequence)
         self.head.forget(sequence)
 
@@ -138,4 +151,7 @@ class ChainProposer:
         most = min(request.most, self.head.drafts)
         branches = self.branches if request.siblings else 1
         ids = list(request.tokens)
-        return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
+        draft = GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
+        if self.confident and request.least > 0:
+            draft.factors = self.correction.factors(request.sequence, most)
+        return draft

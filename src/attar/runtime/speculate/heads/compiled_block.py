@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import torch
@@ -188,13 +190,13 @@ class CompiledBlockHead(BlockHead):
 
     def _draw(self, rounds: Sequence[_Round]) -> None:
         """Complete the chains, each up to its first end token, with q where they are drawn from it."""
-        drafted = self.contexts.program.draft([_with_rules(*one) for one in rounds])
+        drafted = self.contexts.program.draft([with_rules(*one) for one in rounds])
         for index, (draft, _, row) in enumerate(rounds):
             tokens = drafted.tokens[index, : drafted.counts[index]].tolist()
             count = next((k + 1 for k, token in enumerate(tokens) if token in draft.ends), len(tokens))
             draft.tokens, draft.siblings, draft.open = tokens[:count], [[]] * count, False
             if count:
-                draft.survival = float(drafted.survival[index, count - 1])
+                draft.chances = chances_of(drafted.survival[index, :count].tolist())
             if row is not None and not row.params.greedy and isinstance(draft.request.rules, DraftRules):
                 q, chosen = warp(drafted.logits[index, :count], [row] * count), self.drafter.chosen
                 if chosen is not None:
@@ -220,13 +222,22 @@ def compiled_block_head(drafter: BlockDrafter, own: OwnTensors, target: Compiled
     return head_class(drafter, own, program)
 
 
-def _with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -> DraftSpan:
-    """A block with the temperature and the noise of its request."""
+def with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -> DraftSpan:
+    """A block with the temperature and the noise of its request, and its lowest survivals: the library
+    multiplies the chances without their factors."""
     request = draft.request
+    factors = draft.factors or [1.0] * draft.most
+    least = tuple(request.least / factor for factor in accumulate(factors, mul)) if request.least > 0 else ()
     if row is None or row.params.greedy or request.rules is None:
-        return replace(span, least=request.least)
+        return replace(span, least=least)
     keys = tuple(request.rules.key(k) for k in range(draft.most))
-    return replace(span, least=request.least, temperature=row.params.temperature, keys=keys)
+    return replace(span, least=least, temperature=row.params.temperature, keys=keys)
+
+
+def chances_of(survival: Sequence[float]) -> list[float]:
+    """The chance of each token of a chain, of the products of those up to it."""
+    before = [1.0, *survival[:-1]]
+    return [later / sooner if sooner else 0.0 for sooner, later in zip(before, survival, strict=True)]
 
 
 def plain(row: SamplingRow | None) -> bool:
