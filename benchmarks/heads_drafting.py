@@ -58,7 +58,9 @@ def smollm2(args: argparse.Namespace) -> str:
     for part, cells in curves.items():
         for cell in cells:
             means = [
-                _mean_tokens(measured(cell["name"], {"draft": cell["folder"]}, sets, T, args))
+                _mean_tokens(
+                    measured(cell["name"], {"draft": cell["folder"], "speculate": "draft"}, sets, T, args)
+                )
                 for T in (0.0, 1.0)
             ]
             lines.append(
@@ -191,9 +193,8 @@ def _methods(
     untrained = [(name, {"speculate": name}) for name in UNTRAINED if name in named or args.drafters is None]
     folders = {cell["name"]: cell["folder"] for cell in drafters}
     folders |= {name: name for name in named if _ready(name)}
-    alone = [(name, {"draft": folder}) for name, folder in folders.items()]
-    heads = {name: folder for name, folder in folders.items() if name != DRAFT_MODEL}
-    both = [(f"{name} + suffix", {"draft": folder, "speculate": SUFFIX}) for name, folder in heads.items()]
+    alone = [(name, {"draft": folder, "speculate": "draft"}) for name, folder in folders.items()]
+    both = [(f"{name} + suffix", {"draft": folder, "speculate": SUFFIX}) for name, folder in folders.items()]
     return [*untrained, *alone, *both]
 
 

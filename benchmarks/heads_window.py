@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7, help="K")
     args = parser.parse_args()
     loaded = load(args.model)
-    speculator = make_speculator(SpeculationSettings(draft=args.head), loaded, args.model)
+    speculator = make_speculator(SpeculationSettings(draft=args.head, speculate="draft"), loaded, args.model)
     assert speculator is not None, f"{args.head} drafts nothing"
     llm, proposer = LLM.of(loaded), cast(Any, speculator.proposer)
     sets = {

@@ -40,7 +40,7 @@ from attar.runtime.speculate.profile.metrics import ProfileRow
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.prompts import SpecBenchQuestion, read_questions
 from attar.runtime.speculate.profile.run import make_methods
-from attar.runtime.speculate.settings import METHODS, ProfileSettings
+from attar.runtime.speculate.settings import ALONE, ProfileSettings
 
 __all__ = ["kv", "serving", "speculation", "speed"]
 
@@ -145,7 +145,7 @@ def _cells(server: Server) -> Iterator[str]:
 def speculation(rest: list[str]) -> str:
     """Spec-Bench's first turns through the chat template, greedy, each method in turn with plain decoding."""
     parser = _parser("speculation")
-    parser.add_argument("--methods", nargs="*", default=["ngram", "self"], choices=METHODS)
+    parser.add_argument("--methods", nargs="*", default=["ngram", "self"], choices=ALONE)
     parser.add_argument("--drafts", nargs="*", default=[], help="draft models")
     parser.add_argument("--prompts", type=int, default=3, help="of each category")
     parser.add_argument("--categories", nargs="+", help="of these only")

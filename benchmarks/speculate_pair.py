@@ -53,7 +53,7 @@ def _ours(tokens: int, draft: str | None) -> dict[str, Way]:
         return lambda ids: generated(engine, ids, tokens, f"{next(calls)}")
 
     ways = {"attar": way(), "attar, ngram": way(speculate="ngram")}
-    return ways if draft is None else ways | {"attar, draft": way(draft=draft)}
+    return ways if draft is None else ways | {"attar, draft": way(draft=draft, speculate="draft")}
 
 
 def _theirs(tokens: int, draft: str | None) -> dict[str, Way]:

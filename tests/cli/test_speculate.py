@@ -136,8 +136,8 @@ def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(message, lines[0])
     header = "set  method  batch  tok/s  speedup  95 %  accepted  a  tok/pass  theory  drafting  same"
     assert re.split(" {2,}", lines[2]) == header.split("  ")
-    rows = [line.split() for line in lines[4:10]]
-    methods = ["plain", "ngram", "attar:tiny"]
+    rows = [line.split() for line in lines[4:12]]
+    methods = ["plain", "ngram", "attar:tiny", "attar:tiny+suffix"]
     assert [row[:3] for row in rows] == [[s, m, "1"] for s in ("repetition", "random") for m in methods]
     assert all(row[-1] == "2/2" for row in rows)
     assert all(float(row[4]) > 0 and row[6] == "to" for row in rows if row[1] != "plain")

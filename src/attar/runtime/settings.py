@@ -9,8 +9,7 @@ from typing import Any
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.settings import METHODS as DRAFTING_METHODS
-from attar.runtime.speculate.settings import MODES, SpeculationSettings
+from attar.runtime.speculate.settings import ALONE, MODES, WITH_DRAFT, SpeculationSettings
 
 METHODS = {
     "reread": ("capacity", "recent"),
@@ -55,12 +54,14 @@ class EngineSettings:
     )
     speculate: str | None = _option(
         None,
-        "how tokens are drafted, which one pass verifies together",
-        choices=DRAFTING_METHODS,
+        "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees beside it, as "
+        "without --speculate, or draft, it alone",
+        choices=tuple(dict.fromkeys((*ALONE, *WITH_DRAFT))),
     )
     draft: str | None = _option(
         None,
-        "a model that drafts, or a head trained for this one: a folder, a .gguf file, a hub id, attar:tiny",
+        "a model that drafts, or a head trained for this one: a folder, a .gguf file, a hub id, attar:tiny; "
+        "suffix trees draft beside it",
     )
     drafts: int | None = _option(None, "most tokens drafted for a sequence in a pass; none: by the method")
     verification: str | None = _option(

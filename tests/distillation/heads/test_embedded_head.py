@@ -26,7 +26,7 @@ def plain(temperature: float) -> list[list[int]]:
 
 
 def test_greedy_completions_are_those_of_plain_decoding_and_drafts_are_accepted() -> None:
-    llm = LLM("attar:tiny", draft="attar:head", kv_tokens=512)
+    llm = LLM("attar:tiny", draft="attar:head", speculate="draft", kv_tokens=512)
     assert llm.engine.speculator is not None
     llm.engine.speculator.policy = FixedPolicy(7)  # whether that pays or not
     params = SamplingParams(temperature=0.0, max_tokens=64, seed=7, ignore_eos=True)
@@ -36,7 +36,7 @@ def test_greedy_completions_are_those_of_plain_decoding_and_drafts_are_accepted(
 
 
 def test_sampled_completions_with_a_seed_are_those_of_plain_decoding() -> None:
-    llm = LLM("attar:tiny", draft="attar:head", speculate="suffix", kv_tokens=512)
+    llm = LLM("attar:tiny", draft="attar:head", kv_tokens=512)
     assert llm.engine.speculator is not None
     llm.engine.speculator.policy = FixedPolicy(7)
     params = SamplingParams(temperature=0.8, max_tokens=64, seed=7, ignore_eos=True)

@@ -9,9 +9,11 @@ import pytest
 
 from attar.errors import SettingsError
 from attar.runtime.admission import Limits
+from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
+from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.combined import MERGED, CombinedProposer, combined, drafts_alone, merged
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
@@ -218,8 +220,20 @@ def test_exact_mode_keeps_the_law() -> None:
     assert fits(texts, np.array(list(law.values())))
 
 
+def test_suffix_trees_draft_beside_a_model_unless_it_is_to_draft_alone() -> None:
+    assert SpeculationSettings(draft="attar:draft").both
+    assert SpeculationSettings(speculate="suffix", draft="attar:draft").both
+    assert not SpeculationSettings(speculate="draft", draft="attar:draft").both
+    assert not SpeculationSettings(speculate="suffix").both
+    target = load("attar:tiny", kv_tokens=64)
+    for method, name in ((None, "draft+suffix"), ("suffix", "draft+suffix"), ("draft", "draft")):
+        speculator = make_speculator(SpeculationSettings(speculate=method, draft="attar:draft"), target)
+        assert speculator is not None and speculator.proposer.name.endswith(name)
+
+
 def test_settings() -> None:
-    assert SpeculationSettings(speculate="suffix", draft="attar:draft")
     for method in ("ngram", "lookahead", "self"):
-        with pytest.raises(SettingsError, match="suffix or None with a draft model"):
+        with pytest.raises(SettingsError, match="suffix, draft or None with a draft model"):
             SpeculationSettings(speculate=method, draft="attar:draft")
+    with pytest.raises(SettingsError, match="speculate is 'draft', but must be given with draft"):
+        SpeculationSettings(speculate="draft")

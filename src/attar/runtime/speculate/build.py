@@ -82,7 +82,7 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
     tokens = target.runner.capacity * target.runner.block_size
     if settings.draft is not None:
         head = _drafter(settings.draft, target, model, {**options, "kv_tokens": tokens})
-        return CombinedProposer(head, SuffixProposer(ends=target.ends)) if settings.speculate else head
+        return CombinedProposer(head, SuffixProposer(ends=target.ends)) if settings.both else head
     if settings.speculate in ("ngram", "suffix"):
         return SuffixProposer(ends=target.ends, name=settings.speculate)
     if settings.speculate == "lookahead":

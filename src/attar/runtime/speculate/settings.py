@@ -8,8 +8,8 @@ from typing import Any
 from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
-METHODS = ("ngram", "suffix", "lookahead", "self")
-WITH_DRAFT = "suffix"  # the method that goes together with a draft model or a head
+ALONE = ("ngram", "suffix", "lookahead", "self")  # methods that need no draft model
+WITH_DRAFT = ("suffix", "draft")  # beside a draft model or a head: suffix trees with it, or it alone
 LOSSY = "typical"  # the mode that changes completions
 MODES = ("coupled", "exact", LOSSY)
 
@@ -19,8 +19,9 @@ class SpeculationSettings:
     """How tokens are drafted; see :class:`attar.runtime.llm.LLM`.
 
     Args:
-        speculate: a name of METHODS; None: by ``draft``, or not at all.
-        draft: a model or a head that drafts, alone or with suffix trees; None: none.
+        speculate: a name of ALONE, or of WITH_DRAFT where there is a ``draft``; None: "suffix" where there is
+            one, else not at all.
+        draft: a model or a head that drafts; None: none.
         drafts: of one sequence in a pass at most; None: the method's default.
         verification: coupled, exact, or None: coupled where a request has a seed, else exact. ``typical``
             (``typical.py``) is lossy: sampled completions do not have the model's distribution.
@@ -35,17 +36,25 @@ class SpeculationSettings:
     verification: str | None = None
 
     def __post_init__(self) -> None:
-        if self.speculate is not None and self.speculate not in METHODS:
-            close = nearest(self.speculate, METHODS)
+        methods = tuple(dict.fromkeys((*ALONE, *WITH_DRAFT)))
+        if self.speculate is not None and self.speculate not in methods:
+            close = nearest(self.speculate, methods)
             suggestion = f" (did you mean {close}?)" if close else ""
-            raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
-        if self.speculate not in (None, WITH_DRAFT) and self.draft is not None:
-            allowed = f"{WITH_DRAFT} or None with a draft model: other methods draft alone"
+            raise SettingsError("speculate", self.speculate, f"{', '.join(methods)} or None{suggestion}")
+        if self.draft is not None and self.speculate not in (None, *WITH_DRAFT):
+            allowed = f"{', '.join(WITH_DRAFT)} or None with a draft model: other methods draft alone"
             raise SettingsError("speculate", self.speculate, allowed)
+        if self.draft is None and self.speculate not in (None, *ALONE):
+            raise SettingsError("speculate", self.speculate, "given with draft, the model that drafts alone")
         if self.drafts is not None and self.drafts < 1:
             raise SettingsError("drafts", self.drafts, "at least 1")
         if self.verification not in (None, *MODES):
             raise SettingsError("verification", self.verification, f"{', '.join(MODES)} or None")
+
+    @property
+    def both(self) -> bool:
+        """Whether suffix trees draft beside a model or a head."""
+        return self.draft is not None and self.speculate != "draft"
 
     def __bool__(self) -> bool:
         """Whether anything is drafted."""
@@ -62,7 +71,7 @@ class SpeculationSettings:
         """
         if self:
             drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or a name
-            how = ("draft", drafter) if self.speculate is None else ("speculate", self.speculate)
+            how = ("draft", drafter) if self.draft is not None else ("speculate", self.speculate)
             check_together({**features, "speculation": how, "tree": how})
 
 
@@ -78,8 +87,10 @@ class ProfileSettings:
     """Methods of speculation to compare with plain decoding."""
 
     speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
-                                         choices=METHODS)  # fmt: skip
-    draft: tuple[str, ...] = _option((), "measure this draft model or head against plain decoding")
+                                         choices=ALONE)  # fmt: skip
+    draft: tuple[str, ...] = _option(
+        (), "measure this draft model or head, alone and with suffix trees, against plain decoding"
+    )
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )

@@ -101,7 +101,8 @@ def test_two_heads_and_plain_decoding_side_by_side(folders):
     bench = BenchSettings(tokens=12, rounds=1)
     engine = EngineSettings(dtype="float32", kv_tokens=512, runner="modules")
     profile = run_profile(str(target), methods, bench, engine)
-    assert [row.method for row in profile.rows] == ["plain", f"{one}, 2", f"{two}, 2"]
+    methods = [f"{name}, 2" for name in (one, two, f"{one}+suffix", f"{two}+suffix")]
+    assert [row.method for row in profile.rows] == ["plain", *methods]
     assert all(row.same == row.texts for row in profile.rows)
     assert profile.rows[1].acceptance is not None
     assert profile.rows[1].histogram == profile.rows[2].histogram, "their first two heads are the same"

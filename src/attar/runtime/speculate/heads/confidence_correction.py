@@ -1,12 +1,12 @@
 """How sure a head is of its tokens, corrected by how often they were accepted where it serves.
 
-    c_l    (accepted + PRIOR c') / (said + PRIOR)     at depth l, of drafts whose parent was accepted
+    c_l    (accepted + PRIOR c') / (expected + PRIOR)     at depth l, of drafts whose parent was accepted
 
-``said`` is the sum of the chances that the head gave them. c' is 1 over all sequences, and for one sequence
-what it is over all. All counts decay with every chain, so that a depth which is not reached any more is tried
-again. A head that was calibrated on one kind of text is too sure, or too modest, on another: what it drafts
-beyond the tokens that are accepted costs time. A round is decided with the c of the rounds before it, so that
-exact verification keeps the target's distribution.
+``expected`` is the sum of the chances that the head gave them. c' is 1 over all sequences, and for one
+sequence what it is over all. All counts decay with every chain, so that a depth which is not reached any more
+is tried again. A head that was calibrated on one kind of text is too sure, or too modest, on another: what it
+drafts beyond the tokens that are accepted costs time. A round is decided with the c of the rounds before it,
+so that exact verification keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of c', in chances: over all sequences, of one sequence
 DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every chain: over all sequences, of one sequence
 
-Counts = dict[int, tuple[float, float]]  # depth: accepted, said
+Counts = dict[int, tuple[float, float]]  # depth: accepted, expected
 NEVER = 0.0, 0.0
 
 
 class ConfidenceCorrection:
-    """Factors for the chances that a head says, by depth."""
+    """Factors for the chances that a head gives its tokens, by depth."""
 
     def __init__(self) -> None:
         self._all: Counts = {}
@@ -31,10 +31,10 @@ class ConfidenceCorrection:
         """c of depths 1..``depths``."""
         own, factors = self._own.get(sequence, {}), list[float]()
         for depth in range(1, depths + 1):
-            accepted, said = self._all.get(depth, NEVER)
-            pooled = (accepted + PRIOR) / (said + PRIOR)
-            accepted, said = own.get(depth, NEVER)
-            factors.append((accepted + OWN_PRIOR * pooled) / (said + OWN_PRIOR))
+            accepted, expected = self._all.get(depth, NEVER)
+            pooled = (accepted + PRIOR) / (expected + PRIOR)
+            accepted, expected = own.get(depth, NEVER)
+            factors.append((accepted + OWN_PRIOR * pooled) / (expected + OWN_PRIOR))
         return factors
 
     def note(
@@ -43,16 +43,16 @@ class ConfidenceCorrection:
         """Count the drafts of a chain up to the first that is not accepted.
 
         Args:
-            chances: of each draft, as the head said them.
+            chances: of each draft, as the head gave them.
             tokens: that were decided: no draft behind them can be judged.
         """
         own = self._own.setdefault(sequence, {})
         for counts, decay in ((self._all, DECAY), (own, OWN_DECAY)):
-            for depth, (accepted, said) in counts.items():
-                counts[depth] = decay * accepted, decay * said
+            for depth, (accepted, expected) in counts.items():
+                counts[depth] = decay * accepted, decay * expected
             for depth, (draft, chance, token) in enumerate(zip(drafted, chances, tokens, strict=False), 1):
-                accepted, said = counts.get(depth, NEVER)
-                counts[depth] = accepted + (draft == token), said + chance
+                accepted, expected = counts.get(depth, NEVER)
+                counts[depth] = accepted + (draft == token), expected + chance
                 if draft != token:
                     break
 

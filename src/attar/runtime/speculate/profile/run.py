@@ -20,7 +20,7 @@ from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.profile.metrics import Profile
 from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-from attar.runtime.speculate.settings import LOSSY, WITH_DRAFT, ProfileSettings, SpeculationSettings
+from attar.runtime.speculate.settings import LOSSY, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
@@ -100,18 +100,16 @@ def make_methods(
 ) -> dict[str, Speculator]:
     """A speculator for each method and number of drafts, by what people call them."""
     methods = {}
-    options = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
-    options += [
-        {"draft": name, "speculate": WITH_DRAFT} for name in chosen.draft if WITH_DRAFT in chosen.speculate
-    ]
-    for option in options:
+    options = {name: {"speculate": name} for name in chosen.speculate}
+    options |= {name: {"draft": name, "speculate": "draft"} for name in chosen.draft}
+    options |= {f"{name}+suffix": {"draft": name} for name in chosen.draft}
+    for name, option in options.items():
         for most in chosen.drafts or (None,):
             wanted = SpeculationSettings(**option, drafts=most, verification=chosen.verification)
             speculator = make_speculator(wanted, loaded, model, **alike)
             assert speculator is not None, f"{option} gives no speculator"
             if chosen.fixed and most is not None:
                 speculator.policy = FixedPolicy(most)
-            name = "+".join(option.values())
             methods[name if most is None else f"{name}, {most}"] = speculator
     return methods
 
