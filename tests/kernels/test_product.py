@@ -19,7 +19,7 @@ from attar.kernels.structures import ZEROS, linear_struct, raise_for
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
-TOKENS = (1, 2, 3, 5, 8, 15, 16, 21, 43)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 21, 43)
 TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 

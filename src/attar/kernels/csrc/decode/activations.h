@@ -103,7 +103,7 @@ public:
     void reserve(const Linear& linear, std::int64_t tokens, int bits) {
         const std::int64_t size = tokens * linear.columns + 64;
         if (linear.kind != BF16) {
-            tokens_ = tokens < 8 ? tokens : (tokens + 15) / 16 * 16;
+            tokens_ = tokens <= 8 ? tokens : (tokens + 15) / 16 * 16;
             const std::int64_t constants = tokens_ * linear.groups();
             grow(codes_, tokens_ * bits / 8 * linear.columns + LINE);
             grow(scales_, constants);

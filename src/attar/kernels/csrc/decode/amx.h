@@ -6,6 +6,8 @@
 //
 // A tile product takes 52 cycles and its store 16 more, during which others can run: so half 0 of a group is started,
 // then half 1 of the previous group is stored and its half 0, stored earlier, is added to the output, and so on.
+//
+// Of up to eight tokens both planes are rows of one tile, and their sums stay in registers (FewTiles).
 
 #pragma once
 
@@ -221,10 +223,145 @@ private:
     const std::int64_t groups_;
 };
 
+// All tokens of a product, M of them: their planes are one behind the other in memory, PLANES M rows of a tile.
+template <int M, int PLANES, int ZEROS>
+class FewTiles {
+public:
+    FewTiles(const Linear& linear, const Activations& in) : linear_(linear), in_(in), groups_(linear.groups()) {}
+
+    // A panel times the tokens, added to `out`.
+    void run(const std::uint8_t* panel, F (*out)[2]) {
+        alignas(64) std::uint8_t buffer[2][128 * PANEL];
+        const std::int64_t bytes = linear_.panel_bytes() / groups_;
+        const std::uint8_t *head = panel, *last = nullptr;
+        const std::uint8_t* codes = byte_codes(linear_, head, buffer[0]);
+        for (std::int64_t g = 0; g < groups_; g++, last = head, head += bytes) {
+            const std::uint8_t* current = codes;
+            if (g + 1 < groups_) codes = byte_codes(linear_, head + bytes, buffer[(g + 1) % 2]);
+            asm volatile("" ::: "memory");  // the unpacked codes are written before tiles load them
+            if (g % 2 == 0) {
+                start<0>(current, in_.at(g, 0));
+                if (last) add(last, g - 1, out);
+                store<0>();
+            } else {
+                start<2>(current, in_.at(g, 0));
+                add(last, g - 1, out);
+                store<2>();
+            }
+        }
+        add(last, groups_ - 1, out);
+    }
+
+private:
+    // Multiplies a group: half h of the panel's rows to tile SUMS + h. The intrinsics take digits, no constants.
+    template <int SUMS>
+    void start(const std::uint8_t* codes, const std::int8_t* x) {
+        const bool two = linear_.group > 64;
+        const std::uint8_t* second = codes + 64 * PANEL;
+        _tile_loadd(6, x, linear_.group);
+        if (two) _tile_loadd(7, x + 64, linear_.group);
+        if constexpr (SUMS == 0) {
+            _tile_zero(0);
+            _tile_loadd(4, codes, 128);
+            _tile_dpbsud(0, 6, 4);
+            if (two) _tile_loadd(5, second, 128);
+            if (two) _tile_dpbsud(0, 7, 5);
+            _tile_zero(1);
+            _tile_loadd(4, codes + 64, 128);
+            _tile_dpbsud(1, 6, 4);
+            if (two) _tile_loadd(5, second + 64, 128);
+            if (two) _tile_dpbsud(1, 7, 5);
+        } else {
+            _tile_zero(2);
+            _tile_loadd(4, codes, 128);
+            _tile_dpbsud(2, 6, 4);
+            if (two) _tile_loadd(5, second, 128);
+            if (two) _tile_dpbsud(2, 7, 5);
+            _tile_zero(3);
+            _tile_loadd(4, codes + 64, 128);
+            _tile_dpbsud(3, 6, 4);
+            if (two) _tile_loadd(5, second + 64, 128);
+            if (two) _tile_dpbsud(3, 7, 5);
+        }
+    }
+
+    template <int SUMS>
+    void store() {
+        if constexpr (SUMS == 0) {
+            _tile_stored(0, sums_[0], 64);
+            _tile_stored(1, sums_[1], 64);
+        } else {
+            _tile_stored(2, sums_[0], 64);
+            _tile_stored(3, sums_[1], 64);
+        }
+    }
+
+    // A group's sums, which were stored, to the output.
+    void add(const std::uint8_t* head, std::int64_t g, F (*out)[2]) const {
+        ATTAR_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const F scale = load_fp16(head + 32 * half);
+            const F zero = ZEROS == MIDDLE ? F{} : load_fp16(head + 64 + 32 * half);
+            ATTAR_UNROLL
+            for (int m = 0; m < M; m++) {
+                const std::int64_t constants = g * in_.tokens + m;
+                I total = load_ints(sums_[half] + 16 * m);
+                if (PLANES == 2) total = (total << 8) + load_ints(sums_[half] + 16 * (M + m));
+                if (ZEROS == MIDDLE) total += broadcast_ints(in_.sums[constants]);
+                const float offset = ZEROS == MIDDLE ? 0.0f : in_.offsets[constants];
+                out[m][half] = add_group(ZEROS, out[m][half], total, scale, zero, in_.scales[constants], offset);
+            }
+        }
+    }
+
+    alignas(64) std::int32_t sums_[2][PLANES * M * 16];
+    const Linear& linear_;
+    const Activations& in_;
+    const std::int64_t groups_;
+};
+
+// Whether all tokens of a product are one tile. Short groups, whose sums are added more often, are faster in the loops
+// of matmul.h while tokens are few.
+static inline bool few_tiles(const Activations& in, std::int64_t tokens) {
+    const std::int64_t from = in.group < 128 ? 4 : 3;
+    return in.group && tokens >= from && tokens <= 8 && (in.planes == 1 || tokens == in.tokens) && tiles_permitted();
+}
+
 // Tokens of a tile block; 0: use the loops of matmul.h.
 static inline int tile_rows(const Activations& in, std::int64_t tokens) {
+    if (few_tiles(in, tokens)) return int(tokens * in.planes);
     if (!in.group || tokens * in.planes < MIN_ROWS || !tiles_permitted()) return 0;
     return tokens > 8 ? 16 : 8;
+}
+
+template <int M, int PLANES>
+static inline void multiply_few(const Linear& linear, const Activations& in, std::int64_t panel, const Output& output) {
+    F out[M][2] = {};
+    const std::uint8_t* data = linear.data + panel * linear.panel_bytes();
+    if (linear.zeros == MIDDLE) FewTiles<M, PLANES, MIDDLE>(linear, in).run(data, out);
+    if (linear.zeros == POINTS) FewTiles<M, PLANES, POINTS>(linear, in).run(data, out);
+    if (linear.zeros == PRODUCTS) FewTiles<M, PLANES, PRODUCTS>(linear, in).run(data, out);
+    ATTAR_UNROLL
+    for (int m = 0; m < M; m++) store_output(linear, out[m][0], out[m][1], panel, m, output);
+}
+
+// A panel times all `tokens`, of which few_tiles() is true.
+static inline void multiply_few(const Linear& linear, const Activations& in, std::int64_t panel, std::int64_t tokens,
+                                const Output& output) {
+    switch (tokens * 2 + in.planes) {
+        case 7: return multiply_few<3, 1>(linear, in, panel, output);
+        case 8: return multiply_few<3, 2>(linear, in, panel, output);
+        case 9: return multiply_few<4, 1>(linear, in, panel, output);
+        case 10: return multiply_few<4, 2>(linear, in, panel, output);
+        case 11: return multiply_few<5, 1>(linear, in, panel, output);
+        case 12: return multiply_few<5, 2>(linear, in, panel, output);
+        case 13: return multiply_few<6, 1>(linear, in, panel, output);
+        case 14: return multiply_few<6, 2>(linear, in, panel, output);
+        case 15: return multiply_few<7, 1>(linear, in, panel, output);
+        case 16: return multiply_few<7, 2>(linear, in, panel, output);
+        case 17: return multiply_few<8, 1>(linear, in, panel, output);
+        case 18: return multiply_few<8, 2>(linear, in, panel, output);
+    }
 }
 
 template <int ROWS, int PLANES>
@@ -239,7 +376,12 @@ static inline void multiply_tiles(const Linear& linear, const Activations& in, c
 // token that is left.
 static inline std::int64_t product_tiles(const Linear& linear, const Activations& in, int rows, std::int64_t panel,
                                          std::int64_t first, std::int64_t last, const Output& output) {
-    const std::int64_t tokens = last - first, blocks = (tokens + rows - MIN_ROWS / in.planes) / rows;
+    const std::int64_t tokens = last - first;
+    if (first == 0 && few_tiles(in, tokens)) {
+        multiply_few(linear, in, panel, tokens, output);
+        return last;
+    }
+    const std::int64_t blocks = (tokens + rows - MIN_ROWS / in.planes) / rows;
     if (!blocks) return first;
     alignas(64) float out[TOKEN_BLOCK][PANEL];
     std::memset(out, 0, blocks * rows * sizeof *out);
