@@ -41,7 +41,8 @@ SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"  # in wheels
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
-NATIVE = ("-march=native", "-mcpu=native")  # x86 and most others; some ARM compilers know only the second
+X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")  # there -mcpu only tunes
+NATIVE = ("-march=native",) if X86 else ("-march=native", "-mcpu=native")  # some ARM compilers know only that
 TIMEOUT = 300.0  # seconds
 KEPT = 8  # libraries of a name, the most recently used: a home may be shared by machines
 
