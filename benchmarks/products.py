@@ -37,7 +37,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     weight = torch.randn(args.size, args.size)
-    packed = {"bf16": pack(weight, "bf16"), "int8": pack(weight, "int8"), "int4": pack(weight, "int4")}
+    packed = {"bf16": pack(weight, "bf16")}
+    packed |= {
+        f"{kind}, groups of {group}": pack(weight, kind, group=group)
+        for kind in ("int8", "int4")
+        for group in (32, 128)
+    }
     print(f"| tokens | {' | '.join(map(str, args.tokens))} |\n|---{'|---' * len(args.tokens)}|")
     with ThreadPool(1) as pool:
         for kind, one in packed.items():
