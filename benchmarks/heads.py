@@ -80,6 +80,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sets", nargs="+", default=["code", "prose", "json", "repetition", "random"])
     parser.add_argument("--chances", nargs="+", type=float, default=[0.6, 0.7, 0.8, 0.9], help="of oracle")
     parser.add_argument("--shape", choices=["S", "M"], default="M", help="of oracle's target")
+    parser.add_argument("--group", type=int, default=32, help="inputs that share a scale in oracle's target")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of oracle's heads")
     parser.add_argument("--threads", type=int, default=2)
     processor_time.add_flag(parser)

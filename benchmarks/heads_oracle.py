@@ -75,7 +75,8 @@ class HeadOracle(Oracle):
 def oracle(args: argparse.Namespace) -> str:
     """Tokens/s over plain decoding by head and acceptance."""
     lines = [
-        f"a Llama of shape {args.shape}, random weights, int4, {args.threads} threads, {args.drafts} drafts",
+        f"a Llama of shape {args.shape}, random weights, int4 in groups of {args.group}, "
+        f"{args.threads} threads, {args.drafts} drafts",
         "",
     ]
     columns = [
@@ -113,6 +114,7 @@ def _cells(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         args.prompts,
         args.rounds,
         args.vocabulary,
+        args.group,
     ]
     file = args.work / f"oracle-{name}-{identity('heads-oracle', 2, {'wanted': wanted}, [])[:12]}.json"
     if file.exists() and name not in args.again:
@@ -167,7 +169,9 @@ def _cells(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _target(args: argparse.Namespace) -> Compiled:
     config = llama_config(args.shape)
-    weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights="int4")
+    weights = model_weights(
+        config, tensor_shapes(config), random_tensor(config), weights="int4", group=args.group
+    )
     return Compiled(weights, blocks=256, threads=args.threads)
 
 
