@@ -54,14 +54,14 @@ class EngineSettings:
     )
     speculate: str | None = _option(
         None,
-        "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees beside it, as "
-        "without --speculate, or draft, it alone",
+        "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees and the draft "
+        "in one tree, as without --speculate, or draft, it alone",
         choices=tuple(dict.fromkeys((*ALONE, *WITH_DRAFT))),
     )
     draft: str | None = _option(
         None,
         "a model that drafts, or a head trained for this one: a folder, a .gguf file, a hub id, attar:tiny; "
-        "suffix trees draft beside it",
+        "suffix trees draft too",
     )
     drafts: int | None = _option(None, "most tokens drafted for a sequence in a pass; none: by the method")
     verification: str | None = _option(

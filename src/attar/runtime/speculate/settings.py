@@ -9,7 +9,7 @@ from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
 ALONE = ("ngram", "suffix", "lookahead", "self")  # methods that need no draft model
-WITH_DRAFT = ("suffix", "draft")  # beside a draft model or a head: suffix trees with it, or it alone
+WITH_DRAFT = ("suffix", "draft")  # of a draft model or a head: with suffix trees, or alone
 LOSSY = "typical"  # the mode that changes completions
 MODES = ("coupled", "exact", LOSSY)
 
@@ -53,7 +53,7 @@ class SpeculationSettings:
 
     @property
     def both(self) -> bool:
-        """Whether suffix trees draft beside a model or a head."""
+        """Whether suffix trees draft together with a model or a head."""
         return self.draft is not None and self.speculate != "draft"
 
     def __bool__(self) -> bool:

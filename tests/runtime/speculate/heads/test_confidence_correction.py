@@ -45,6 +45,13 @@ def test_a_draft_behind_the_decided_tokens_is_not_judged() -> None:
     assert correction.factors(0, 1)[0] > 1.0
 
 
+def test_a_chance_that_is_no_number_harms_no_other_sequence() -> None:
+    correction = ConfidenceCorrection()
+    correction.note(0, [5, 6, 7], [0.9, float("nan"), float("nan")], [5, 6, 7])
+    assert correction.factors(0, 3)[0] > 1.0 and correction.factors(0, 3)[1:] == [1.0, 1.0]
+    assert correction.factors(1, 3)[1:] == [1.0, 1.0]
+
+
 def test_the_truth_is_learnt() -> None:
     """A head that says 0.9 everywhere, of which one in three is right at the second token."""
     correction = ConfidenceCorrection()

@@ -190,13 +190,13 @@ class CompiledBlockHead(BlockHead):
 
     def _draw(self, rounds: Sequence[_Round]) -> None:
         """Complete the chains, each up to its first end token, with q where they are drawn from it."""
-        drafted = self.contexts.program.draft([with_rules(*one) for one in rounds])
+        drafted = self.contexts.program.draft([_with_rules(*one) for one in rounds])
         for index, (draft, _, row) in enumerate(rounds):
             tokens = drafted.tokens[index, : drafted.counts[index]].tolist()
             count = next((k + 1 for k, token in enumerate(tokens) if token in draft.ends), len(tokens))
             draft.tokens, draft.siblings, draft.open = tokens[:count], [[]] * count, False
             if count:
-                draft.chances = chances_of(drafted.survival[index, :count].tolist())
+                draft.chances = _chances_of(drafted.survival[index, :count].tolist())
             if row is not None and not row.params.greedy and isinstance(draft.request.rules, DraftRules):
                 q, chosen = warp(drafted.logits[index, :count], [row] * count), self.drafter.chosen
                 if chosen is not None:
@@ -222,7 +222,7 @@ def compiled_block_head(drafter: BlockDrafter, own: OwnTensors, target: Compiled
     return head_class(drafter, own, program)
 
 
-def with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -> DraftSpan:
+def _with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -> DraftSpan:
     """A block with the temperature and the noise of its request, and its lowest survivals: the library
     multiplies the chances without their factors."""
     request = draft.request
@@ -234,7 +234,7 @@ def with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) ->
     return replace(span, least=least, temperature=row.params.temperature, keys=keys)
 
 
-def chances_of(survival: Sequence[float]) -> list[float]:
+def _chances_of(survival: Sequence[float]) -> list[float]:
     """The chance of each token of a chain, of the products of those up to it."""
     before = [1.0, *survival[:-1]]
     return [later / sooner if sooner else 0.0 for sooner, later in zip(before, survival, strict=True)]

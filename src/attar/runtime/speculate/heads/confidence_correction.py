@@ -11,6 +11,7 @@ so that exact verification keeps the target's distribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of c', in chances: over all sequences, of one sequence
@@ -43,7 +44,8 @@ class ConfidenceCorrection:
         """Count the drafts of a chain up to the first that is not accepted.
 
         Args:
-            chances: of each draft, as the head gave them.
+            chances: of each draft, as the head gave them; those from one that is not a number on are not
+                counted: the counts are shared by all sequences.
             tokens: that were decided: no draft behind them can be judged.
         """
         own = self._own.setdefault(sequence, {})
@@ -51,6 +53,8 @@ class ConfidenceCorrection:
             for depth, (accepted, expected) in counts.items():
                 counts[depth] = decay * accepted, decay * expected
             for depth, (draft, chance, token) in enumerate(zip(drafted, chances, tokens, strict=False), 1):
+                if math.isnan(chance):
+                    break
                 accepted, expected = counts.get(depth, NEVER)
                 counts[depth] = accepted + (draft == token), expected + chance
                 if draft != token:
