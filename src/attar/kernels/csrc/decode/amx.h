@@ -7,7 +7,7 @@
 // A tile product takes 52 cycles and its store 16 more, during which others can run: so half 0 of a group is started,
 // then half 1 of the previous group is stored and its half 0, stored earlier, is added to the output, and so on.
 //
-// Of up to eight tokens both planes are rows of one tile, and their sums stay in registers (FewTiles).
+// Of up to eight tokens both planes are rows of one tile (FewTiles).
 
 #pragma once
 
@@ -239,61 +239,31 @@ public:
             const std::uint8_t* current = codes;
             if (g + 1 < groups_) codes = byte_codes(linear_, head + bytes, buffer[(g + 1) % 2]);
             asm volatile("" ::: "memory");  // the unpacked codes are written before tiles load them
-            if (g % 2 == 0) {
-                start<0>(current, in_.at(g, 0));
-                if (last) add(last, g - 1, out);
-                store<0>();
-            } else {
-                start<2>(current, in_.at(g, 0));
-                add(last, g - 1, out);
-                store<2>();
-            }
+            start(current, in_.at(g, 0));
+            if (last) add(last, g - 1, out);
+            _tile_stored(0, sums_[0], 64);
+            _tile_stored(1, sums_[1], 64);
         }
         add(last, groups_ - 1, out);
     }
 
 private:
-    // Multiplies a group: half h of the panel's rows to tile SUMS + h. The intrinsics take digits, no constants.
-    template <int SUMS>
+    // Multiplies a group: half h of the panel's rows to tile h.
     void start(const std::uint8_t* codes, const std::int8_t* x) {
         const bool two = linear_.group > 64;
         const std::uint8_t* second = codes + 64 * PANEL;
         _tile_loadd(6, x, linear_.group);
         if (two) _tile_loadd(7, x + 64, linear_.group);
-        if constexpr (SUMS == 0) {
-            _tile_zero(0);
-            _tile_loadd(4, codes, 128);
-            _tile_dpbsud(0, 6, 4);
-            if (two) _tile_loadd(5, second, 128);
-            if (two) _tile_dpbsud(0, 7, 5);
-            _tile_zero(1);
-            _tile_loadd(4, codes + 64, 128);
-            _tile_dpbsud(1, 6, 4);
-            if (two) _tile_loadd(5, second + 64, 128);
-            if (two) _tile_dpbsud(1, 7, 5);
-        } else {
-            _tile_zero(2);
-            _tile_loadd(4, codes, 128);
-            _tile_dpbsud(2, 6, 4);
-            if (two) _tile_loadd(5, second, 128);
-            if (two) _tile_dpbsud(2, 7, 5);
-            _tile_zero(3);
-            _tile_loadd(4, codes + 64, 128);
-            _tile_dpbsud(3, 6, 4);
-            if (two) _tile_loadd(5, second + 64, 128);
-            if (two) _tile_dpbsud(3, 7, 5);
-        }
-    }
-
-    template <int SUMS>
-    void store() {
-        if constexpr (SUMS == 0) {
-            _tile_stored(0, sums_[0], 64);
-            _tile_stored(1, sums_[1], 64);
-        } else {
-            _tile_stored(2, sums_[0], 64);
-            _tile_stored(3, sums_[1], 64);
-        }
+        _tile_zero(0);
+        _tile_loadd(4, codes, 128);
+        _tile_dpbsud(0, 6, 4);
+        if (two) _tile_loadd(5, second, 128);
+        if (two) _tile_dpbsud(0, 7, 5);
+        _tile_zero(1);
+        _tile_loadd(4, codes + 64, 128);
+        _tile_dpbsud(1, 6, 4);
+        if (two) _tile_loadd(5, second + 64, 128);
+        if (two) _tile_dpbsud(1, 7, 5);
     }
 
     // A group's sums, which were stored, to the output.
