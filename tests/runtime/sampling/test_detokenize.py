@@ -53,6 +53,37 @@ def test_bytes_that_are_no_text_are_shown_and_the_window_stays_small() -> None:
     assert len(detokenizer._ids) <= 12
 
 
+ACROSS = {  # tokens that end one character and begin the next, as Qwen's b"\\xa4\\xed"
+    "\uc3a4\ud41e": [b"\xec", b"\x8e", b"\xa4\xed", b"\x90", b"\x9e"],
+    "\U0001f600" * 6: [b"\xf0\x9f", *[b"\x98\x80\xf0\x9f"] * 5, b"\x98\x80"],
+    "\u4e2d\u56fd\u4eba\u6c11a": [b"\xe4\xb8", b"\xad\xe5\x9b", b"\xbd\xe4\xba", b"\xba\xe6\xb0", b"\x91a"],
+}
+
+
+def split_decoder(tokens: Sequence[bytes]) -> Decode:
+    return lambda ids: b"".join(tokens[i] for i in ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("text", ACROSS)
+def test_a_token_may_end_one_character_and_begin_the_next(text: str) -> None:
+    got = pieces(split_decoder(ACROSS[text]), range(len(ACROSS[text])))
+    assert "".join(got) == text and not got[-1], got
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_cut_anywhere_give_the_text_of_all(seed: int) -> None:
+    """Characters of 1 to 4 bytes, sometimes bytes that are none, cut into tokens at random."""
+    draws = random.Random(seed)
+    broken = [b"\x80", b"\xe4\xb8", b"\xff"] if seed % 2 else []
+    text = b"".join(draws.choice(["a".encode(), *(c.encode() for c in "é日🎉"), *broken]) for _ in range(40))
+    cuts = sorted(draws.sample(range(1, len(text)), len(text) // 2))
+    tokens = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    detokenizer = Detokenizer(split_decoder(tokens))
+    got = [detokenizer.add(token) for token in range(len(tokens))]
+    assert "".join(got) + detokenizer.flush() == text.decode("utf-8", "replace")
+    assert len(detokenizer._ids) <= 12
+
+
 def test_half_a_character_at_the_end_is_shown_by_rest() -> None:
     got = pieces(byte_decoder(), list("aé".encode())[:-1])
     assert got == ["a", "", HALF]

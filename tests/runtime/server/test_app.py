@@ -11,6 +11,7 @@ pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
 from attar.runtime.server.app import create_app
+from attar.runtime.server.endpoints import TextOffsets
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import ANSWER, BUG, BUSY, FAIL, FakeBackend, FakeTokenizer
 
@@ -168,6 +169,31 @@ def test_completion_logprobs_and_echo():
     assert body["logprobs"]["text_offset"] == [0, 0, 1, 2]
     streamed = chunks(complete(client, logprobs=0, stream=True, max_tokens=3))
     assert [o for item in streamed for o in item["choices"][0]["logprobs"]["text_offset"]] == [0, 1, 2]
+
+
+def test_offsets_count_characters_of_the_text():
+    """Not the letters of ``bytes:\\xc3``, special tokens that the text leaves out, or a blank that it drops."""
+    client, _ = serve()
+    body = complete(client, prompt="h\u00e9", logprobs=0, echo=True, max_tokens=1).json()["choices"][0]
+    assert body["text"] == "h\u00e9H" and body["logprobs"]["text_offset"] == [0, 0, 1, 1, 2]
+
+    class Marked(FakeTokenizer):
+        def piece(self, id):
+            return ("<s>", b"<s>") if id == 256 else super().piece(id)
+
+        def special_token(self, text):
+            return 256 if text == "<s>" else None
+
+    ids = [256, *b" a", 256, 98]
+    for text, special, offsets in (
+        ("a<s>b", False, [0, 0, 0, 1, 4]),
+        ("ab", False, [0, 0, 0, 1, 1]),
+        (" ab", False, [0, 0, 1, 2, 2]),
+        (None, False, [0, 0, 1, 2, 2]),
+        (None, True, [0, 3, 4, 5, 8]),
+    ):
+        counted = TextOffsets(Marked(), text, special)
+        assert [counted.add(token) for token in ids] == offsets, text
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ the first word of a text does not get. So new text is the difference of two deco
     known = decode(ids[a:b])        ids [a, b) are returned already and give the context
     now   = decode(ids[a:])         the new text is what ``now`` has beyond ``known``
 
-and is held back while it ends in U+FFFD, which stands for half a character (the rule of
-text-generation-inference and vLLM). Differs from them: text held for as many tokens as a character has bytes
-is returned as it is, so bytes that never become a character do not make the window grow.
+without the U+FFFD at its end, which stands for half a character (the rule of text-generation-inference and
+vLLM). Differs from them: a token may end one character and begin the next, so what is certain is returned
+though the last character is not. Halves that are held for as many tokens as a character has bytes are
+returned, all but the last, so bytes that never become a character do not make the window grow.
 
 A stop string may begin in one token and end in another, so text that could become one is held back as well.
 """
@@ -34,17 +35,21 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self.decode = decode
         self._ids = list(context[-CONTEXT:])
-        self._known = len(self._ids)  # the text of ids [0, known) is returned, that of [known, end) is not
+        self._known = len(self._ids)  # the text of ids [0, known) is returned, that of [known, end) is not,
+        self._halves = 0  # except for this number of halves at the end of the former
         self._held_tokens = 0
 
     def add(self, token: int) -> str:
         """The text that is certain with this token; often its own, sometimes none."""
         self._ids.append(token)
         new = self._new_text()
+        certain = new.rstrip(HALF)
+        if certain == new:
+            return self._advance(new)
         self._held_tokens += 1
-        if new.endswith(HALF) and self._held_tokens < LONGEST:
-            return ""
-        return self._advance(new)
+        if not certain and self._held_tokens >= LONGEST:
+            certain = new[:-1]
+        return self._advance(certain, len(new) - len(certain)) if certain else ""
 
     def flush(self) -> str:
         """The text that is held back, at the end; half a character is U+FFFD."""
@@ -52,17 +57,18 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         known, now = self.decode(self._ids[: self._known]), self.decode(self._ids)
+        known = known[: len(known) - self._halves]
         if now.startswith(known):
             return now[len(known) :]
         pairs = enumerate(zip(known, now, strict=False))
         first_difference = next((i for i, (a, b) in pairs if a != b), len(now))
         return now[first_difference:]
 
-    def _advance(self, new: str) -> str:
+    def _advance(self, new: str, halves: int = 0) -> str:
         """Tokens whose text is returned become the known part of the window; without text, they extend it."""
         if new:
             self._ids = self._ids[self._known :]
-        self._known, self._held_tokens = len(self._ids), 0
+        self._known, self._halves, self._held_tokens = len(self._ids), halves, 0
         return new
 
 

@@ -4,6 +4,7 @@ other endpoints share with it.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -138,7 +139,7 @@ class CompletionBuilder(BodyBuilder):
         super().__init__(service, body, handler)
         self._prompts, self._echoes, self._echo = prompts, echoes, bool(body.echo)
         self._logprobs, self._scores_only = body.logprobs is not None, body.max_tokens == 0
-        self._offsets: dict[int, int] = {}  # characters sent of each choice that has begun
+        self._offsets: dict[int, TextOffsets] = {}  # of each choice that has begun
 
     def body(self, events: list[list[Event]]) -> dict[str, Any]:
         """The whole body, from the events of each choice."""
@@ -148,15 +149,15 @@ class CompletionBuilder(BodyBuilder):
         """The chunk of an event; none where it shows nothing."""
         text = event.text
         if choice not in self._offsets:
-            self._offsets[choice] = 0
+            shown = not self._handler.params.skip_special_tokens
+            self._offsets[choice] = TextOffsets(self._tokenizer, special=shown)
             text = self._echoes[self._prompt_index(choice)] + text
         if not (text or event.logprobs or event.proposers or event.finished):
             return []
         logprobs = None
         if event.logprobs:
-            offset = self._offsets[choice]
-            logprobs = completion_logprobs(event.logprobs, event.token_ids, self._tokenizer, offset)
-        self._offsets[choice] += len(text)
+            offsets = self._offsets[choice]
+            logprobs = completion_logprobs(event.logprobs, event.token_ids, self._tokenizer, offsets)
         reasons = finish_reasons(event.finish_reason, event.stop_reason)
         sources = token_sources(event.token_ids, event.proposers)
         return [self._chunk({"index": choice, "text": text, "logprobs": logprobs} | reasons | sources)]
@@ -178,7 +179,8 @@ class CompletionBuilder(BodyBuilder):
             if self._echo:
                 ids = self._prompts[index] + ids
                 scores = [*_prompt_logprobs(events[index * self._handler.params.n]), *scores]
-            logprobs = completion_logprobs(scores, ids, self._tokenizer, 0)
+            offsets = TextOffsets(self._tokenizer, self._echoes[index] + sample.text)
+            logprobs = completion_logprobs(scores, ids, self._tokenizer, offsets)
         head = {"index": choice, "text": self._echoes[index] + sample.text, "logprobs": logprobs}
         return head | finish_reasons(sample.finish_reason, sample.stop_reason) | sources_of(sample)
 
@@ -199,25 +201,48 @@ def _prompt_logprobs(events: list[Event]) -> tuple[TokenLogprob | None, ...]:
     return next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), ())
 
 
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters; a token with the rest of a character begins with it.
+
+    Args:
+        text: all of it, which tells the tokens that it leaves out; None: not known yet.
+        special: special tokens are in a text that is not known.
+    """
+
+    def __init__(self, tokenizer: ServerTokenizer, text: str | None = None, special: bool = False) -> None:
+        self._tokenizer, self._text, self._special = tokenizer, text, special
+        self._offset, self._decoder = 0, getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> int:
+        """The offset of the next token."""
+        offset, (name, raw) = self._offset, self._tokenizer.piece(token)
+        if self._text is not None and not offset and name[:1] == " " and self._text[:1] != " ":
+            raw = raw[1:]  # the blank that a text's first word does not get
+        if self._tokenizer.special_token(name) != token or self._shows(name):
+            self._offset += len(self._decoder.decode(raw))
+        return offset
+
+    def _shows(self, name: str) -> bool:
+        return self._special if self._text is None else self._text.startswith(name, self._offset)
+
+
 def completion_logprobs(
-    scores: Sequence[TokenLogprob | None], ids: Sequence[int], tokenizer: ServerTokenizer, offset: int
+    scores: Sequence[TokenLogprob | None],
+    ids: Sequence[int],
+    tokenizer: ServerTokenizer,
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
     """``choices[].logprobs`` of a completion.
 
     Args:
         scores: one for each token; None for the first token of a prompt.
-        offset: characters of the text before the tokens.
+        offsets: of the text, which has come up to these tokens.
     """
-    names = [token_name(tokenizer, token) for token in ids]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
     return {
-        "tokens": names,
+        "tokens": [token_name(tokenizer, token) for token in ids],
         "token_logprobs": [None if score is None else max(score.logprob, MIN_LOGPROB) for score in scores],
         "top_logprobs": [None if score is None else _top_logprobs(score, tokenizer) for score in scores],
-        "text_offset": offsets,
+        "text_offset": [offsets.add(token) for token in ids],
     }
 
 
