@@ -18,7 +18,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from attar.checkpoint.atomic import write_config
@@ -34,6 +34,7 @@ from attar.models.plain_tokenizer import TOKENIZER_FILES
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
+GENERATION = "generation_config.json"
 LARGER = (
     "a larger machine, or what works block by block: quantize, merge, export, prune to zeros, "
     "evaluate --runner blocks"
@@ -88,6 +89,8 @@ def load_model(
             raise CheckpointError(
                 f"{checkpoint.path}: transformers cannot load it: {first_line(error)}"
             ) from error
+        if source["pretrained_model_name_or_path"] is None and (checkpoint.path / GENERATION).is_file():
+            loaded.generation_config = GenerationConfig.from_pretrained(str(checkpoint.path))
     _check_report(checkpoint, loaded, report)
     _check_numbers(checkpoint, loaded)
     round_activations(checkpoint, loaded)

@@ -250,7 +250,7 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name_with_the_nearest(tmp_path):
     with pytest.raises(ModelError) as error:
         made(tmp_path, content, END)
     assert odd in error.value.message and "tokenizer.json" in error.value.message
-    assert "'llama-bpe' makes 9" in error.value.hint and "pre=" in error.value.hint
+    assert "'llama-bpe' makes 9" in error.value.hint and "--pretokenizer" in error.value.hint
     assert made(tmp_path, content, END, pre="dbrx")["tokenizer.ggml.pre"] == "dbrx"
     with pytest.raises(SettingsError, match="llama-bpe"):
         made(tmp_path, content, END, pre="llama-4")

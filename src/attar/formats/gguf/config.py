@@ -32,12 +32,12 @@ from attar.formats.gguf.families import ARCHITECTURES, MISTRAL
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.rope import TENSORS, rope_config
 from attar.formats.gguf.tensor_map import expected_placements, query_scalar
+from attar.formats.gguf.tokenizer.special_tokens import stored_ids
 
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 OPTIONAL = ("groups", "used_groups", "shared")
 """Numbers that a file may leave out where they are 1."""
-TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 
 class ArchitectureMetadata:
@@ -244,9 +244,9 @@ def _types(blocks: list[bool]) -> list[str]:
     return ["sliding_attention" if marked else "full_attention" for marked in blocks]
 
 
-def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in TOKENS.items()}
-    return {key: None if index is None else int(index) for key, index in ids.items()}
+def _tokens(metadata: Mapping[str, Any]) -> dict[str, int | None]:
+    ids = stored_ids(metadata)
+    return {f"{role}_token_id": ids.get(role) for role in ("bos", "eos", "pad")}
 
 
 def _dtype(tensors: Mapping[str, Any]) -> str:

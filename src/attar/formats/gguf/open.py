@@ -26,6 +26,7 @@ from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError, OutputError
 from attar.formats.gguf.config import hf_config
 from attar.formats.gguf.container import GGUF, read_gguf
+from attar.formats.gguf.generation import generation_config
 from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import FILE_TYPES, TYPES
@@ -170,11 +171,13 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
 
 
 def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """config.json, and the tokenizer where the file has one."""
+    """config.json, and the tokenizer and generation_config.json where the file has them."""
     if "tokenizer.ggml.model" in metadata:
         from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
 
         write_tokenizer(metadata, folder)
+    if generation := generation_config(metadata):
+        atomic.write_json(folder / "generation_config.json", generation)
     atomic.write_json(folder / "config.json", config)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from attar.checkpoint.atomic import write_bytes, write_json
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer
-from attar.formats.gguf.tokenizer.special_tokens import KEYS, PREFIX
+from attar.formats.gguf.tokenizer.special_tokens import PREFIX, stored_ids
 from attar.formats.gguf.tokenizer.to_gguf import STAGES, SWITCHES, read_pipeline, with_charsmap
 from attar.formats.gguf.tokenizer.vocabulary import (
     BEFORE,
@@ -41,10 +41,8 @@ from attar.formats.gguf.values import TypedValue
 
 Json = dict[str, Any]
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-_NAMED = ("bos", "eos", "unk", "sep", "pad", "mask")
+_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _TEMPLATE = "tokenizer.chat_template"
-_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "t5": {"eos": 1, "unk": 2, "pad": 0}}
-"""llama.cpp's defaults. Its default for "gpt2", token 11, is left out: no file means it."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,7 @@ def _stored(metadata: Mapping[str, Any]) -> StoredTokenizer:
                 f"{PREFIX}{name} has {len(metadata[PREFIX + name])} entries for {len(tokens)} tokens",
                 hint="the file is damaged",
             )
-    stated = {role: metadata[PREFIX + key] for role, key in KEYS.items() if PREFIX + key in metadata}
-    ids = {**_DEFAULT_IDS.get(kind, {}), **stated}
-    valid = {role: index for role, index in ids.items() if 0 <= index < len(tokens)}
-    return StoredTokenizer(kind, metadata, tokens, metadata[PREFIX + "token_type"], valid)
+    return StoredTokenizer(kind, metadata, tokens, metadata[PREFIX + "token_type"], stored_ids(metadata))
 
 
 def _added(stored: StoredTokenizer, flags: Mapping[str, list[str]]) -> list[Json]:

@@ -74,7 +74,7 @@ def by_name(name: str) -> PreTokenizer:
     for row in TABLE:
         if name == row.name or name in row.aliases:
             return row
-    raise SettingsError("pre", name, "a pre-tokenizer of llama.cpp: " + ", ".join(known()))
+    raise SettingsError("pretokenizer", name, "a pre-tokenizer of llama.cpp: " + ", ".join(known()))
 
 
 def pre_tokenizer_rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def recognise(
     if not rows:
         raise ModelError(
             f"{where}: llama.cpp has no pre_tokenizer {' then '.join(wanted) or '(none)'}",
-            hint=f"name one with pre=; {_describe_nearest(pre_tokenizer)}",
+            hint=f"name one with --pretokenizer; {_describe_nearest(pre_tokenizer)}",
         )
     fitting = [row for row in rows if row.ignore_merges == ignore_merges]
     if fitting and not fitting[0].recent:
@@ -123,7 +123,7 @@ def recognise(
     raise ModelError(
         f"{where}: llama.cpp's pre_tokenizer {rows[0].name!r} has ignore_merges={rows[0].ignore_merges}, "
         "and some tokens of this vocabulary are not made by its merges",
-        hint=f"accept that with pre={rows[0].name!r}",
+        hint=f"accept that with --pretokenizer {rows[0].name}",
     )
 
 

@@ -1,6 +1,6 @@
 """Special tokens, bos and eos around a text, and chat templates: the keys of all kinds of tokenizers.
 
-    tokenizer.ggml.bos_token_id, eos_, unknown_, seperator_ (so spelled), padding_, mask_
+    tokenizer.ggml.bos_token_id, eos_, unknown_, seperator_ (so spelled), padding_, cls_, mask_
     tokenizer.ggml.eot_token_id, eom_     further tokens that end a turn or a message
     tokenizer.ggml.add_bos_token, add_eos_token
     tokenizer.chat_template, tokenizer.chat_template.NAME, tokenizer.chat_templates (the names)
@@ -8,7 +8,7 @@
 A generation config may list several tokens that end a text. llama.cpp has one ``eos``, one ``eot``, one
 ``eom``, and stops at tokens with some well-known texts (``llama-vocab.cpp``, ``special_eog_ids``). So the
 tokenizer's own stays ``eos``, and those that llama.cpp does not know by their text become ``eot`` and
-``eom``; a third one is dropped.
+``eom``; a third one ends a text in attar alone (generation.py).
 
 bos and eos follow the template of tokenizer.json's post_processor; without one, ``add_bos_token`` and
 ``add_eos_token`` of tokenizer_config.json. Differs from transformers 5, which ignores the latter where there
@@ -17,6 +17,7 @@ is a tokenizer.json; the models were trained when it did not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,19 +32,31 @@ KEYS = {
     "unk": "unknown_token_id",
     "sep": "seperator_token_id",
     "pad": "padding_token_id",
+    "cls": "cls_token_id",
     "mask": "mask_token_id",
     "eot": "eot_token_id",
     "eom": "eom_token_id",
 }
+FIM_KEYS = {role: f"{role}_token_id" for role in ("fim_pad", "fim_rep", "fim_sep")}
+"""Tokens of filling in the middle at which llama.cpp ends a text; read, not written: it knows the texts."""
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "t5": {"eos": 1, "unk": 2, "pad": 0}}
+"""llama.cpp's defaults. Its default for "gpt2", token 11, is left out: no file means it."""
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<end_of_utterance>")
 MESSAGE_END = "<|eom_id|>"
-KNOWN_ENDS = (
+TEXT_ENDS = (
     *TURN_ENDS, MESSAGE_END,
     "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>",
     "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>", "<|tool_response>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
+    "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
-"""Tokens at which llama.cpp stops because of their text."""
+KNOWN_ENDS = (*TEXT_ENDS, "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[")
+"""Tokens at which llama.cpp stops because of their text; the last two only without an ``eot``."""
+NO_END_BESIDE = (
+    ((("<|return|>", "<|call|>"), ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>")), "<|end|>"),
+    ((("<|tool_response>",),), "</s>"),
+)
+"""(groups of texts, text): where all of a group are tokens, the text is no end."""
 
 
 def special_token_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
@@ -81,7 +94,22 @@ def special_ids(source: TokenizerFiles) -> dict[str, int]:
     for role, like in (("bos", "cls"), ("eos", "sep")):
         if role not in ids and like in ids:
             ids[role] = ids[like]
-    return {**ids, **_eot_and_eom(source, ids.get("eos"))}
+    return {**ids, **_eot_and_eom(source, ids["eos"])} if "eos" in ids else ids
+
+
+def stored_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of the special tokens of a GGUF file by role, those with llama.cpp's defaults too; ids without a
+    token are left out.
+
+    Args:
+        metadata: of the file, without types.
+    """
+    kind, tokens = metadata.get(f"{PREFIX}model"), metadata.get(f"{PREFIX}tokens")
+    keys = {**KEYS, **FIM_KEYS}
+    stated = {role: metadata[PREFIX + key] for role, key in keys.items() if PREFIX + key in metadata}
+    ids = {**DEFAULT_IDS.get(str(kind), {}), **stated}
+    count = math.inf if tokens is None else len(tokens)
+    return {role: index for role, index in ids.items() if type(index) is int and 0 <= index < count}
 
 
 def added_around(source: TokenizerFiles, ids: Mapping[str, int]) -> tuple[bool, bool]:
@@ -121,34 +149,38 @@ def _in_range(source: TokenizerFiles, index: int) -> bool:
     return index >= 0 and (source.size is None or index < source.size)
 
 
-def _eot_and_eom(source: TokenizerFiles, eos: int | None) -> dict[str, int]:
+def _eot_and_eom(source: TokenizerFiles, eos: int) -> dict[str, int]:
     """``eot`` and ``eom``: further tokens that end a text."""
     special = {token.text: index for index, token in source.added.items() if token.special}
-    others = further_ends(source, eos)
-    known = [special[text] for text in TURN_ENDS if text in special and _in_range(source, special[text])]
-    turns = [index for index in known if index in others] or known
-    ids = {"eot": turns[0]} if turns and "<|return|>" not in special else {}
-    if MESSAGE_END in special:
-        ids["eom"] = special[MESSAGE_END]
-    free = [role for role in ("eot", "eom") if role not in ids]
-    return {**ids, **dict(zip(free, unnamed_ends(source, eos), strict=False))}
+    ends, unnamed = ends_of(source, eos), unnamed_ends(source, eos)
+    turns = [special[text] for text in TURN_ENDS if text in special and _in_range(source, special[text])]
+    turns = [] if "<|return|>" in special else turns
+    messages = [special[MESSAGE_END]] if MESSAGE_END in special else []
+    ids: dict[str, int] = {}
+    for role, known in (("eot", turns), ("eom", messages)):
+        listed = [index for index in known if index in ends and index != eos]
+        free = [index for index in unnamed if index not in ids.values()]
+        candidates = [*listed, *free, *known]
+        if candidates:
+            ids[role] = candidates[0]
+    return ids
 
 
-def further_ends(source: TokenizerFiles, eos: int | None) -> list[int]:
-    """The tokens other than ``eos`` that end a text by generation_config.json or config.json."""
+def ends_of(source: TokenizerFiles, eos: int) -> list[int]:
+    """The tokens that end a text by generation_config.json or config.json, else ``eos`` alone."""
     text = source.config.get("text_config") or {}
     for config in (source.generation, source.config, text):
         listed: Any = config.get("eos_token_id")
         if listed is not None:
             every = listed if isinstance(listed, list) else [listed]
-            return [index for index in every if index != eos and _in_range(source, index)]
-    return []
+            return [index for index in every if type(index) is int and _in_range(source, index)]
+    return [eos]
 
 
-def unnamed_ends(source: TokenizerFiles, eos: int | None) -> list[int]:
-    """Those of :func:`further_ends` that llama.cpp does not know by their text."""
+def unnamed_ends(source: TokenizerFiles, eos: int) -> list[int]:
+    """Those of :func:`ends_of` other than ``eos`` that llama.cpp does not know by their text."""
     named = {index for index, token in source.added.items() if token.special and token.text in KNOWN_ENDS}
-    return [index for index in further_ends(source, eos) if index not in named]
+    return [index for index in ends_of(source, eos) if index != eos and index not in named]
 
 
 def _around(processor: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
+from attar.formats.gguf.generation import generation_metadata
 from attar.formats.gguf.tokenizer.bpe import bpe_metadata, normalizer_steps
 from attar.formats.gguf.tokenizer.files import TokenizerFiles, read_tokenizer_files
 from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
@@ -29,6 +30,7 @@ from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
 from attar.formats.gguf.tokenizer.special_tokens import (
     KNOWN_ENDS,
     PREFIX,
+    ends_of,
     special_ids,
     special_token_metadata,
     unnamed_ends,
@@ -45,8 +47,8 @@ CHARSMAP = "precompiled_charsmap"
 def tokenizer_metadata(
     folder: str | Path, config: Mapping[str, Any], pre: str | None = None
 ) -> dict[str, MetadataValue]:
-    """The GGUF metadata of a model folder's tokenizer. Returns all keys below ``tokenizer.``, and
-    ``attar.tokenizer.pipeline``.
+    """The GGUF metadata of a model folder's tokenizer and generation config. Returns all keys below
+    ``tokenizer.`` and ``general.sampling.``, and those of attar.
 
     Args:
         folder: with tokenizer.json or a SentencePiece model.
@@ -69,6 +71,8 @@ def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str,
     else:
         metadata = spm_metadata(source) if kind == "llama" else unigram_metadata(source)
     metadata.update(special_token_metadata(source))
+    ends = ends_of(source, special_ids(source)["eos"])
+    metadata.update(generation_metadata(source.generation, ends, metadata))
     if source.tokenizer:
         metadata[PIPELINE] = json.dumps(pipeline(source), ensure_ascii=False, separators=(",", ":"))
     return metadata
@@ -176,11 +180,8 @@ def _added(source: TokenizerFiles) -> list[str]:
 def _ends(source: TokenizerFiles) -> list[str]:
     """End tokens beyond eos, eot and eom, and plain tokens that llama.cpp takes for an end by their text."""
     ids = special_ids(source)
-    missed = [
-        index
-        for index in unnamed_ends(source, ids.get("eos"))
-        if index not in (ids.get("eot"), ids.get("eom"))
-    ]
+    named = {ids.get(role) for role in ("eos", "eot", "eom")}
+    missed = [index for index in unnamed_ends(source, ids["eos"]) if index not in named]
     lines = [f"token {index} does not end a text: eos, eot and eom are taken" for index in missed]
     plain = [
         text
