@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from contextlib import contextmanager
@@ -225,6 +226,71 @@ def test_two_models_side_by_side(browser, folders):
         expect(page.locator(".detail")).to_have_text(re.compile(r"in the second model, KL \d\.\d{4} nats"))
         assert page.locator(".token").first.evaluate("node => node.style.getPropertyValue('--shade')") != "0"
         assert not [one for one in Axe().run(page).response["violations"] if one["impact"] == "serious"]
+
+
+@pytest.mark.parametrize(
+    "width", [360, *(pytest.param(width, marks=pytest.mark.slow) for width in (860, 1280))]
+)
+def test_the_end_of_an_answer_stays_in_view_unless_the_reader_leaves_it(browser, width):
+    app, settings, backend = make_app("A line of a long answer.\n\n" * 40)
+    with (
+        running_app(app, settings) as (url, _),
+        opened(browser, url, key="", viewport={"width": width, "height": 700}) as page,
+    ):
+        says(page, "ready")
+        send(page, "hello")
+        says(page, "answered")
+        foot, composer = page.locator("article.assistant .tools"), page.locator("#composer")
+        assert in_view(page, foot) and below(foot, composer)
+        button(page, "Engine").click()
+        assert in_view(page, page.locator("#engine h2"))
+        page.wait_for_function("document.querySelector('#log').scrollTop > 0")
+        until(lambda: in_view(page, foot) and below(foot, composer))
+        send(page, "slow please")
+        expect(page.locator("article.assistant .content").last).to_have_text(re.compile("A"))
+        page.evaluate("document.querySelector('#log').scrollTop = 100")
+        page.evaluate("new Promise(requestAnimationFrame)")
+        backend.loop.call_soon_threadsafe(backend.release.set)
+        says(page, "answered")
+        assert page.evaluate("document.querySelector('#log').scrollTop") == 100
+
+
+def in_view(page, node):
+    box, height = node.bounding_box(), page.viewport_size["height"]
+    return box["y"] >= 0 and box["y"] + box["height"] <= height
+
+
+def below(upper, lower):
+    """Whether the first ends above the second."""
+    box = upper.bounding_box()
+    return box["y"] + box["height"] <= lower.bounding_box()["y"] + 1
+
+
+def test_an_empty_chat_shows_prompts_and_this_servers_own_call(served, browser):
+    url, _ = served
+    with opened(browser, url) as page:
+        call = page.locator(".empty pre").inner_text()
+        assert f"curl {url}/v1/chat/completions" in call and "Bearer YOUR_KEY" in call
+        assert json.loads(call.partition("-d '")[2][:-1])["model"] == "tiny"
+        example = page.locator(".examples button").last
+        example.click()
+        expect(page.locator("#prompt")).to_have_value(example.inner_text())
+        expect(page.locator("#prompt")).to_be_focused()
+        page.press("#prompt", "Enter")
+        says(page, "answered")
+        assert not page.locator(".empty").count()
+
+
+def test_colours_are_chosen_and_kept(served, browser):
+    url, _ = served
+    with opened(browser, url, color_scheme="light") as page:
+        paper = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(paper)
+        button(page, "Settings").click()
+        page.get_by_label("Colours").select_option("dark")
+        dark = page.evaluate(paper)
+        page.reload()
+        assert dark != light and page.evaluate(paper) == dark
 
 
 @pytest.mark.parametrize(

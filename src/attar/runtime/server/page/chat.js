@@ -3,20 +3,39 @@
 // message {role, content, thoughts, stats, stopped, failed, other: {content, stats}, divergence}; tokens are
 // kept beside it until the page is left, for they are larger than the text.
 
-let chat = newChat(), running = null, state = null;
+const EXAMPLES = {
+  chat: ["Explain in two sentences why the sky is blue.", "Write a short story about a lighthouse keeper."],
+  text: ["def fibonacci(n):", "Once upon a time, "],
+};
+let chat = newChat(), running = null, state = null, atEnd = true;
 const tokens = new WeakMap(), rows = new WeakMap();
 
 function showChat() {
   $("log").replaceChildren(...(chat.messages.length ? chat.messages.map((message) => rows.get(message) || messageNode(message)) : [emptyNode()]));
   $("system").value = chat.system;
-  $("log").scrollTop = $("log").scrollHeight;
+  atEnd = chat.messages.length > 0;
+  $("log").scrollTop = atEnd ? $("log").scrollHeight : 0;
 }
 
 function emptyNode() {
   const text = !state ? "" : state.chat
     ? "Write a message; the model answers."
     : "This model has no chat template: it continues the text that you write.";
-  return el("div", {class: "empty"}, el("h2", null, state ? state.model : "attar"), el("p", null, text));
+  return el("div", {class: "empty"}, el("h2", null, state ? state.model : "attar"), el("p", null, text), ...(state ? [examples(), callExample()] : []));
+}
+
+function examples() {  // prompts that a press puts into the composer
+  const buttons = EXAMPLES[state.chat ? "chat" : "text"].map((text) => el("button", {type: "button", onclick: () => { $("prompt").value = text; $("prompt").focus(); }}, text));
+  return el("div", {class: "examples", role: "group", "aria-label": "Example prompts"}, buttons);
+}
+
+function callExample() {  // this server's own address and model, as a command line
+  const address = new URL(state.chat ? "v1/chat/completions" : "v1/completions", location.href).href;
+  const input = state.chat ? {messages: [{role: "user", content: "Hello"}]} : {prompt: EXAMPLES.text[0], max_tokens: 64};
+  const body = JSON.stringify({model: state.model, ...input}).replace(/'/g, "'\\''");
+  const key = document.body.dataset.key === undefined ? [] : ["-H 'Authorization: Bearer YOUR_KEY'"];
+  const parts = [`curl ${address}`, ...key, "-H 'Content-Type: application/json'", `-d '${body}'`];
+  return el("div", null, el("h3", null, "The same from a program"), codeNode(parts.join(" \\\n  "), "sh"));
 }
 
 function messageNode(message) {
@@ -70,18 +89,20 @@ function messageTools(message, node) {
     toggle.setAttribute("aria-pressed", open);
     if (node.view) node.view.remove();
     node.view = open ? tokenView(list) : null;
-    if (open) node.append(node.view);
-  }, {"aria-pressed": "false"});
+    if (open) node.append(node.view), node.view.scrollIntoView({block: "nearest"});
+  }, {"aria-pressed": "false", title: "the answer token by token: who proposed each, and how probable it was"});
   const meta = message.other ? "" : statsText(message.stats, list) + (message.stopped ? " · stopped" : "");
-  return [el("span", {class: "meta"}, meta), button("Copy", () => copy(message.content)), button("Regenerate", () => regenerate(message)), list && list.length ? toggle : null].filter(Boolean);
+  return [el("span", {class: "meta", title: STATS}, meta), button("Copy", () => copy(message.content)), button("Regenerate", () => regenerate(message)), list && list.length ? toggle : null].filter(Boolean);
 }
+
+const STATS = "A token is a piece of a word. From drafts: the share that a fast proposer guessed, and the model accepted.";
 
 function statsText(stats, list = []) {
   if (!stats || !stats.tokens) return "";
   const parts = [`${stats.tokens} tokens`];
   if (stats.rate) parts.push(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tokens/s`);
   if (stats.first !== undefined) parts.push(`first after ${stats.first.toFixed(2)} s`);
-  if (draftedShare(list)) parts.push(`${percent(draftedShare(list))} drafted`);
+  if (draftedShare(list)) parts.push(`${percent(draftedShare(list))} from drafts`);
   return parts.join(" · ");
 }
 
@@ -148,7 +169,7 @@ async function answer() {
   running = null;
   chat.updated = Date.now();
   saveChat(chat);
-  fillMessage(message);
+  follow(message);
   busy(false, message.stopped ? "stopped" : message.failed ? message.failed : "answered");
   showList();
 }
@@ -186,8 +207,17 @@ async function measure(body, message, signal) {
   }
 }
 
-function follow(message) {  // shows what has come; scrolls only where the reader is at the end
-  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  if (running && running.message === message) fillMessage(message);
-  if (atEnd) log.scrollTop = log.scrollHeight;
+function follow(message) {  // shows what has come
+  fillMessage(message);
+  if (atEnd) scrollToEnd();
+}
+
+function scrollToEnd() {
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function keepEnd() {  // a reader at the end stays there when the text grows or a panel opens; others are left alone
+  const log = $("log");
+  log.addEventListener("scroll", () => { atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80; });
+  new ResizeObserver(() => atEnd && scrollToEnd()).observe(log);
 }

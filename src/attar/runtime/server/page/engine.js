@@ -20,9 +20,9 @@ async function pollEngine() {
 }
 
 function showEngine(state) {
-  const rows = [["running", state.running], ["waiting", state.waiting], ["context", state.context ? `${state.context} tokens` : "no limit"],
-    ["keys and values", state.kv_dtype || "?"],
-    ["prompt tokens from the cache", state.prefix_queries ? percent(state.prefix_hits / state.prefix_queries) : "none yet"]];
+  const rows = [["requests running", state.running], ["requests waiting", state.waiting], ["context", state.context ? `${state.context.toLocaleString("en")} tokens` : "no limit"],
+    ["KV cache stored in", state.kv_dtype || "?"],
+    ["prompts from the cache", state.prefix_queries ? percent(state.prefix_hits / state.prefix_queries) : "none yet"]];
   $("load").replaceChildren(...rows.flatMap(([name, value]) => [el("dt", null, name), el("dd", null, String(value))]));
   $("blocks").hidden = !state.blocks;
   if (state.blocks) showBlocks(state.blocks);
@@ -47,8 +47,11 @@ function showBlocks(blocks) {
 }
 
 function boxColours() {
-  const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(["soft", "p1", "p2", "p3", "paper", "ink"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  const canvas = $("blocks");
+  return Object.fromEntries(["soft", "p1", "p2", "p3", "paper", "ink"].map((name) => {
+    canvas.style.color = `var(--${name})`;  // computed for the scheme that is shown
+    return [name, getComputedStyle(canvas).color];
+  }));
 }
 
 function drawBlock(brush, letter, x, y, size, colours) {

@@ -58,15 +58,19 @@ function askForKey(reason) {
   $("key").focus();
 }
 
-function openPanel(name, open) {
-  $(name).hidden = !open;
-  document.querySelector(`[data-panel="${name}"]`).setAttribute("aria-expanded", open);
+function openPanel(name, open) {  // on a narrow screen, where it stands above the chat, in place of another
+  for (const button of document.querySelectorAll("[data-panel]")) {
+    const panel = button.dataset.panel;
+    if (panel === name) $(panel).hidden = !open;
+    else if (open && matchMedia("(max-width: 860px)").matches) $(panel).hidden = true;
+    button.setAttribute("aria-expanded", !$(panel).hidden);
+  }
 }
 
 function showList() {
   const items = readChats().map((one) => el("li", null,
-    el("button", {type: "button", class: "open", "aria-current": one.id === chat.id ? "true" : null, onclick: () => openChat(one)}, one.title),
-    el("button", {type: "button", class: "quiet", "aria-label": `Delete ${one.title}`, onclick: () => deleteChat(one)}, "Delete")));
+    el("button", {type: "button", class: "open", "aria-current": one.id === chat.id ? "true" : null, title: one.title, onclick: () => openChat(one)}, el("span", null, one.title)),
+    el("button", {type: "button", class: "quiet", title: "Delete this chat", "aria-label": `Delete ${one.title}`, onclick: () => deleteChat(one)}, "×")));
   $("chats").replaceChildren(...items);
 }
 
@@ -104,6 +108,11 @@ function showSettings() {
   $("record").addEventListener("change", () => write(SETTINGS, {...readSettings(), record: $("record").checked}));
 }
 
+function showTheme() {
+  document.documentElement.style.colorScheme = $("theme").value = readSettings().theme || "";
+  if (state) showEngine(state);
+}
+
 function send() {
   if (!state || !ask($("prompt").value)) return;
   $("prompt").value = "";
@@ -136,13 +145,16 @@ function listen() {
     $("key").value = "";
     readState();
   });
+  $("theme").addEventListener("change", () => { write(SETTINGS, {...readSettings(), theme: $("theme").value}); showTheme(); });
   window.addEventListener("pagehide", () => { if (running) { running.message.stopped = true; saveChat(chat); } });
   window.addEventListener("storage", () => { if (!running) showList(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state && showEngine(state));
 }
 
 listen();
+keepEnd();
 showSettings();
+showTheme();
 openPanel("list", innerWidth > 1000);
 chat = readChats()[0] || chat;
 showChat();

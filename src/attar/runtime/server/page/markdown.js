@@ -77,9 +77,13 @@ function blockNode(source, depth) {
 function codeBlock(lines, fence) {
   const closed = lines.length > 1 && lines[lines.length - 1].trim().startsWith(fence[2]);
   const code = lines.slice(1, closed ? -1 : undefined).map((line) => line.slice(0, fence[1].length).trim() + line.slice(fence[1].length)).join("\n");
-  const caption = el("figcaption", null, el("span", null, fence[3] || "code"),
+  return codeNode(code, fence[3]);
+}
+
+function codeNode(code, language) {
+  const caption = el("figcaption", null, el("span", null, language || "code"),
     el("button", {type: "button", class: "quiet", onclick: () => copy(code)}, "Copy code"));
-  const label = `code ${fence[3]}`.trim();
+  const label = `code ${language}`.trim();
   return el("figure", {class: "code"}, caption, el("pre", {tabindex: "0", role: "group", "aria-label": label}, el("code", null, code)));
 }
 
