@@ -7,7 +7,9 @@ transformers knows the family itself. Nothing here goes to the network; :mod:`at
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.initialization import no_init_weights
 
 from attar.checkpoint.atomic import write_config
@@ -30,10 +32,12 @@ from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.experts import unstack
 from attar.models.fit import report_misfits
 from attar.models.plain_tokenizer import TOKENIZER_FILES
+from attar.models.tokenizer_file import follow_file
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
+logger = logging.getLogger(__name__)
 GENERATION = "generation_config.json"
 LARGER = (
     "a larger machine, or what works block by block: quantize, merge, export, prune to zeros, "
@@ -230,9 +234,19 @@ def read_tokenizer(path: Path) -> Any:
         )
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            differs = type(loaded) is not TokenizersBackend and follow_file(loaded, path)
         except Exception as error:
             raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    if differs and path.suffix != ".gguf":  # the folder in the cache of a GGUF file, which nobody else reads
+        _warn_other_tokens(str(path / "tokenizer.json"), type(loaded).__name__)
+    return loaded
+
+
+@functools.cache
+def _warn_other_tokens(file: str, kind: str) -> None:
+    """Once per process and file."""
+    logger.warning("%s makes other tokens than transformers' %s, which builds its own splitting", file, kind)
 
 
 def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:

@@ -1,8 +1,8 @@
 """A model's tokenizer by ``tokenizers`` alone, where transformers would add nothing to tokenizer.json.
 
-Transformers builds many tokenizer classes anew; the generic one takes tokenizer.json as it is, which GGUF
-files and attar's own models have. A folder is read here only where every special token is in tokenizer.json
-and nothing else changes the text; all others are read by transformers
+Many tokenizer classes of transformers have settings of their own; the generic one, which GGUF files and
+attar's own models have, takes tokenizer.json as it is. A folder is read here only where every special token
+is in tokenizer.json and nothing else changes the text; all others are read by transformers
 (:func:`attar.models.load.load_tokenizer`), whose tokenizers have the same methods.
 """
 
@@ -27,7 +27,6 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
-REBUILT = ("qwen2", "phi3")  # families whose tokenizer transformers builds anew whatever its class
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HARMLESS = frozenset(
     (
@@ -178,7 +177,7 @@ def plain_tokenizer(folder: Path, config: Mapping[str, Any]) -> PlainTokenizer |
         return None
     stored = read_json(settings)
     special = _special(stored)
-    if special is None or not _generic(stored, config):
+    if special is None or not _generic(stored):
         return None
     try:
         backend = Tokenizer.from_file(str(file))
@@ -192,13 +191,13 @@ def plain_tokenizer(folder: Path, config: Mapping[str, Any]) -> PlainTokenizer |
     return PlainTokenizer(backend, special, _template(folder, stored.get("chat_template")))
 
 
-def _generic(stored: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether transformers takes tokenizer.json as it is."""
+def _generic(stored: Mapping[str, Any]) -> bool:
+    """Whether the generic class takes tokenizer.json as it is."""
     unknown = [name for name in stored if name not in _HARMLESS and name != "added_tokens_decoder"]
     has_unknown = any(stored[name] for name in unknown)  # an empty or false field means nothing
     settles = stored.get("tokenizer_class") in GENERIC and "add_bos_token" not in stored
     settles = settles and "add_eos_token" not in stored
-    return settles and not has_unknown and config.get("model_type") not in REBUILT
+    return settles and not has_unknown
 
 
 def _special(stored: Mapping[str, Any]) -> dict[str, str] | None:

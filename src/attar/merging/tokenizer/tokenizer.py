@@ -23,13 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from attar.checkpoint.atomic import explain_os_errors
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, ModelError
-from attar.models.configs import first_line, quiet
+from attar.models import load
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 PLAIN_FLAGS: dict[str, bool] = dict.fromkeys(FLAGS, False)
@@ -68,13 +66,7 @@ def read_tokenizer(folder: Path) -> TokenizerTokens:
         raise CheckpointError(
             f"{folder}: no tokenizer", hint="copy tokenizer.json and tokenizer_config.json there"
         )
-    with quiet():
-        try:
-            loaded = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    loaded = load.read_tokenizer(folder)
     ids = dict(sorted(loaded.get_vocab().items(), key=lambda item: (item[1], item[0])))
     added = {
         token.content: {flag: bool(getattr(token, flag)) for flag in FLAGS}
