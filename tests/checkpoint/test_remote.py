@@ -5,11 +5,14 @@ import json
 import fsspec
 import pytest
 
-from attar.checkpoint import remote
+from attar.checkpoint import atomic, remote
+from attar.checkpoint.card import Card
+from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.open import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.errors import CheckpointError, MissingExtraError, OutputError, UsageError
 from attar.verbs import run_stage, upload
+from tests.flushes import record_flushes
 from tests.recipe.recipe_fakes import make_model
 
 ADDRESS = "memory://bucket/models/small"
@@ -176,9 +179,188 @@ def test_the_hub_gets_the_card_last(model, monkeypatch, tmp_path):
         def __getattr__(self, name):
             return lambda *words, **options: calls.append((name, options))
 
-    (model / "attar.json").write_text(json.dumps({}))
+    files = {path.name: sha256_file(path) for path in model.iterdir()}
+    Card(name="base", stage="prune", files=files).write(model)
+    (model / ".env").write_text("TOKEN=1")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     remote.upload(model, "hf://org/name@dev")
     assert [name for name, _ in calls] == ["create_repo", "upload_folder", "upload_file"]
-    assert calls[1][1]["ignore_patterns"] == ["attar.json"] and calls[2][1]["path_in_repo"] == "attar.json"
+    assert (
+        sorted(calls[1][1]["allow_patterns"]) == sorted(files) and calls[2][1]["path_in_repo"] == "attar.json"
+    )
     assert {options["revision"] for _, options in calls[1:]} == {"dev"}
+
+
+@pytest.mark.parametrize("form", ["absolute", "relative", "exact hash"])
+def test_a_card_in_a_store_reaches_no_file_outside_the_download(store, model, tmp_path, form):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    name = str(victim) if form != "relative" else "../" * 12 + str(victim)[1:]
+    digest = sha256_file(victim) if form == "exact hash" else "0"
+    content = Card(name="m", stage="prune").to_dict() | {"files": {name: digest}}
+    (model / "attar.json").write_text(json.dumps(content))
+    put(store, model)
+    with pytest.raises(CheckpointError, match="names of files below the folder"):
+        open_checkpoint(ADDRESS)
+    assert victim.read_text() == "mine"
+
+
+def test_only_files_of_the_listing_are_compared(store, tmp_path):
+    checkpoint = run_stage("export", "attar:tiny", tmp_path / "out", _export())
+    card = checkpoint.card
+    put(store, checkpoint.path)
+    more = {"head/config.json": "0", "onnx.bin": "0"}
+    content = card.to_dict() | {"files": card.files | more}
+    store.pipe_file("/bucket/models/small/attar.json", json.dumps(content).encode())
+    assert open_checkpoint(ADDRESS).fingerprint() == checkpoint.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["a\\b.json", "a\nb.json", "\x1b[2J.json", "x" * 250 + ".json"])
+def test_a_listings_name_that_is_no_file_name_is_refused(store, model, name):
+    put(store, model)
+    store.pipe_file(f"/bucket/models/small/{name}", b"{}")
+    with pytest.raises(CheckpointError, match="is not the name of a file"):
+        open_checkpoint(ADDRESS)
+
+
+@pytest.mark.parametrize("size", [-1, None, "7", 1.5])
+def test_a_listings_size_is_a_whole_number(store, model, monkeypatch, size):
+    put(store, model)
+    listing = store.find("/bucket/models/small", maxdepth=1, detail=True)
+    listing = {path: info | {"size": size} for path, info in listing.items()}
+    monkeypatch.setattr(type(store), "find", lambda self, *words, **options: listing)
+    with pytest.raises(CheckpointError, match="gives it a size of"):
+        open_checkpoint(ADDRESS)
+
+
+def test_a_model_larger_than_the_disk_is_refused_before_it_is_fetched(store, model, monkeypatch):
+    put(store, model)
+    log = flaky(monkeypatch, store, 1000).log
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 100)
+    with pytest.raises(OutputError, match=r"no space left .*\(.* needed, 100 B free\)") as caught:
+        open_checkpoint(ADDRESS)
+    assert log == [] and "XDG_CACHE_HOME" in caught.value.hint
+
+
+def interrupted(store, model, monkeypatch, calls=3):
+    """A download that ended: the partial file of the weights."""
+    put(store, model)
+    monkeypatch.setattr(remote, "CHUNK", 100)
+    with monkeypatch.context() as context:
+        flaky(context, store, calls)
+        with pytest.raises(CheckpointError, match="ConnectionResetError"):
+            open_checkpoint(ADDRESS)
+    partials = sorted(remote._cache(ADDRESS).rglob(".*.partial"))
+    assert len(partials) == 1
+    return partials[0]
+
+
+DAMAGES = {
+    "a wrong byte": lambda data: b"\xff" + data[1:],
+    "lost bytes": lambda data: bytes(len(data)),
+    "bytes behind": lambda data: data + b"behind",
+    "shorter": lambda data: data[:-1],
+    "longer than the file": lambda data: data + bytes(100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_partial_file_becomes_no_file(store, model, monkeypatch, damage):
+    partial = interrupted(store, model, monkeypatch)
+    partial.write_bytes(DAMAGES[damage](partial.read_bytes()))
+    checkpoint = open_checkpoint(ADDRESS)
+    assert {path.name: path.read_bytes() for path in checkpoint.path.iterdir()} == {
+        path.name: path.read_bytes() for path in model.iterdir()
+    }
+
+
+@pytest.mark.parametrize("record", ["", "{}", '{"bytes": 10}', '{"bytes": -5, "sha256": ""}', "missing"])
+def test_a_partial_file_without_its_record_is_fetched_again(store, model, monkeypatch, record):
+    partial = interrupted(store, model, monkeypatch)
+    path = partial.with_name(partial.name.replace(".partial", ".received"))
+    path.unlink() if record == "missing" else path.write_text(record)
+    assert open_checkpoint(ADDRESS).fingerprint() == open_checkpoint(model).fingerprint()
+
+
+@pytest.mark.parametrize("surplus", [b"", b"more"])
+def test_a_store_that_sends_other_lengths_than_it_lists_is_refused(store, model, monkeypatch, surplus):
+    put(store, model)
+    real = type(store).cat_file
+
+    def cat_file(self, path, start=None, end=None):
+        return real(self, path, start=start, end=end) + surplus if surplus else b""
+
+    monkeypatch.setattr(type(store), "cat_file", cat_file)
+    with pytest.raises(CheckpointError, match="is longer than" if surplus else "ends after 0 of"):
+        open_checkpoint(ADDRESS)
+    assert not [path for path in remote._cache(ADDRESS).rglob("*.json") if not path.name.startswith(".")]
+
+
+def test_a_file_that_this_disk_damaged_is_fetched_again_once(store, monkeypatch, tmp_path):
+    checkpoint = run_stage("export", "attar:tiny", tmp_path / "out", _export())
+    put(store, checkpoint.path)
+    copy = open_checkpoint(ADDRESS).path
+    for name in ("model.safetensors", "tokenizer.json"):
+        (copy / name).write_bytes(b"\0" * (copy / name).stat().st_size)
+    atomic.hidden(copy, "verified").unlink()
+    log = flaky(monkeypatch, store, 1000).log
+    assert open_checkpoint(ADDRESS).fingerprint() == checkpoint.fingerprint()
+    assert {name for _, name, _ in log} == {str(path) for path in ("model.safetensors", "tokenizer.json")}
+
+
+def test_each_block_is_on_the_disk_before_its_record_and_the_file_before_its_name(store, model, monkeypatch):
+    put(store, model)
+    monkeypatch.setattr(remote, "CHUNK", 300)
+    events = record_flushes(monkeypatch)
+    folder = open_checkpoint(ADDRESS).path
+    final = folder / "model.safetensors"
+    partial, received = (atomic.hidden(final, suffix) for suffix in ("partial", "received"))
+    blocks = -(-(model / "model.safetensors").stat().st_size // 300)
+    mine = [
+        (kind, path) for kind, path in events if path in (partial, received, folder / "model.safetensors")
+    ]
+    each = [("flush", partial), ("rename", received)]
+    assert blocks > 2 and mine == [
+        *each * blocks,
+        ("flush", partial),
+        ("rename", folder / "model.safetensors"),
+    ]
+    assert events[events.index(mine[-1]) + 1] == ("flush", folder)
+
+
+@pytest.mark.parametrize("card", [True, False])
+def test_only_the_models_files_are_uploaded(store, model, tmp_path, caplog, card):
+    (tmp_path / "secret.txt").write_text("secret")
+    if card:
+        model = run_stage("export", "attar:tiny", tmp_path / "out", _export()).path
+    expected = {path.name for path in model.iterdir()}
+    (model / "notes.txt").symlink_to("../secret.txt")
+    (model / ".env").write_text("TOKEN=1")
+    upload(model, ADDRESS)
+    assert {path.rpartition("/")[2] for path in store.find("/bucket")} == expected
+    assert "not uploaded" in caplog.text and ".env, notes.txt" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "README.md", "LICENSE", "config.json"])
+def test_a_file_of_the_model_that_is_a_link_to_elsewhere_is_not_uploaded(store, model, tmp_path, name):
+    other = tmp_path / "elsewhere"
+    content = (model / name).read_bytes() if (model / name).exists() else b"secret"
+    other.write_bytes(content)
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(other)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        upload(model, ADDRESS)
+    assert not store.find("/bucket")
+
+
+def test_a_file_that_is_not_the_cards_is_not_uploaded(store, tmp_path):
+    checkpoint = run_stage("export", "attar:tiny", tmp_path / "out", _export())
+    (checkpoint.path / "README.md").write_text("my words")
+    upload(checkpoint.path, ADDRESS)
+    (checkpoint.path / "generation_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is not the file that its attar\.json lists"):
+        upload(checkpoint.path, ADDRESS + "2")
+    (checkpoint.path / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        upload(checkpoint.path, ADDRESS + "2")
+    assert not store.exists("/bucket/models/small2/config.json")

@@ -11,12 +11,15 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from attar.checkpoint.names import LONGEST
 from attar.checkpoint.units import bytes_text
 from attar.errors import AttarError, OutputError
 
@@ -25,11 +28,11 @@ if TYPE_CHECKING:
 
     import torch
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST_NAME = 240  # file systems allow 255 bytes for .NAME.partial
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # torch and the Rust libraries wrap the system's error into their own and keep only its text
 _FULL_TEXTS = ("No space left on device", "os error 28", "PytorchStreamWriter failed", "unexpected pos")
+_LARGE_TEXTS = ("File too large", "os error 27")
 _REFUSED_TEXTS = ("Read-only file system", "os error 30", "os error 13")
 
 
@@ -45,6 +48,8 @@ def file(final: Path, needed: int | None = None) -> Iterator[Path]:
     """
     partial = hidden(final, "partial")
     with explain_os_errors(final, needed):
+        if partial.is_symlink() or partial.exists():
+            partial.unlink()  # not written to: it may be a link to another file
         try:
             yield partial
             publish(partial, final)
@@ -105,6 +110,8 @@ def folder(final: Path, force: bool = False) -> Iterator[Path]:
     final = target(final)
     partial = hidden(final, "partial")
     with explain_os_errors(final):
+        for path in (partial, hidden(final, "old")):
+            check_own_folder(path)
         recover(final)
         check_target(final, force)
         shutil.rmtree(partial, ignore_errors=True)
@@ -128,8 +135,8 @@ def target(out: Path) -> Path:
     final = Path(os.path.realpath(os.path.expanduser(out)))  # noqa: PTH111 (never raises)
     if not final.name:
         raise OutputError(f"{out}: cannot be an output folder", hint="give the name of a new folder")
-    if len(os.fsencode(final.name)) > _LONGEST_NAME:
-        raise OutputError(f"{out}: the name is too long", hint=f"at most {_LONGEST_NAME} bytes")
+    if len(os.fsencode(final.name)) > LONGEST:
+        raise OutputError(f"{out}: the name is too long", hint=f"at most {LONGEST} bytes")
     parent = next(parent for parent in final.parents if parent.exists())
     if not parent.is_dir():
         raise OutputError(f"{out}: {parent} is a file", hint="choose another output folder")
@@ -139,6 +146,40 @@ def target(out: Path) -> Path:
 def hidden(final: Path, suffix: str) -> Path:
     """The hidden sibling ``.NAME.suffix`` of a path."""
     return final.with_name(f".{final.name}.{suffix}")
+
+
+def open_own(path: Path) -> BinaryIO:
+    """A file under a hidden or derived name (a lock, a journal, a partial file) to read and write, created
+    if it is missing. The name is predictable: where others put a link or a pipe there, it is not followed.
+
+    Raises:
+        OutputError: it is no ordinary file, or cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with explain_os_errors(path):
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise _not_ours(path, "file") from None
+            raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_ours(path, "file")
+    return os.fdopen(descriptor, "r+b")
+
+
+def check_own_folder(path: Path) -> None:
+    """Refuse a link or a file where attar has a hidden folder of its own. Raises OutputError."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise _not_ours(path, "folder")
+
+
+def _not_ours(path: Path, kind: str) -> OutputError:
+    return OutputError(
+        f"{path}: is no {kind} of attar's, which would write there",
+        hint="remove it, or choose another output",
+    )
 
 
 def check_target(final: Path, force: bool) -> None:
@@ -189,11 +230,15 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise _full(path, needed) from error
+        if error.errno == errno.EFBIG:
+            raise _too_large(path) from error
         if error.errno in _REFUSED:
             raise _refused(Path(error.filename or path), error.strerror or "refused") from error
         raise
     except Exception as error:
         text = str(error)
+        if any(sign in text for sign in _LARGE_TEXTS):
+            raise _too_large(path) from error
         if any(sign in text for sign in _FULL_TEXTS):
             raise _full(path, needed) from error
         if any(sign in text for sign in _REFUSED_TEXTS):
@@ -201,11 +246,13 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
         raise
 
 
-def check_space(path: Path, needed: int) -> None:
+def check_space(path: Path, needed: int, hint: str | None = None) -> None:
     """Refuse a file system of ``path`` with fewer than ``needed`` bytes free. Raises OutputError."""
     free = free_bytes(path)
     if free is not None and free < needed:
-        raise _full(path, needed)
+        error = _full(path, needed)
+        error.hint = hint or error.hint
+        raise error
 
 
 def try_lock(descriptor: int) -> bool:
@@ -286,6 +333,16 @@ def _full(path: Path, needed: int | None) -> OutputError:
     detail = f" ({', '.join(sizes)})" if sizes else ""
     return OutputError(
         f"{path}: no space left on the disk{detail}", hint="free some space or write elsewhere with -o"
+    )
+
+
+def _too_large(path: Path) -> OutputError:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limited = limit != resource.RLIM_INFINITY
+    most = f"{bytes_text(limit)}, the limit of this process's files" if limited else "its file system allows"
+    return OutputError(
+        f"{path}: larger than {most}",
+        hint="raise it (ulimit -f unlimited), or write to another file system",
     )
 
 

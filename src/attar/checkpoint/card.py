@@ -17,6 +17,7 @@ from typing import Any
 
 from attar.checkpoint.atomic import write_json
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.names import is_relative_name
 from attar.errors import CheckpointError
 from attar.version import __version__
 
@@ -57,7 +58,7 @@ class Card:
         settings: the settings of that stage, every one of them.
         key: identity of the work: hash of stage, code version, settings and inputs.
         versions: of attar, python, torch and transformers.
-        files: file name to SHA-256, without the card itself.
+        files: name of a file below the folder to SHA-256, without the card itself.
         measurements: results of ``attar evaluate``.
         details: results of the stage, such as ``layers`` and ``curve``.
         licence: duties that follow from the lineage; for a root, ``ids`` of its own licences.
@@ -186,6 +187,10 @@ def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
+def _is_file_map(value: Any) -> bool:
+    return _is_text_map(value) and all(is_relative_name(name) for name in value)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -201,7 +206,8 @@ def _is_licence(value: Any) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("name", "stage", "role", "key", "fingerprint", "command"), ("a text", _is(str))),
     **dict.fromkeys(("settings", "measurements", "details"), ("an object", _is(dict))),
-    **dict.fromkeys(("versions", "files"), ("an object of texts", _is_text_map)),
+    "versions": ("an object of texts", _is_text_map),
+    "files": ("an object of texts, by names of files below the folder", _is_file_map),
     "seed": ("a whole number", _is_int),
     "parents": ("a list", _is(list)),
     "licence": ("an object whose ids and evidence are lists of texts", _is_licence),

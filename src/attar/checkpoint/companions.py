@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from attar.checkpoint.atomic import explain_os_errors
+from attar.checkpoint.names import check_links
 
 TOKENIZER = (
     "added_tokens.json",
@@ -39,9 +40,35 @@ TEXTS = (
 """Other files of a model. No README: it describes the original weights."""
 
 
+OTHERS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.gguf",
+    "*.imatrix",
+    "*config*.json",
+    "*/config.json",
+    "attar-text.json",
+    "modules.json",
+    "Modelfile",
+    "README.md",
+)
+"""What else belongs to a model without a card."""
+
+
 def tokenizer_files(folder: Path) -> list[str]:
     """Names of the tokenizer's files in a folder, sorted."""
     return _matches(folder, TOKENIZER)
+
+
+def model_files(folder: Path) -> list[str]:
+    """Names of the files of a model without a card, sorted; hidden ones are none of them."""
+    return _matches(folder, TOKENIZER + TEXTS + OTHERS)
+
+
+def check_companions(folder: Path) -> None:
+    """Refuse a model whose companions are links to elsewhere: what is copied would be another file of the
+    user. Raises CheckpointError."""
+    check_links(folder, _matches(folder, TOKENIZER + TEXTS))
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
@@ -50,9 +77,11 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     replaced.
 
     Raises:
+        CheckpointError: one is a link out of the folder.
         OutputError: no space, or no permission.
     """
     names = _matches(source, TOKENIZER + TEXTS)
+    check_links(source, names)
     with explain_os_errors(target):
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,4 +91,5 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 def _matches(folder: Path, patterns: tuple[str, ...]) -> list[str]:
     paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path.relative_to(folder).as_posix() for path in paths)
+    names = {path.relative_to(folder).as_posix() for path in paths}
+    return sorted(name for name in names if not name.startswith(".") and "/." not in name)

@@ -17,6 +17,7 @@ from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.names import is_file_name
 from attar.checkpoint.tensors import TensorInfo, check_finite, read_header, read_tensor
 from attar.errors import CheckpointError, nearest
 
@@ -194,7 +195,7 @@ def _index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map", hint="copy or download the file again")
     for name in _shards(weight_map):
-        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
+        if not is_file_name(name):
             tensor = next(tensor for tensor, file in weight_map.items() if file == name)
             raise CheckpointError(
                 f"{path}: {tensor[:80]!r} is in {str(name)[:80]!r}, which is not a file name"

@@ -24,6 +24,7 @@ from typing import Any
 
 from attar.checkpoint import atomic, hashing
 from attar.checkpoint.card import FILE, Card, Parent, plain, versions
+from attar.checkpoint.companions import check_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
@@ -112,11 +113,14 @@ def produce(
     Raises:
         OutputError: ``out`` exists, cannot be written, is being written by another process, or the disk is
         full.
+        CheckpointError: a file that would be copied is a link out of its model's folder.
     """
     final = atomic.target(Path(out))
     own = own_output(final)
     parents = [*((item, "weights") for item in weights), *((item, "signal") for item in signals)]
     _check_apart(final, parents)
+    for item in weights:
+        check_companions(item.path)
     atomic.check_target(final, force)
     with (
         suppress(LeftToFirst),
@@ -282,24 +286,36 @@ def _parent_folder(final: Path) -> Iterator[None]:
 def _work_folder(final: Path) -> Iterator[Path]:
     """The locked scratch folder; the module's docstring says when it is removed."""
     work = atomic.hidden(final, "work")
+    _check_work(work)
     lock = _lock(work, final)
     try:
         try:
             yield work
         except BaseException as error:
             if isinstance(error, AttarError) or not _progress(work):
-                shutil.rmtree(work, ignore_errors=True)
+                _remove_work(work)
             raise
-        shutil.rmtree(work, ignore_errors=True)
+        _remove_work(work)
     finally:
         os.close(lock)
+
+
+def _check_work(work: Path) -> None:
+    """Refuse a link, and a folder that somebody else filled: its files would be removed. Raises
+    OutputError."""
+    atomic.check_own_folder(work)
+    if _progress(work) and not (work / KEY).is_file():
+        raise OutputError(
+            f"{work}: is no scratch folder of attar's, which would clear it",
+            hint="move it away, or choose another output folder",
+        )
 
 
 def _lock(work: Path, final: Path) -> int:
     """Lock the scratch folder. The system releases the lock when the process ends."""
     work.mkdir(exist_ok=True)
     try:
-        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError:
         with suppress(OSError):
             work.rmdir()  # fails if another process has files in it
@@ -324,12 +340,24 @@ def _claim(work: Path, stage: str, key: str) -> bool:
         same = False
     if same:
         return bool(_progress(work))
-    for path in _progress(work):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove_progress(work)
     atomic.write_json(work / KEY, {"stage": stage, "key": key})
     return False
 
 
+def _remove_progress(work: Path) -> None:
+    for path in _progress(work):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _remove_work(work: Path) -> None:
+    """Remove the scratch folder, the key last: it says whose files the others are."""
+    with suppress(OSError):
+        _remove_progress(work)
+        shutil.rmtree(work)
+
+
 def _progress(work: Path) -> list[Path]:
     """The files that a stage wrote into its scratch folder."""
-    return sorted(path for path in work.iterdir() if path.name not in (_LOCK, KEY)) if work.is_dir() else []
+    bookkeeping = (_LOCK, KEY, atomic.hidden(work / KEY, "partial").name)
+    return sorted(path for path in work.iterdir() if path.name not in bookkeeping) if work.is_dir() else []

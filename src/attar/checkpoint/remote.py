@@ -12,16 +12,22 @@ that is uploaded already is not uploaded again.
 from __future__ import annotations
 
 import fnmatch
+import glob
+import hashlib
+import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from attar.checkpoint import atomic, hashing
 from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.card import Card
+from attar.checkpoint.companions import model_files
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.names import check_links, is_file_name
 from attar.errors import AttarError, CheckpointError, MissingExtraError, OutputError
 
 STORES = ("s3", "gs", "gcs", "az", "abfs")
@@ -34,6 +40,9 @@ CHUNK = 16 << 20
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _UPLOADED = "uploaded.json"
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "mtime", "created")
+
+
+logger = logging.getLogger(__name__)
 
 
 def is_remote(model: object) -> bool:
@@ -56,6 +65,7 @@ def download(address: str, wanted: list[str]) -> Path:
     Raises:
         CheckpointError: there is nothing at the address, it cannot be read, or its files are not those that
             the card lists.
+        OutputError: the files do not fit on the disk.
         MissingExtraError: the store's package is not installed.
     """
     with _explained(address, CheckpointError):
@@ -65,28 +75,47 @@ def download(address: str, wanted: list[str]) -> Path:
             raise CheckpointError(
                 f"{address}: no model there", hint="give the folder of a model, or a .gguf file"
             )
-        version = hashing.sha256_text(hashing.canonical_json(sorted(map(list, objects.values()))))[:16]
+        version = hashing.sha256_text(hashing.canonical_json(sorted(map(list, objects))))[:16]
         folder = _cache(address) / version / PurePosixPath(root).name
         if address.endswith(".gguf"):
             folder = folder.parent
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            for path, (name, size, _) in sorted(objects.items()):
-                _download_file(store, path, folder / name, size)
-    if address.endswith(".gguf"):
-        return folder / PurePosixPath(root).name
-    _verify(folder, address)
-    return folder
+            fetched = _fetch(store, objects, folder)
+            damaged = _damaged(folder, objects)
+            while damaged and damaged not in fetched:  # on this disk: the store may have it whole
+                fetched += _fetch(store, objects, folder)
+                damaged = _damaged(folder, objects)
+        if damaged:
+            raise CheckpointError(
+                f"{address}/{damaged}: is not the file that its {CARD} lists", hint="upload the model again"
+            )
+    return folder / PurePosixPath(root).name if address.endswith(".gguf") else folder
 
 
-def _objects(store: Any, root: str, wanted: list[str]) -> dict[str, tuple[str, int, str]]:
-    """Path in the store to name, bytes and version of each file that a model needs."""
-    details = store.find(root, maxdepth=1, detail=True)
-    return {
-        path: (PurePosixPath(path).name, int(info["size"]), _version(info))
-        for path, info in details.items()
+class _Object(NamedTuple):
+    """A file in a store: its name, its bytes, what tells two contents apart, and its path in the store."""
+
+    name: str
+    size: int
+    version: str
+    path: str
+
+
+def _objects(store: Any, root: str, wanted: list[str]) -> list[_Object]:
+    """Each file that a model needs, by name."""
+    objects = [
+        _Object(PurePosixPath(path).name, info["size"], _version(info), path)
+        for path, info in sorted(store.find(root, maxdepth=1, detail=True).items())
         if path == root or any(fnmatch.fnmatch(PurePosixPath(path).name, pattern) for pattern in wanted)
-    }
+    ]
+    names = [item.name for item in objects]
+    for item in objects:
+        if not is_file_name(item.name) or names.count(item.name) > 1:
+            raise CheckpointError(f"{item.path!r}: is not the name of a file of a model")
+        if not isinstance(item.size, int) or item.size < 0:
+            raise CheckpointError(f"{item.path}: the store gives it a size of {str(item.size)[:40]!r}")
+    return objects
 
 
 def _version(info: dict[str, Any]) -> str:
@@ -94,48 +123,90 @@ def _version(info: dict[str, Any]) -> str:
     return str(next((info[key] for key in _VERSIONS if info.get(key)), ""))
 
 
-def _download_file(store: Any, path: str, target: Path, size: int) -> None:
-    """Fetch what is missing of a file, in order; it gets its name when it is whole and on the disk."""
-    if target.is_file() and target.stat().st_size == size:
-        return
-    partial = atomic.hidden(target, "partial")
-    start = partial.stat().st_size if partial.exists() else 0
-    if start > size:
-        partial.unlink()
-        start = 0
-    with atomic.explain_os_errors(target, size), partial.open("ab") as file:
-        while start < size:
-            block = store.cat_file(path, start=start, end=min(start + CHUNK, size))
+def _fetch(store: Any, objects: list[_Object], folder: Path) -> list[str]:
+    """Fetch what is missing of the files; the names of those of which every byte came now."""
+    missing = [item for item in objects if not _complete(folder / item.name, item.size)]
+    partials = [atomic.hidden(folder / item.name, "partial") for item in missing]
+    stored = sum(partial.stat().st_size for partial in partials if partial.is_file())
+    needed = sum(item.size for item in missing) - stored
+    atomic.check_space(folder, needed, "free some space, or set XDG_CACHE_HOME to a larger disk")
+    return [item.name for item in missing if _download_file(store, item, folder / item.name)]
+
+
+def _complete(target: Path, size: int) -> bool:
+    return target.is_file() and target.stat().st_size == size
+
+
+def _download_file(store: Any, item: _Object, target: Path) -> bool:
+    """Fetch what is missing of a file, in order; it gets its name when it is whole and on the disk. Returns
+    whether every byte was fetched now.
+
+    The bytes of a partial file count up to the length of which their hash is recorded, if it is theirs: a
+    power cut may lose others, and leave the file its length.
+    """
+    partial, record = (atomic.hidden(target, suffix) for suffix in ("partial", "received"))
+    with atomic.explain_os_errors(target, item.size), atomic.open_own(partial) as file:
+        start, digest = _received(file, record)
+        resumed = start > 0
+        while start < item.size:
+            end = min(start + CHUNK, item.size)
+            block = store.cat_file(item.path, start=start, end=end)
             if not block:
-                raise CheckpointError(f"{path}: ends after {start} of {size} bytes")
+                raise CheckpointError(f"{item.path}: ends after {start} of {item.size} bytes")
+            if len(block) > end - start:
+                raise CheckpointError(f"{item.path}: is longer than the {item.size} bytes of its listing")
             file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            digest.update(block)
             start += len(block)
+            atomic.write_json(record, {"bytes": start, "sha256": digest.hexdigest()})
+        file.truncate(start)
     atomic.publish(partial, target)
+    record.unlink(missing_ok=True)
+    return not resumed
+
+
+def _received(file: BinaryIO, record: Path) -> tuple[int, Any]:
+    """How many bytes of a partial file are as they were received, with their hash; the position is behind
+    them."""
+    try:
+        stated = read_json(record)
+    except CheckpointError:
+        stated = {}
+    length, digest = stated.get("bytes"), hashlib.sha256()
+    rest = length if isinstance(length, int) else 0
+    while rest > 0 and (block := file.read(min(rest, CHUNK))):
+        digest.update(block)
+        rest -= len(block)
+    if rest == 0 and length and digest.hexdigest() == stated.get("sha256"):
+        return length, digest
+    file.seek(0)
+    return 0, hashlib.sha256()
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process downloads, others wait for it."""
-    with atomic.hidden(folder, "lock").open("a") as lock:
+    with atomic.open_own(atomic.hidden(folder, "lock")) as lock:
         while not atomic.try_lock(lock.fileno()):
             time.sleep(0.2)
         yield
 
 
-def _verify(folder: Path, address: str) -> None:
-    """Compare files with the hashes of the card, once. Raises CheckpointError, and drops what differs."""
-    card = Card.read(folder)
+def _damaged(folder: Path, objects: list[_Object]) -> str:
+    """Compare files with the hashes of the card, once. The name of one that differs, which is removed; empty
+    where none does."""
+    card = Card.read(folder) if any(item.name == CARD for item in objects) else None
     marker = atomic.hidden(folder, "verified")
     if card is None or marker.exists():
-        return
-    for name, digest in card.files.items():
-        path = folder / name
-        if path.suffix != ".md" and path.is_file() and hashing.sha256_file(path) != digest:
-            path.unlink()
-            raise CheckpointError(
-                f"{address}/{name}: is not the file that its {CARD} lists", hint="upload the model again"
-            )
+        return ""
+    for name in (item.name for item in objects if item.name in card.files):
+        if not name.endswith(".md") and hashing.sha256_file(folder / name) != card.files[name]:
+            (folder / name).unlink()
+            return name
     marker.touch()
+    return ""
 
 
 @contextmanager
@@ -195,6 +266,7 @@ def upload(folder: Path, address: str) -> None:
 
     Raises:
         OutputError: the store refuses, or an object has other bytes than were sent.
+        CheckpointError: a file is missing, a link out of the folder, or not the one that the card lists.
     """
     if address.startswith(HUB):
         _upload_to_hub(folder, hub_id(address), address)
@@ -204,8 +276,8 @@ def upload(folder: Path, address: str) -> None:
         record = _cache(address) / _UPLOADED  # not next to the model, whose folder may be read-only
         record.parent.mkdir(parents=True, exist_ok=True)
         known = _uploaded(record)
-        for path in _in_order(folder):
-            name, digest = path.relative_to(folder).as_posix(), hashing.sha256_file(path)
+        for name in _in_order(folder):
+            path, digest = folder / name, hashing.sha256_file(folder / name)
             before = known.get(name, {})
             target = f"{root}/{name}"
             if before.get("sha256") == digest and before.get("version") == _stored(store, target):
@@ -219,11 +291,30 @@ def upload(folder: Path, address: str) -> None:
             atomic.write_json(record, known)
 
 
-def _in_order(folder: Path) -> list[Path]:
-    """The files of a checkpoint: the config after the weights, the card last."""
+def _in_order(folder: Path) -> list[str]:
+    """The files of a checkpoint: the config after the weights, the card last. Those that are not the model's
+    are left out: a warning names them.
+
+    Raises:
+        CheckpointError: one is missing, is a link out of the folder, or has other bytes than its card says.
+    """
+    card = Card.read(folder)
+    names = model_files(folder) if card is None else [*card.files, CARD]
+    check_links(folder, names)
+    for name, digest in card.files.items() if card is not None else ():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: is missing, and the {CARD} lists it")
+        if not name.endswith(".md") and hashing.sha256_file(folder / name) != digest:
+            raise CheckpointError(
+                f"{folder / name}: is not the file that its {CARD} lists",
+                hint="make the model again; or delete the card: the model is uploaded without it",
+            )
+    present = (path for path in folder.rglob("*") if path.is_file())
+    others = sorted({path.relative_to(folder).as_posix() for path in present} - set(names))
+    if others:
+        logger.warning("not uploaded, as they are no files of the model: %s", ", ".join(others)[:500])
     last = {"config.json": 1, CARD: 2}
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return sorted(files, key=lambda path: last.get(path.relative_to(folder).as_posix(), 0))
+    return sorted(names, key=lambda name: (last.get(name, 0), name))
 
 
 def _uploaded(record: Path) -> dict[str, dict[str, str | None]]:
@@ -247,10 +338,11 @@ def _upload_to_hub(folder: Path, repository: str, address: str) -> None:
 
     name, _, revision = repository.partition("@")
     with _explained(address, OutputError):
+        files = [glob.escape(file) for file in _in_order(folder) if file != CARD]
         api = HfApi()
         api.create_repo(name, exist_ok=True)
         where = {"repo_id": name, "revision": revision or None}
-        api.upload_folder(folder_path=folder, ignore_patterns=[CARD], **where)
+        api.upload_folder(folder_path=folder, allow_patterns=files, **where)
         if (folder / CARD).is_file():
             api.upload_file(path_or_fileobj=folder / CARD, path_in_repo=CARD, **where)
 

@@ -21,6 +21,7 @@ from typing import Any
 from attar.checkpoint.atomic import explain_os_errors, hidden, try_lock, write_json
 from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.names import is_file_name, is_relative_name
 from attar.checkpoint.readme import FILE as README
 from attar.errors import CheckpointError, OutputError
 
@@ -52,14 +53,13 @@ def read_run(run: Path) -> dict[str, Any] | None:
 
 def own_folders(run: Path) -> list[str]:
     """Names of the stage folders of this run, planned ones included."""
-    announced = (read_run(run) or {}).get("folders", [])
+    announced = (read_run(run) or {}).get("folders")
+    announced = announced if isinstance(announced, list) else []
     receipts = sorted(path.stem for path in (run / RECEIPTS).glob("*.json"))
     names = dict.fromkeys([*(str(name) for name in announced), *receipts])
     # a run.json edited by hand must not reach outside the folder
     return [
-        name
-        for name in names
-        if Path(name).name == name and not name.startswith(".") and name != ORIGINAL_RECEIPT
+        name for name in names if is_file_name(name) and not name.startswith(".") and name != ORIGINAL_RECEIPT
     ]
 
 
@@ -80,7 +80,8 @@ def check_folder(run: Path, model: str, *, fresh: bool) -> None:
             hint = "choose an empty or a new folder with -o"
             raise OutputError(f"{run}: is not the folder of a run (it holds {others[0]})", hint=hint)
         return
-    before = earlier.get("recipe", {}).get("model")
+    recipe = earlier.get("recipe")
+    before = recipe.get("model") if isinstance(recipe, dict) else None
     if before != model and not fresh:
         hint = "choose another folder with -o, or start over with --fresh"
         raise OutputError(f"{run}: holds a run of another model ({before})", hint=hint)
@@ -179,6 +180,18 @@ class Receipt:
     measurements_key: str = ""
     measurements: dict[str, Any] = field(default_factory=dict)
 
+    def well_formed(self) -> bool:
+        """Whether its fields have their types, and its files are below a folder."""
+        if not isinstance(self.files, dict) or not isinstance(self.measurements, dict):
+            return False
+        texts = (self.key, self.measurements_key)
+        numbers = (self.seconds, self.estimated, self.peak_rss_bytes or 0, *self.files.values())
+        return (
+            all(isinstance(text, str) for text in texts)
+            and all(isinstance(number, int | float) for number in numbers)
+            and all(is_relative_name(name) for name in self.files)
+        )
+
     def holds(self, folder: Path) -> bool:
         """Whether the finished checkpoint exists with every file at its size."""
         if not self.finished or not (folder / CARD).is_file():
@@ -201,9 +214,10 @@ def read_receipt(run: Path, name: str) -> Receipt | None:
     try:
         content = read_json(run / RECEIPTS / f"{name}.json")
         known = {item.name: content[item.name] for item in fields(Receipt) if item.name in content}
-        return Receipt(**known)  # one of an earlier version may lack fields
+        receipt = Receipt(**known)  # one of an earlier version may lack fields
     except (CheckpointError, TypeError):
         return None
+    return receipt if receipt.well_formed() else None
 
 
 def write_receipt(run: Path, name: str, receipt: Receipt) -> None:
