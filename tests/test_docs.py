@@ -21,6 +21,10 @@ def test_settings_page_is_current():
     )
 
 
+def test_types_of_the_public_names_are_current():
+    assert document_settings.STUB.read_text() == document_settings.stub(), "run scripts/document_settings.py"
+
+
 def test_settings_page_has_every_verb_and_whole_sentences():
     sections = re.findall(r"^## (.*)\n\n(.*)\n\n", document_settings.page(), flags=re.M)
     for verb in VERBS:

@@ -2,7 +2,7 @@
 
 The verbs are functions: :func:`collect`, :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`,
 :func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`,
-:func:`run`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
+:func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
 loaded when first used, so ``import attar`` costs nothing.
 """
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         recover,
         report,
         run,
+        sweep,
     )
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "recover",
     "report",
     "run",
+    "sweep",
 ]
 
 _HOMES = {
@@ -100,7 +102,12 @@ def __getattr__(name: str) -> Any:
     """Load a public name where it lives (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module 'attar' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_HOME[name]), name)
+    if _HOME[name] == "attar.verbs":
+        from attar.recipe.signature import describe
+
+        value = globals()[name] = describe(value)
+    return value
 
 
 def __dir__() -> list[str]:

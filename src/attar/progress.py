@@ -57,6 +57,22 @@ class Silent:
 SILENT = Silent()
 
 
+def shown(progress: Progress | bool | None) -> Progress:
+    """Where a verb of Python reports to: what was given; with True a bar, with False nothing; with None a bar
+    where somebody looks at it, on a terminal and in a notebook."""
+    if progress is None:
+        progress = sys.stderr.isatty() or in_notebook()
+    if isinstance(progress, bool):
+        return Terminal() if progress else SILENT
+    return progress
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
 def _numbers(numbers: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
@@ -92,12 +108,28 @@ class _BarTask:
         self.bar.update(self.identity, advance=n, **fields)
 
 
+class _NotebookTask:
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        self.bar.update(n)
+        if numbers:
+            self.bar.set_postfix_str(_numbers(numbers))
+
+
 class Terminal:
-    """A rich progress bar on a terminal; plain lines elsewhere."""
+    """A rich progress bar on a terminal, tqdm's in a notebook; plain lines elsewhere."""
 
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task that is shown."""
+        if in_notebook():
+            from tqdm.auto import tqdm
+
+            with tqdm(desc=what, total=total, initial=done) as notebook_bar:
+                yield _NotebookTask(notebook_bar)
+            return
         if not sys.stderr.isatty():
             line = _LineTask(what, total, done)
             yield line

@@ -1,7 +1,9 @@
 """The verbs as Python functions: ``attar.quantize("attar:tiny", "out/w4", scheme="W4A16", method="gptq")``.
 
 Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest.
-Verbs are silent without a ``progress``. torch is imported by the first call of a verb, not by this module.
+A bar shows on a terminal and in a notebook, ``progress=False`` hides it (:func:`attar.progress.shown`). A
+transformers model may stand where a path is taken, alone or as ``(model, tokenizer)``, and ``data`` may be
+texts or a ``datasets.Dataset``. torch is imported by the first call of a verb, not by this module.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attar.checkpoint import remote
 from attar.checkpoint.processes import Processes
 from attar.errors import UsageError
-from attar.progress import SILENT, Progress
+from attar.progress import Progress, shown
 from attar.recipe.settings import PythonOrigin, parse
-from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
+from attar.recipe.stages import STAGES, load, settings_classes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
     from attar.cluster.settings import ClusterSettings
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
     from attar.distillation.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
     from attar.recipe.run import RunResult
+    from attar.recipe.sweep import SweepOutcome
     from attar.runtime.results import Result
 
-ModelSource: TypeAlias = "str | Path | Checkpoint"
-"""A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
+ModelSource: TypeAlias = "str | Path | Checkpoint | PreTrainedModel | tuple[PreTrainedModel, Any]"
+"""A folder, a hub id (``org/name@revision``), ``attar:tiny``, a checkpoint that is open already, or a
+transformers model, alone or with its tokenizer."""
 
 
 def collect(
@@ -40,7 +46,7 @@ def collect(
     teacher: ModelSource,
     offline: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> CollectionResult:
     """Ask a teacher, and write its answers as JSON lines to learn from.
@@ -57,7 +63,7 @@ def collect(
     Raises:
         AttarError: bad input, or an endpoint that fails; the journal stays.
     """
-    checked = parse(load(COLLECT_SETTINGS), settings, PythonOrigin("collect"))
+    checked = _settings("collect", settings)
     return run_collect(prompts, out, teacher, checked, offline=offline, force=force, progress=progress)
 
 
@@ -66,7 +72,7 @@ def distill(
     out: str | Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Make a student with fewer layers and train it on the teacher's distribution.
@@ -85,7 +91,7 @@ def prune(
     out: str | Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Remove weights (zeros), heads, neurons, channels or layers.
@@ -101,7 +107,7 @@ def recover(
     *,
     teacher: ModelSource | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Train a pruned model to agree with its unpruned ``teacher`` again; its zeros stay zero.
@@ -119,7 +125,7 @@ def quantize(
     out: str | Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Store the weights in few bits.
@@ -128,7 +134,7 @@ def quantize(
     """
     checked, source = _settings("quantize", settings), _dense(model)
     function = STAGES["quantize"].run()
-    checkpoint: Checkpoint = function(source, Path(out), checked, progress=progress or SILENT, force=force)
+    checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
     return checkpoint
 
 
@@ -138,7 +144,7 @@ def merge(
     *,
     models: Mapping[str, str | Path] | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Make one model out of several.
@@ -161,7 +167,7 @@ def extract(
     out: str | Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Path:
     """Write the difference of two models as a LoRA adapter.
@@ -169,7 +175,7 @@ def extract(
     Args:
         settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
-    checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
+    checked = _settings("extract", settings)
     return run_extract(model, base, out, checked, force=force, progress=progress)
 
 
@@ -178,7 +184,7 @@ def export(
     out: str | Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
     """Write a checkpoint for another engine.
@@ -192,7 +198,7 @@ def evaluate(
     model: ModelSource,
     *,
     reference: ModelSource | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Measurements:
     """Measure a model: perplexity, divergence from a reference, size, speed, memory, a sample.
@@ -201,12 +207,16 @@ def evaluate(
         reference: what to compare with; None: perplexity, size and speed only.
         settings: see :class:`attar.measure.settings.EvaluateSettings`.
     """
-    checked = parse(load(EVALUATE_SETTINGS), settings, PythonOrigin("evaluate"))
+    checked = _settings("evaluate", settings)
     return run_evaluate(model, checked, reference=reference, progress=progress)
 
 
 def generate(
-    model: ModelSource, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
+    model: ModelSource,
+    prompts: str | Sequence[str],
+    *,
+    progress: Progress | bool | None = None,
+    **settings: Any,
 ) -> list[Result]:
     """Complete the prompts in one batch; results are in the order of the prompts.
 
@@ -225,15 +235,14 @@ def generate(
     ).options()
     rest = {name: settings[name] for name in settings if name not in known}
     params = parse(TextSettings, rest, origin).params()
-    check_models(model)
-    llm = load("attar.runtime.llm:LLM")(model, **options)
-    results: list[Result] = llm.generate(prompts, params, progress=progress or SILENT)
+    llm = load("attar.runtime.llm:LLM")(source_of(model), **options)
+    results: list[Result] = llm.generate(prompts, params, progress=shown(progress))
     return results
 
 
 def inspect(model: ModelSource) -> Inspection:
     """Architecture, parameters by part, bits, lineage and duties of a checkpoint. Reads no weights."""
-    inspection: Inspection = load("attar.checkpoint.inspect:inspect")(model)
+    inspection: Inspection = load("attar.checkpoint.inspect:inspect")(source_of(model))
     return inspection
 
 
@@ -243,7 +252,7 @@ def run(
     *,
     fresh: bool = False,
     overrides: Iterable[str] = (),
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> RunResult:
     """Run a recipe, or continue an earlier run.
 
@@ -256,7 +265,35 @@ def run(
     from attar.recipe.schema import load_recipe
 
     folder = default_folder(recipe) if out is None else Path(out)
-    return run_recipe(load_recipe(recipe, overrides), folder, fresh=fresh, progress=progress or SILENT)
+    return run_recipe(load_recipe(recipe, overrides), folder, fresh=fresh, progress=shown(progress))
+
+
+def sweep(
+    recipe: str | Path,
+    values: Mapping[str, Iterable[Any]],
+    out: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    progress: Progress | bool | None = None,
+    **settings: Any,
+) -> SweepOutcome:
+    """Run a recipe with every combination of some values; stages that runs share are done once.
+
+    Args:
+        values: the values of each key of the recipe: ``{"stages.quantize.bits": [3, 4, 5]}``.
+        out: the sweep's folder; None: ``runs/<name of the recipe's file>-sweep``.
+
+    Raises:
+        AttarError: a value is wrong in some combination; nothing is run then.
+    """
+    from attar.recipe.runfolder import default_folder
+    from attar.recipe.sweep import change_of, run_sweep
+
+    folder = default_folder(recipe)
+    out = folder.with_name(f"{folder.name}-sweep") if out is None else Path(out)
+    changes = [change_of(key, choices) for key, choices in values.items()]
+    checked = _settings("sweep", settings)
+    return run_sweep(Path(recipe), out, changes, checked, fresh=fresh, progress=shown(progress))
 
 
 def demo(
@@ -264,7 +301,7 @@ def demo(
     *,
     fresh: bool = False,
     overrides: Iterable[str] = (),
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> RunResult:
     """Run the quickstart recipe on the embedded model. See :func:`run`."""
     return run(quickstart(), out, fresh=fresh, overrides=overrides, progress=progress)
@@ -289,10 +326,10 @@ def run_stage(
     *,
     teacher: ModelSource | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
-    check_models(model, teacher)
+    model, teacher = source_of(model), source_of(teacher)
     if teacher is None and STAGES[verb].teacher:
         settings.check_alone()
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
@@ -301,7 +338,7 @@ def run_stage(
     function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
         checkpoint: Checkpoint = function(
-            model, folder, settings, **teacher_option, progress=progress or SILENT, force=replace
+            model, folder, settings, **teacher_option, progress=shown(progress), force=replace
         )
     return checkpoint
 
@@ -322,7 +359,7 @@ def run_merge(
     *,
     models: Mapping[str, str | Path] | None = None,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Checkpoint:
     """Call the merge with settings that are checked already."""
     load("attar.merging.settings:yaml_text")(
@@ -332,19 +369,20 @@ def run_merge(
     draw = load("attar.measure.report.conflicts:conflicts_svg")
     with remote.output(out, force) as (folder, replace):
         checkpoint: Checkpoint = function(
-            folder, settings, models=models or {}, draw=draw, progress=progress or SILENT, force=replace
+            folder, settings, models=models or {}, draw=draw, progress=shown(progress), force=replace
         )
     return checkpoint
 
 
 def run_scan(
-    model: ModelSource, path: str | Path, settings: Any, *, progress: Progress | None = None
+    model: ModelSource, path: str | Path, settings: Any, *, progress: Progress | bool | None = None
 ) -> tuple[dict[str, Any], str]:
     """Call the scan of pruning with settings that are checked already: its measurements, for JSON and as
     text."""
-    check_models(model)
     function = load("attar.pruning.mixed:scan")
-    result: tuple[dict[str, Any], str] = function(model, Path(path), settings, progress=progress or SILENT)
+    result: tuple[dict[str, Any], str] = function(
+        source_of(model), Path(path), settings, progress=shown(progress)
+    )
     return result
 
 
@@ -357,10 +395,10 @@ def run_collect(
     cluster: ClusterSettings | None = None,
     offline: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> CollectionResult:
     """Call the collection with settings that are checked already."""
-    _check_teacher(teacher)
+    teacher = _teacher_of(teacher)
     function = load("attar.distillation.collection.collect:collect")
     result: CollectionResult = function(
         Path(prompts),
@@ -370,7 +408,7 @@ def run_collect(
         cluster=cluster,
         offline=offline,
         force=force,
-        progress=progress or SILENT,
+        progress=shown(progress),
     )
     return result
 
@@ -379,26 +417,31 @@ def run_plan_collection(
     prompts: str | Path, out: str | Path, teacher: ModelSource, settings: Any
 ) -> CollectionEstimate:
     """What a collection would ask and cost at most; asks nothing."""
-    _check_teacher(teacher)
+    teacher = _teacher_of(teacher)
     function = load("attar.distillation.collection.collect:plan_collection")
     plan: CollectionEstimate = function(Path(prompts), Path(out), teacher, settings)
     return plan
 
 
 def run_filter_collection(
-    data: str | Path, out: str | Path, settings: Any, *, force: bool = False, progress: Progress | None = None
+    data: str | Path,
+    out: str | Path,
+    settings: Any,
+    *,
+    force: bool = False,
+    progress: Progress | bool | None = None,
 ) -> CollectionResult:
     """Call the filters alone."""
     function = load("attar.distillation.collection.collect:filter_collection")
     result: CollectionResult = function(
-        Path(data), Path(out), settings, force=force, progress=progress or SILENT
+        Path(data), Path(out), settings, force=force, progress=shown(progress)
     )
     return result
 
 
-def _check_teacher(teacher: ModelSource) -> None:
-    if not (isinstance(teacher, str) and teacher.lower().startswith(("http://", "https://"))):
-        check_models(teacher)
+def _teacher_of(teacher: ModelSource) -> Any:
+    address = isinstance(teacher, str) and teacher.lower().startswith(("http://", "https://"))
+    return teacher if address else source_of(teacher)
 
 
 def run_extract(
@@ -408,13 +451,13 @@ def run_extract(
     settings: Any,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Path:
     """Call the extraction with settings that are checked already."""
-    check_models(model, base)
+    model, base = source_of(model), source_of(base)
     function = load("attar.merging.adapters.extract:extract")
     with remote.output(out, force) as (folder, replace):
-        adapter: Path = function(model, base, folder, settings, progress=progress or SILENT, force=replace)
+        adapter: Path = function(model, base, folder, settings, progress=shown(progress), force=replace)
     return adapter
 
 
@@ -440,13 +483,13 @@ def run_evaluate(
     settings: Any,
     *,
     reference: ModelSource | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Measurements:
     """Call the evaluation with settings that are checked already; all processes of a run call it."""
-    check_models(model, reference)
+    model, reference = source_of(model), source_of(reference)
     function = load("attar.measure.evaluate:evaluate")
     measurements: Measurements = function(
-        model, settings, reference=reference, processes=Processes.of_run(), progress=progress or SILENT
+        model, settings, reference=reference, processes=Processes.of_run(), progress=shown(progress)
     )
     return measurements
 
@@ -464,13 +507,31 @@ def check_models(*models: ModelSource | None) -> None:
             find(model)
 
 
+def source_of(model: Any) -> Any:
+    """The path of a model, checked to exist, or its checkpoint; a model in memory becomes a checkpoint.
+
+    Raises:
+        CheckpointError: no such folder, file or embedded model, and not a hub id.
+        UsageError: not a model.
+    """
+    from attar.checkpoint.open import Checkpoint
+
+    check_models(model)
+    if model is None or isinstance(model, str | Path | Checkpoint):
+        return model
+    return load("attar.models.in_memory:checkpoint_of")(model)
+
+
 def _dense(model: ModelSource) -> Checkpoint:
     """An open checkpoint; a packed one is refused before transformers is imported."""
-    check_models(model)
-    checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
+    checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(source_of(model))
     load("attar.formats.quantization_config:refuse_packed")(checkpoint)
     return checkpoint
 
 
 def _settings(verb: str, values: dict[str, Any]) -> Any:
-    return parse(STAGES[verb].settings_class(), values, PythonOrigin(verb))
+    """The keywords of a verb as its settings; texts in memory become a file."""
+    if "data" in values:
+        values = {**values, "data": load("attar.data.in_memory:text_source")(values["data"])}
+    (cls,) = settings_classes(verb)
+    return parse(cls, values, PythonOrigin(verb))

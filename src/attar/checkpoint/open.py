@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.names import is_file_name
 from attar.checkpoint.tensors import TensorInfo, check_finite, read_header, read_tensor
+from attar.checkpoint.units import bytes_text
 from attar.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ OPENERS = {".gguf": "attar.formats.gguf.open:open_gguf"}
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "TensorInfo", "check_finite", "open_checkpoint", "read_config"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """An opened model folder. Make one with :func:`open_checkpoint`.
 
@@ -51,7 +52,11 @@ class Checkpoint:
     name: str
     config: dict[str, Any]
     card: Card | None
-    tensors: dict[str, TensorInfo] = field(repr=False)
+    tensors: dict[str, TensorInfo]
+
+    def __repr__(self) -> str:
+        architecture = next(iter(self.config.get("architectures") or ()), "")
+        return f"Checkpoint({self.name!r}: {architecture}, {bytes_text(self.nbytes)} in {str(self.path)!r})"
 
     @property
     def nbytes(self) -> int:

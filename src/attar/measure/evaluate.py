@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from attar.measure.generation import Speed, decode_tokens, generate_greedily, me
 from attar.measure.logits import split, subject_logits
 from attar.measure.metrics import agreement, hits, kl, percentile, perplexity, token_losses
 from attar.measure.multiple_choice import TaskScore, measure_task, read_questions
+from attar.measure.notebook import frame, html_table
+from attar.measure.numbers import percent, significant, size
 from attar.measure.reference import (
     Reference,
     check_same_text,
@@ -47,6 +49,9 @@ from attar.measure.reference import (
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
 from attar.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Quality:
     quality_kept: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Measurements(Quality):
     """All that ``attar evaluate`` measures.
 
@@ -129,6 +134,30 @@ class Measurements(Quality):
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values, flat but for ``tasks``."""
         return asdict(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row, indexed by the model."""
+        return frame({self.model: self.to_dict()})
+
+    def __repr__(self) -> str:
+        return f"Measurements({self.model!r}: {', '.join(' '.join(pair) for pair in self._figures())})"
+
+    def _repr_html_(self) -> str:
+        names, values = zip(*self._figures(), strict=True)
+        return html_table([("model", *names), (self.model, *values)])
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """The figures that a reader looks at first."""
+        kept = None if self.quality_kept is None else f"{percent(self.quality_kept, 1)} %"
+        divergence = None if self.kl_mean is None else f"{significant(self.kl_mean)} nats"
+        figures = {"size": size(self.bytes), "KL": divergence, "quality kept": kept}
+        if self.task == "causal":
+            speed = self.decode_tokens_per_s
+            figures["perplexity"] = significant(self.perplexity)
+            figures["decode tok/s"] = None if speed is None else significant(speed)
+        else:
+            figures["accuracy"] = None if self.accuracy is None else f"{percent(self.accuracy, 1)} %"
+        return [(name, value) for name, value in figures.items() if value is not None]
 
 
 def evaluate(

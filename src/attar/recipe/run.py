@@ -53,6 +53,8 @@ from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
 
 if TYPE_CHECKING:
+    import pandas
+
     from attar.measure.run_folder import RunRecord as RunRecord
 
 
@@ -67,7 +69,7 @@ class Tools:
     peak: str = "attar.measure.footprint:peak_rss_bytes"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """A finished run: its folder, and the content of ``run.json``."""
 
@@ -103,6 +105,20 @@ class RunResult:
         from attar.measure.verdict import findings
 
         return findings(self.run)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The measurements, a row per stage."""
+        from attar.measure.notebook import run_frame
+
+        return run_frame(self.run)
+
+    def __repr__(self) -> str:
+        return f"RunResult({str(self.path)!r}: {self.verdict()})"
+
+    def _repr_html_(self) -> str:
+        from attar.measure.notebook import run_html
+
+        return run_html(self.run)
 
     def to_dict(self) -> dict[str, Any]:
         """``run.json`` with the paths of the run and of its report."""

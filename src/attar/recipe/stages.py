@@ -113,3 +113,18 @@ COLLECT_SETTINGS = "attar.distillation.collection.settings:CollectSettings"
 
 EXTRACT_SETTINGS = "attar.merging.adapters.settings:ExtractSettings"
 """No stage: its output is an adapter."""
+
+OTHER_SETTINGS = {
+    "collect": (COLLECT_SETTINGS,),
+    "evaluate": (EVALUATE_SETTINGS,),
+    "extract": (EXTRACT_SETTINGS,),
+    "generate": ("attar.runtime.settings:TextSettings", "attar.runtime.settings:EngineSettings"),
+    "sweep": ("attar.cluster.settings:ClusterSettings",),
+}
+"""Settings classes of the verbs that are no stages."""
+
+
+def settings_classes(verb: str) -> tuple[type, ...]:
+    """The settings dataclasses whose fields a verb takes; none for a verb without settings."""
+    stage = STAGES.get(verb)
+    return (stage.settings_class(),) if stage else tuple(map(load, OTHER_SETTINGS.get(verb, ())))

@@ -8,9 +8,11 @@ SWEEP/report.html        one table and one picture, pareto.svg
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ from attar.recipe.schema import load_recipe
 from attar.recipe.variants import RunVariant, VariantResult, run_variants
 
 if TYPE_CHECKING:
+    import pandas
+
     from attar.measure.sweep import SweepRecord
 
 SWEEP, RUNS = "sweep.json", "runs"
@@ -38,7 +42,7 @@ MOST = 1000
 _UNSAFE = re.compile(r"[^A-Za-z0-9=+.,_-]+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepOutcome:
     """A finished sweep: its folder and ``sweep.json``."""
 
@@ -50,6 +54,24 @@ class SweepOutcome:
     def report(self) -> Path:
         """The path of the report."""
         return self.path / "report.html"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The measurements, a row per run that was measured, the original first."""
+        from attar.measure.notebook import frame, run_frame
+
+        run = self.record.as_run()
+        return frame({}) if run is None else run_frame(run)
+
+    def __repr__(self) -> str:
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"SweepOutcome({str(self.path)!r}: {len(self.record.runs)} runs{failed})"
+
+    def _repr_html_(self) -> str:
+        from attar.measure.notebook import run_html
+        from attar.measure.sweep import pareto_front
+
+        run = self.record.as_run()
+        return escape(repr(self)) if run is None else run_html(run, pareto_front(run.stages[1:]))
 
     def to_dict(self) -> dict[str, Any]:
         """``sweep.json`` with paths."""
@@ -109,6 +131,16 @@ def variants_of(changes: Iterable[str]) -> dict[str, tuple[str, ...]]:
         name = "+".join(shown)
         variants[_folder(name)] = tuple(f"{key}={value}" for (key, _), value in pairs)
     return variants
+
+
+def change_of(key: str, values: Iterable[Any]) -> str:
+    """``key=value,value`` as :func:`variants_of` reads it; text with commas, brackets or quotes is quoted."""
+    return f"{key}={','.join(map(_value_text, values))}"
+
+
+def _value_text(value: Any) -> str:
+    bare = isinstance(value, str) and not set(value) & set(",[]{}\"'")
+    return value if bare else json.dumps(value)
 
 
 def _folder(name: str) -> str:

@@ -100,15 +100,18 @@ def write_quality_svg(
     Raises:
         OutputError: the file cannot be written.
     """
+    write_bytes(Path(path), quality_svg(run, width, height, front).encode())
+    return Path(path)
+
+
+def quality_svg(run: RunRecord, width: float = 880, height: float = 460, front: Sequence[str] = ()) -> str:
+    """The picture with its style sheet, as the text of an SVG file."""
     drawn = quality_picture(run, width, height, front) or picture(
         width, 60, "nothing to show", text(16, 34, "fewer than two stages were measured")
     )
     card = el("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="card")
     cut = drawn.index(">") + 1
-    write_bytes(
-        Path(path), (drawn[:cut] + el("style", style("picture")) + card + drawn[cut:] + "\n").encode()
-    )
-    return Path(path)
+    return drawn[:cut] + el("style", style("picture")) + card + drawn[cut:] + "\n"
 
 
 def _frame(shown: list[StageRecord], key: str, width: float, height: float) -> Frame:
