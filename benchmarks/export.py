@@ -1,7 +1,8 @@
 """GGUF files: attar against llama.cpp's own quantizer, the same model, types, bytes and calibration text.
 
     python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
-        [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--tokens 65536] [--cache FILE]
+        [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--seeds 0 1 2]
+        [--tokens 65536] [--cache FILE]
     python benchmarks/export.py --speed [--shape 1.1b | --models DIR] [--types Q4_K_M] [--rounds 2]
         [--timed nearest nearest+imatrix default gptq rtn] [--work DIR]
 
@@ -20,11 +21,13 @@ of all processes before. Threads are what OMP_NUM_THREADS says, for both.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from peers import environments
-from quality import append_row, digest_of, read_rows
+from quality import append_row, digest_of, read_rows, spread
 from quantize import make_model
 
 import attar
@@ -47,6 +50,7 @@ from attar.measure.subject import load_subject
 
 HERE = Path(__file__).parent
 PEER = "llama-cpp"
+DATALESS = {"nearest", "plain", "mix+nearest"}
 
 
 def threads() -> int:
@@ -95,27 +99,32 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
     digest = digest_of(checkpoint)
     settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference = None
-    common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
-    rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    rows: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for kind in args.types:
-        for tool, method in cells(args):
+        for seed, (tool, method) in itertools.product(args.seeds, cells(args)):
+            if seed != args.seeds[0] and method in DATALESS:
+                continue
+            common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
+            common["seed"] = seed
 
-            def key_of(tool: str, method: str, kind: str = kind) -> str:
-                fields = [digest, kind, tool, method, args.samples, args.length, args.tokens, args.data]
+            def key_of(tool: str, method: str, seed: int, kind: str = kind) -> str:
+                fields = [digest, kind, tool, method, seed, args.samples, args.length, args.tokens, args.data]
                 return json.dumps([*fields, args.test] if args.test else fields)
 
-            key = key_of(tool, method)
+            key = key_of(tool, method, seed)
             if key not in cache:
                 reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
                 file = work / f"{tool}-{method}-{kind}.gguf"
-                near = cache[key_of("attar", "nearest")]["bytes"] if method.startswith("mix") else 0
+                nearest = key_of("attar", "nearest", args.seeds[0])
+                near = cache[nearest]["bytes"] if method.startswith("mix") else 0
                 results = make(name, tool, method, kind, file, common, work, near)
                 cache[key] = {**measured(file, settings, reference), "seconds": results["seconds"]}
                 file.unlink()
-                print(f"{checkpoint.name} {kind} {tool} {method}: {cache[key]}", file=sys.stderr, flush=True)
+                line = f"{checkpoint.name} {kind} {tool} {method} seed {seed}: {cache[key]}"
+                print(line, file=sys.stderr, flush=True)
                 if args.cache:
                     append_row(args.cache, {"key": key, "found": cache[key]})
-            rows.setdefault(kind, []).append((tool, method, cache[key]))
+            rows.setdefault(kind, {}).setdefault((tool, method), []).append(cache[key])
     return f"### {checkpoint.name}\n\n" + "\n\n".join(table(kind, methods) for kind, methods in rows.items())
 
 
@@ -149,7 +158,7 @@ def make(
 
 def importance(name: str, common: dict[str, Any], work: Path) -> Path:
     """The importance matrix of a model, computed once."""
-    file = work / f"{Path(name).name.replace(':', '-')}-imatrix.gguf"
+    file = work / f"{Path(name).name.replace(':', '-')}-imatrix-{common['seed']}.gguf"
     if not file.exists():
         folder = work / "with-imatrix"
         attar.export(name, folder, format="gguf", type="Q8_0", imatrix="compute", force=True, **common)
@@ -157,20 +166,24 @@ def importance(name: str, common: dict[str, Any], work: Path) -> Path:
     return file
 
 
-def table(kind: str, rows: list[tuple[str, str, dict[str, Any]]]) -> str:
-    """Markdown, best first."""
-    theirs = [result["kl"] for tool, _, result in rows if tool == PEER]
-    best = min(theirs, default=float("nan"))
+def table(kind: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """Markdown, best first: by (tool, method) the mean of the seeds, with the range of KL."""
+
+    def mean(row: tuple[str, str], name: str) -> float:
+        return statistics.fmean(result[name] for result in rows[row])
+
+    best = min((mean(row, "kl") for row in rows if row[0] == PEER), default=math.nan)
     lines = [
         f"| {kind} | method | KL, nats/token | top-1 | perplexity | KL / best llama.cpp's | MB | s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for tool, method, result in sorted(rows, key=lambda row: row[2]["kl"]):
+    for row in sorted(rows, key=lambda row: mean(row, "kl")):
+        kl = spread([result["kl"] for result in rows[row]], ".3e")
         lines.append(
-            f"| {tool} | {method} | {result['kl']:.3e} | {result['top1']:.4f} | {result['perplexity']:.3f} "
-            f"| {result['kl'] / best:.2f} | {result['bytes'] / 1e6:.3f} | {result['seconds']:.1f} |"
+            f"| {row[0]} | {row[1]} | {kl} | {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} "
+            f"| {mean(row, 'kl') / best:.2f} | {mean(row, 'bytes') / 1e6:.3f} | {mean(row, 'seconds'):.1f} |"
         )
-    if len({result["bytes"] for _, _, result in rows}) > 1:
+    if len({mean(row, "bytes") for row in rows}) > 1:
         lines.append("\nThe bytes differ.")
     return "\n".join(lines)
 
@@ -183,6 +196,7 @@ def speed(args: argparse.Namespace, work: Path) -> str:
     if not plain.exists():
         our_export(model, plain, type="F16")
     common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
+    common["seed"] = args.seeds[0]
     imatrix = importance(model, common, work) if any("imatrix" in name for name in args.timed) else None
     lines = ["| type | tool | rounding | wall, s | / llama.cpp | call, s | peak, MB |"]
     lines.append("|---|---|---|---|---|---|---|")
@@ -260,6 +274,7 @@ def arguments() -> argparse.ArgumentParser:
         "--mixes", nargs="*", default=["nearest", "qronos"], help="roundings on types of our own choice"
     )
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration rows")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65_536, help="held-out")

@@ -1,7 +1,7 @@
 """What each way of rounding keeps: attar and other tools on the same models, tokens, bits and measure.
 
     python benchmarks/quality.py --models attar:tiny DIR --schemes W4:128 W3:128 W2:64 W8A8 FP8 NF4
-        [--methods gptq rtn,...] [--peers llmcompressor gptqmodel auto-round bitsandbytes] [--seeds 3]
+        [--methods gptq rtn,...] [--peers llmcompressor gptqmodel auto-round bitsandbytes] [--seeds 0 1 2]
         [--data valid.txt --test test.txt] [--cache FILE]
 
 Every cell is one process: a tool quantizes the model on the seed's calibration tokens (the same token ids for
@@ -106,11 +106,11 @@ def parse_scheme(text: str) -> dict[str, Any]:
 
 def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
     """Every cell of one model, in the order in which they are run: seeds outermost, tools interleaved."""
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for scheme in args.schemes:
             for method in methods(args, parse_scheme(scheme)["scheme"]):
                 fields = parse_scheme(scheme)
-                if seed and method.name in DATALESS and fields["scheme"] not in STATIC:
+                if seed != args.seeds[0] and method.name in DATALESS and fields["scheme"] not in STATIC:
                     continue
                 job = with_method(Job(model="", tokens="", out="", method="", seed=seed, **fields), method)
                 job = replace(job, dtype="auto", data=args.data)
@@ -251,7 +251,7 @@ def report(
     """A heading, and a table for each scheme."""
     head = (
         f"### {name}: {args.samples} x {args.length} calibration tokens, {args.tokens} held-out tokens, "
-        f"{args.seeds} seed{'s' if args.seeds > 1 else ''}"
+        f"{len(args.seeds)} seed{'s' if len(args.seeds) > 1 else ''}"
     )
     parts = [head]
     for scheme in args.schemes:
@@ -268,7 +268,7 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
     """Markdown: one row a method, best first; where a cell failed, the reason in place of the figures.
 
     Args:
-        rows: by (tool, method), the cells of its seeds. KL is their mean and sample standard deviation.
+        rows: by (tool, method), the cells of its seeds. KL is their mean, with the range.
     """
     failed = {row: cell["failed"] for row, results in rows.items() for cell in results if "failed" in cell}
     ended = [row for row in rows if row not in failed]
@@ -283,16 +283,21 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(ended, key=lambda row: mean(row, "kl")):
-        values = [cell["kl"] for cell in rows[row]]
-        spread = f" ± {statistics.stdev(values):.1e}" if len(values) > 1 else ""
+        kl = spread([cell["kl"] for cell in rows[row]], ".3e")
         ratio = "–" if math.isnan(best) else f"{mean(row, 'kl') / best:.2f}"
         lines.append(
-            f"| {row[0]} | {row[1]} | {mean(row, 'kl'):.3e}{spread} | {mean(row, 'kl_p99'):.2e} "
+            f"| {row[0]} | {row[1]} | {kl} | {mean(row, 'kl_p99'):.2e} "
             f"| {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} | {ratio} "
             f"| {mean(row, 'seconds'):.1f} |"
         )
     lines += [f"| {tool} | {name} | failed: {failed[tool, name]} | | | | | |" for tool, name in failed]
     return "\n".join(lines)
+
+
+def spread(values: list[float], digits: str) -> str:
+    """The mean, and where values differ the lowest and the highest of them: ``0.083 (0.081–0.087)``."""
+    low, mean, high = (format(of(values), digits) for of in (min, statistics.fmean, max))
+    return mean if low == high else f"{mean} ({low}–{high})"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -307,7 +312,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip", nargs="*", default=[], metavar="PEER/METHOD", help="methods of peers left out"
     )
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65_536, help="held-out")

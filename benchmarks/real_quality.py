@@ -2,7 +2,7 @@
 
     python benchmarks/real.py --parts quality gguf pipeline
         [--data DIR] [--work DIR] [--schemes W4:64 ...] [--methods gptq ...] [--peers auto-round ...]
-        [--types Q4_K_M ...] [--samples 128] [--length 256] [--tokens 8192] [--questions 400]
+        [--types Q4_K_M ...] [--samples 128] [--length 256] [--tokens 8192] [--seeds 0 1 2] [--questions 400]
 
 DIR of ``--data`` holds wikitext-2 and choices. Everybody calibrates on the same rows of WikiText-2's valid
 text and is measured on its test text, in float32, against the model as it is stored. Finished cells go to the
@@ -71,6 +71,7 @@ def options(rest: list[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration rows")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round and of our autoround")
     parser.add_argument("--questions", type=int, default=400, help="of each set of questions; 0: all")
     parser.add_argument("--ratio", type=float, default=0.2, help="of neurons that the pipeline prunes")
@@ -96,7 +97,8 @@ def common(args: argparse.Namespace) -> list[str]:
     """What both tables are asked for."""
     given: dict[str, Any] = {"models": dense(args), "data": args.valid, "test": args.test}
     given |= {"samples": args.samples, "length": args.length, "tokens": args.tokens}
-    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    texts = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return [*texts, "--seeds", *map(str, args.seeds)]
 
 
 def quality_options(args: argparse.Namespace) -> argparse.Namespace:

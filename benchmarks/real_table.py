@@ -1,28 +1,33 @@
 """What the defaults give at each width on SmolLM2-135M-Instruct: questions, size, speed, and one table.
 
-    python benchmarks/real.py --parts tasks table [--questions 400] [--results W4 Q4_K_M ...]
+    python benchmarks/real.py --parts tasks table [--questions 400] [--seeds 0 1 2] [--results W4 Q4_K_M ...]
 
 ``tasks`` makes each result as ``attar quantize`` and ``attar export`` do without a method, and measures it as
 attar serves it: multiple-choice questions, stored bytes, decode speed, with perplexity and KL in exact
-arithmetic. ``table`` joins that with the best peer's KL from the parts ``quality`` and ``gguf``.
+arithmetic: the file that the model comes in, its decoding to bf16, and each result once for every seed of
+the calibration rows. ``table`` joins that with the best peer's KL from the parts ``quality`` and ``gguf``.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import math
+import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import export as gguf_files
 import quality as packed
-from real_quality import TYPES, dense, gguf_options, options, quality_options
+from real_quality import MODEL, TYPES, dense, gguf_options, options, quality_options
 
 import attar
 from attar.checkpoint import open_checkpoint
-from attar.measure.evaluate import evaluate, measure_quality
+from attar.measure.evaluate import Quality, evaluate, measure_quality
 from attar.measure.reference import Reference, make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
@@ -30,6 +35,7 @@ from attar.measure.subject import load_subject
 SETS = ("ARC-Easy", "ARC-Challenge", "piqa")
 PUBLISHED = {"ARC-Easy": 54.1, "ARC-Challenge": 27.7, "piqa": 66.9}  # of the bf16 original
 NORMED = ("ARC-Challenge", "piqa")  # published as acc_norm
+Best = tuple[str, list[float]]  # tool and method, KL of each seed
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Result:
 
     Attributes:
         name: of the row.
-        verb: quantize or export; empty: the model itself.
+        verb: quantize or export; empty: the model itself, as its file or decoded to bf16.
         settings: of the verb.
         cell: the scheme or the type under which the peers' cells are kept.
     """
@@ -49,8 +55,10 @@ class Result:
     cell: str
 
 
+SOURCE = Result("Q4_1, the file itself", "", {}, "")
 RESULTS = (
-    Result("original", "", {}, ""),
+    SOURCE,
+    Result("decoded to bf16", "", {}, ""),
     *(
         Result(f"W{bits}", "quantize", {"scheme": f"W{bits}A16", "group_size": 64}, f"W{bits}:64")
         for bits in (8, 4, 3, 2)
@@ -59,11 +67,11 @@ RESULTS = (
 )
 
 
-def make(result: Result, args: argparse.Namespace) -> Path:
+def make(result: Result, args: argparse.Namespace, seed: int) -> str | Path:
     """The checkpoint of a row, made once in the work folder with the settings that a user gets."""
     if not result.verb:
-        return dense(args)
-    calibration = {"data": args.valid, "samples": args.samples, "sequence_length": args.length}
+        return MODEL if result is SOURCE else dense(args)
+    calibration = {"data": args.valid, "samples": args.samples, "sequence_length": args.length, "seed": seed}
     if result.verb == "quantize":
         calibration["check_tokens"] = 0
     folder = args.work / "results" / f"{result.name}-{sha256_text(result.settings | calibration)[:12]}"
@@ -77,7 +85,7 @@ def sha256_text(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def served(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+def served(model: str | Path, args: argparse.Namespace) -> dict[str, Any]:
     """Questions, bytes and decode speed of a checkpoint in the runner that serves it."""
     questions = tuple(str(args.data / "choices" / f"{name}.test.jsonl") for name in SETS)
     settings = EvaluateSettings(
@@ -91,11 +99,24 @@ def served(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"tasks": scores, "bytes": measured.bytes, "decode": measured.decode_tokens_per_s}
 
 
-def exact(model: Path, args: argparse.Namespace, reference: Reference | None) -> dict[str, Any]:
+def exact(model: str | Path, args: argparse.Namespace, reference: Reference | None) -> dict[str, Any]:
     """Perplexity, KL and quality kept in float32 on decoded weights."""
     settings = exact_settings(args)
     quality = measure_quality(load_subject(open_checkpoint(model)), settings, reference)
-    return {"kl": quality.kl_mean, "perplexity": quality.perplexity, "kept": quality.quality_kept}
+    return {
+        "kl": quality.kl_mean,
+        "perplexity": quality.perplexity,
+        "kept": quality.quality_kept,
+        "kept_error": kept_error(quality),
+    }
+
+
+def kept_error(quality: Quality) -> float:
+    """The largest standard error that the share of quality kept can have by the choice of tokens: hits differ
+    by at most one, and only at tokens where the two models' likeliest tokens do."""
+    assert quality.accuracy and quality.quality_kept and quality.top1_agreement is not None
+    disagreement = 1 - quality.top1_agreement
+    return math.sqrt(disagreement / quality.tokens) * quality.quality_kept / quality.accuracy
 
 
 def exact_settings(args: argparse.Namespace) -> EvaluateSettings:
@@ -103,25 +124,32 @@ def exact_settings(args: argparse.Namespace) -> EvaluateSettings:
     return EvaluateSettings(data=args.test, tokens=args.tokens, speed=False, sample="")
 
 
-def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, dict[str, Any]]:
-    """The measurements of each result by name, from the cache or, with ``fill``, made now."""
+def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, list[dict[str, Any]]]:
+    """The measurements of each result by name, one a seed, from the cache or, with ``fill``, made now."""
     cache = args.work / "tasks.jsonl"
     kept = {row["key"]: row["found"] for row in packed.read_rows(cache)}
+    asked_of = [args.samples, args.length, args.tokens, args.questions]
     reference, results = None, {}
-    for result in RESULTS:
-        if wanted and result.name not in wanted:
+    for seed, result in itertools.product(args.seeds, RESULTS):
+        if (wanted and result.name not in wanted) or (seed != args.seeds[0] and not result.verb):
             continue
-        key = sha256_text(
-            [result.name, result.settings, args.samples, args.length, args.tokens, args.questions]
-        )
+        key = sha256_text([result.name, result.settings, seed if result.verb else None, *asked_of])
         if key not in kept and fill:
-            model = make(result, args)
+            model = make(result, args, seed)
             reference = reference or make_reference(dense(args), exact_settings(args), memory_limit=2**31)
             kept[key] = {**served(model, args), **exact(model, args, reference)}
-            packed.append_row(cache, {"key": key, "result": result.name, "found": kept[key]})
+            packed.append_row(cache, {"key": key, "result": result.name, "seed": seed, "found": kept[key]})
+            print(f"{result.name} seed {seed}: {kept[key]}", file=sys.stderr, flush=True)
         if key in kept:
-            results[result.name] = kept[key]
-    return results
+            results.setdefault(result.name, []).append(kept[key])
+    return {result.name: results[result.name] for result in RESULTS if result.name in results}
+
+
+def score(seeds: list[dict[str, Any]], name: str) -> str:
+    """Percent of a set of questions: the mean of the seeds, with the standard error of one: they share the
+    questions."""
+    right, error = (statistics.fmean(row["tasks"][name][part] for row in seeds) for part in (0, 1))
+    return f"{100 * right:.1f} ± {100 * error:.1f}"
 
 
 def tasks(rest: list[str]) -> str:
@@ -129,30 +157,33 @@ def tasks(rest: list[str]) -> str:
     args, wanted = asked(rest)
     lines = [f"| result | {' | '.join(SETS)} |", "|---|" + "---:|" * len(SETS)]
     lines.append(f"| published, bf16 | {' | '.join(f'{PUBLISHED[name]:.1f}' for name in SETS)} |")
-    for name, row in rows(args, wanted, fill=True).items():
-        scores = (row["tasks"][one] for one in SETS)
-        lines.append(f"| {name} | {' | '.join(f'{100 * s:.1f} ± {100 * e:.1f}' for s, e in scores)} |")
+    for name, seeds in rows(args, wanted, fill=True).items():
+        lines.append(f"| {name} | {' | '.join(score(seeds, questions) for questions in SETS)} |")
     return "\n".join(lines)
 
 
 def table(rest: list[str]) -> str:
-    """One row a result, for the head of the README; reads what the other parts left."""
+    """One row a result, for the head of the README, the mean of the seeds with the lowest and the highest;
+    reads what the other parts left."""
     args, wanted = asked(rest)
     best = {**best_packed(args), **best_gguf(args)}
     whole = open_checkpoint(dense(args)).nbytes
     lines = [
         "<!-- table:real -->",
-        "| SmolLM2-135M | MB | smaller | perplexity | quality kept | KL, nats | best peer's KL | ARC-easy |",
+        "| SmolLM2-135M | MB | smaller than bf16 | perplexity | quality kept | KL, nats | best peer's KL "
+        "| ARC-easy |",
         "|---|" + "---:|" * 7,
     ]
     cells = {result.name: result.cell for result in RESULTS}
-    for name, row in rows(args, wanted, fill=False).items():
-        theirs = best.get(cells[name])
+    for name, seeds in rows(args, wanted, fill=False).items():
+        values = {key: [row[key] for row in seeds] for key in seeds[0] if key != "tasks"}
+        size, kept, error = (statistics.fmean(values[key]) for key in ("bytes", "kept", "kept_error"))
+        label, theirs = best.get(cells[name], ("", []))
+        cell = f"{packed.spread(theirs, '.3f')} {label}" if theirs else "–"
         lines.append(
-            f"| {name} | {row['bytes'] / 1e6:.1f} | {whole / row['bytes']:.1f}x "
-            f"| {row['perplexity']:.2f} | {100 * row['kept']:.1f} % | {row['kl']:.3f} "
-            f"| {'–' if theirs is None else f'{theirs[1]:.3f} ({theirs[0]})'} "
-            f"| {100 * row['tasks']['ARC-Easy'][0]:.1f} |"
+            f"| {name} | {size / 1e6:.1f} | {whole / size:.1f}x "
+            f"| {packed.spread(values['perplexity'], '.2f')} | {100 * kept:.1f} ± {100 * error:.1f} % "
+            f"| {packed.spread(values['kl'], '.3f')} | {cell} | {score(seeds, 'ARC-Easy')} |"
         )
     return "\n".join([*lines, "<!-- end -->"])
 
@@ -165,27 +196,35 @@ def asked(rest: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options(others), own.results
 
 
-def best_packed(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
-    """(tool and method, KL) of the best peer by scheme."""
-    best: dict[str, tuple[str, float]] = {}
+def best_packed(args: argparse.Namespace) -> dict[str, Best]:
+    """The best peer by scheme."""
+    seeds: dict[tuple[str, str], list[float]] = {}
     for text, cell in packed.read_cache(quality_options(args).cache).items():
         key = json.loads(text)
         if "failed" in cell or key["tool"] == packed.OURS:
             continue
         if any(key[name] != getattr(args, name) for name in ("samples", "length", "tokens")):
             continue
-        if key["scheme"] not in best or cell["kl"] < best[key["scheme"]][1]:
-            best[key["scheme"]] = (f"{key['tool']} {key['method']}", cell["kl"])
+        if key["seed"] in args.seeds and key.get("iterations", args.iterations) == args.iterations:
+            seeds.setdefault((key["scheme"], f"{key['tool']} {key['method']}"), []).append(cell["kl"])
+    return best_of(seeds)
+
+
+def best_of(seeds: dict[tuple[str, str], list[float]]) -> dict[str, Best]:
+    """By the first of (scheme or type, tool and method), which of the second has the least KL in the mean."""
+    best: dict[str, Best] = {}
+    for (cell, label), values in sorted(seeds.items(), key=lambda row: statistics.fmean(row[1])):
+        best.setdefault(cell, (label, values))
     return best
 
 
-def best_gguf(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
+def best_gguf(args: argparse.Namespace) -> dict[str, Best]:
     """The same by type: llama.cpp's."""
-    best: dict[str, tuple[str, float]] = {}
+    seeds: dict[tuple[str, str], list[float]] = {}
     for text, cell in gguf_files.read_cache(gguf_options(args).cache).items():
-        _, kind, tool, method, *measured = json.loads(text)
+        _, kind, tool, method, seed, *measured = json.loads(text)
         if tool != gguf_files.PEER or measured[:3] != [args.samples, args.length, args.tokens]:
             continue
-        if kind not in best or cell["kl"] < best[kind][1]:
-            best[kind] = (f"llama.cpp {method}", cell["kl"])
-    return best
+        if seed in args.seeds:
+            seeds.setdefault((kind, f"llama.cpp {method}"), []).append(cell["kl"])
+    return best_of(seeds)

@@ -75,7 +75,9 @@ def arguments(**changes):
 
 
 def test_cells_run_dataless_methods_once_and_differ_by_key():
-    args = arguments(schemes=["W4:128", "FP8"], methods=["rtn", "gptq"], peers=["llmcompressor"], seeds=3)
+    args = arguments(
+        schemes=["W4:128", "FP8"], methods=["rtn", "gptq"], peers=["llmcompressor"], seeds=[0, 1, 2]
+    )
     cells = list(quality.cells(args, "digest"))
     assert len({cell.text for cell in cells}) == len(cells)
     count = {}
@@ -119,7 +121,10 @@ def test_quality_table_gives_mean_spread_and_the_ratio_to_the_best_peer():
     }
     first, second, third = quality.table("W4:128", rows).splitlines()[2:]
     assert first.startswith("| attar | gptq | 1.000e-01 |") and "| 0.50 |" in first
-    assert second.startswith("| llmcompressor | gptq | 2.000e-01 ± 1.4e-01 |") and "| 1.00 |" in second
+    assert (
+        second.startswith("| llmcompressor | gptq | 2.000e-01 (1.000e-01–3.000e-01) |")
+        and "| 1.00 |" in second
+    )
     assert third.startswith("| gptqmodel |") and "| 2.00 |" in third
 
 
@@ -273,32 +278,81 @@ def test_the_real_model_s_options_pass_others_over_and_give_every_tool_the_same(
 
 
 def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, monkeypatch):
-    rest = ["--work", str(tmp_path), "--data", "d", "--samples", "2", "--results", "original", "W4", "Q2_K"]
+    rest = [
+        "--work",
+        str(tmp_path),
+        "--data",
+        "d",
+        "--seeds",
+        "0",
+        "1",
+        "--samples",
+        "2",
+        "--results",
+        "decoded to bf16",
+        "W4",
+        "Q2_K",
+    ]
     _, wanted = real_table.asked(rest)
-    assert wanted == ["original", "W4", "Q2_K"]
+    assert wanted == ["decoded to bf16", "W4", "Q2_K"]
     dense = tmp_path / "smollm2-dense"
     dense.mkdir()
     monkeypatch.setattr(real_table, "open_checkpoint", lambda _: Namespace(nbytes=200e6))
     key = {"scheme": "W4:64", "tool": "auto-round", "method": "autoround", "samples": 2, "length": 256}
-    key["tokens"] = 8192
-    theirs = [(key, 0.5), ({**key, "tool": "gptqmodel"}, 0.7), ({**key, "tool": "attar"}, 0.1)]
+    key |= {"tokens": 8192, "seed": 0, "iterations": 200}
+    theirs = [(key, 0.5), ({**key, "seed": 1}, 0.6), ({**key, "tool": "gptqmodel"}, 0.7)]
+    theirs += [({**key, "tool": "attar"}, 0.1), ({**key, "seed": 7}, 0.1), ({**key, "iterations": 50}, 0.1)]
     theirs += [({**key, "samples": 9}, 0.2), ({**key, "tokens": 64}, 0.3)]
     lines = [json.dumps({"key": key, "found": {"kl": kl}}) for key, kl in theirs]
     lines.append(json.dumps({"key": {**key, "tool": "llmcompressor"}, "found": {"failed": "why"}}))
     (tmp_path / "quality.jsonl").write_text("\n".join(lines))
     files = [
-        (["digest", "Q2_K", "llama-cpp", "imatrix", 2, 256, tokens, "d"], tokens) for tokens in (8192, 64)
+        (["digest", "Q2_K", "llama-cpp", "imatrix", seed, 2, 256, tokens, "d"], tokens)
+        for seed, tokens in ((0, 8192), (0, 64), (7, 64))
     ]
     lines = [json.dumps({"key": json.dumps(key), "found": {"kl": tokens / 2**15}}) for key, tokens in files]
     (tmp_path / "gguf.jsonl").write_text("\n".join(lines))
-    actual = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "bytes": 50e6, "decode": 321.4}
+    actual = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "kept_error": 0.01, "bytes": 50e6, "decode": 321.4}
     actual["tasks"] = {name: [0.5, 0.01] for name in real_table.SETS}
-    monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, actual))
+    other = {
+        **actual,
+        "kl": 0.5,
+        "perplexity": 22.0,
+        "tasks": {name: [0.6, 0.01] for name in real_table.SETS},
+    }
+    rows = {wanted[0]: [actual], "W4": [actual, other], "Q2_K": [actual]}
+    monkeypatch.setattr(real_table, "rows", lambda *_, **__: rows)
     table = real_table.table(rest).splitlines()
     assert table[0] == "<!-- table:real -->"
-    assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 |"
-    assert "| 0.400 | 0.500 (auto-round autoround) |" in table[4]
-    assert "| 0.400 | 0.250 (llama.cpp imatrix) |" in table[5]
+    assert table[3] == f"| {wanted[0]} | 50.0 | 4.0x | 20.00 | 95.0 ± 1.0 % | 0.400 | – | 50.0 ± 1.0 |"
+    assert "| 21.00 (20.00–22.00) | 95.0 ± 1.0 % | 0.450 (0.400–0.500) |" in table[4]
+    assert "| 0.550 (0.500–0.600) auto-round autoround | 55.0 ± 1.0 |" in table[4]
+    assert "| 0.400 | 0.250 llama.cpp imatrix |" in table[5]
+
+
+def test_the_file_and_its_decoding_are_measured_once_and_a_result_for_every_seed(tmp_path, monkeypatch):
+    results = []
+    monkeypatch.setattr(real_table, "make", lambda result, _, seed: results.append((result.name, seed)))
+    monkeypatch.setattr(real_table, "dense", lambda _: tmp_path)
+    monkeypatch.setattr(real_table, "make_reference", lambda *_, **__: "reference")
+    monkeypatch.setattr(real_table, "served", lambda *_: {"bytes": 1})
+    monkeypatch.setattr(real_table, "exact", lambda *_: {"kl": 0.1})
+    names = [real_table.SOURCE.name, "decoded to bf16", "W4"]
+    rest = ["--work", str(tmp_path), "--seeds", "3", "5", "--results", *names]
+    for _ in range(2):  # the second time all of it is there
+        rows = real_table.rows(*real_table.asked(rest), fill=True)
+        assert {name: len(seeds) for name, seeds in rows.items()} == dict(zip(names, (1, 1, 2), strict=True))
+        assert results == [(names[0], 3), (names[1], 3), ("W4", 3), ("W4", 5)]
+
+
+def test_quality_kept_is_as_uncertain_as_the_tokens_on_which_two_models_disagree():
+    numbers = {"accuracy": 0.45, "quality_kept": 0.9, "top1_agreement": 0.84, "tokens": 1600}
+    assert real_table.kept_error(Namespace(**numbers)) == pytest.approx(0.01 / 0.5)
+
+
+@pytest.mark.parametrize(("values", "text"), [([0.1], "0.10"), ([0.1, 0.2, 0.3], "0.20 (0.10–0.30)")])
+def test_a_spread_is_a_mean_and_a_range(values, text):
+    assert quality.spread(values, ".2f") == text
 
 
 @pytest.fixture
