@@ -50,7 +50,9 @@ def test_aliases_are_values() -> None:
         ("- &a [*a]", "r.yaml:1: an alias that repeats itself without end"),
         ("a: *x", "r.yaml:1: not valid YAML: found undefined alias"),
         ("a: 1\nb: !!python/name:os.system", "r.yaml:2: the tag"),
-        ("a: !!int abc", "r.yaml:1: the tag"),
+        ("a: !!int abc", "r.yaml:1: 'abc' is no int"),
+        ("a: !!set {x}", "r.yaml:1: the tag"),
+        ("a: {<<: [1]}", "r.yaml:1: << takes mappings alone"),
         ("a: 1\n? [x, y]\n: 2", "r.yaml:2: a key must be a word"),
         ("a: 1\nb: \x00", "r.yaml:2: a character that YAML does not allow"),
         ("[" * 3000, "r.yaml: nested too deeply"),
@@ -97,3 +99,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff")
     with pytest.raises(RecipeError, match=r"not text in UTF-8 \(byte 3\)"):
         read_yaml(tmp_path / "bytes.yaml")
+
+
+def test_tags_and_merge_keys() -> None:
+    text = "a: !!str 0.5\nb: !!float 1\nc: !!bool true\nd: !!null null\ne: &e {x: 1, y: 2}\n"
+    text += "f: &f {x: 3, z: 4}\ng: {<<: *e, y: 5}\nh: {<<: [*e, *f]}\ni: {'<<': 6}\n"
+    actual = parse_yaml(text, "r.yaml").plain()
+    assert {name: actual[name] for name in "abcd"} == {"a": "0.5", "b": 1.0, "c": True, "d": None}
+    assert type(actual["b"]) is float
+    assert (actual["g"], actual["h"], actual["i"]) == ({"x": 1, "y": 5}, {"x": 1, "z": 4, "y": 2}, {"<<": 6})

@@ -1,8 +1,8 @@
 """YAML with the line number of every key and value, so that an error can name file and line.
 
 Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
-Duplicate keys, an anchor that contains itself and a second document are errors (:func:`parse_documents`
-takes several documents).
+Merge keys (``<<``) are those of 1.1. Duplicate keys, an anchor that contains itself and a second document are
+errors (:func:`parse_documents` takes several documents, and keys twice that only carry anchors).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,43 @@ class Located:
 
 @dataclass(frozen=True)
 class YamlEntry:
-    """The location of a mapping's key, and its value."""
+    """The location of a mapping's key, and its value.
+
+    Attributes:
+        anchored: an anchor stands in the value, and is used.
+        again: the location of the same key before it; empty: there is none.
+    """
 
     where: str
     value: Located
+    anchored: bool = False
+    again: str = ""
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's scanner and parser with the scalar rules of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        """The tag of a node without one; a plain scalar has none."""
+        plain = kind is yaml.ScalarNode and implicit[0]
+        return "" if plain else str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, which knows whether an alias stands for it."""
+        alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        if alias:
+            node.aliased = True
+        return node
+
+
+def _aliased(node: Any) -> bool:
+    """Whether an alias stands for a node or a part of it."""
+    parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+    flat = (part for item in parts for part in (item if isinstance(item, tuple) else (item,)))
+    return getattr(node, "aliased", False) or any(_aliased(part) for part in flat)
 
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}\Z")
@@ -62,7 +89,11 @@ _CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "
 _CONSTANTS |= dict.fromkeys(("true", "True", "TRUE"), True)
 _CONSTANTS |= dict.fromkeys(("false", "False", "FALSE"), False)
 _CONSTANTS |= {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
-_TAGS = ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")))
+_TAG = "tag:yaml.org,2002:"
+_TAGS = ("", "!", *(f"{_TAG}{kind}" for kind in ("str", "seq", "map")))
+_TYPES: dict[str, tuple[type, ...]] = {
+    f"{_TAG}int": (int,), f"{_TAG}float": (int, float), f"{_TAG}bool": (bool,), f"{_TAG}null": (type(None),),
+}  # fmt: skip
 
 
 def scalar(text: str) -> Any:
@@ -110,7 +141,7 @@ def parse_documents(text: str, name: str) -> list[Located]:
             node = loader.get_node()
             if node is not None:
                 nodes.append(node)
-    reader = _NodeReader(name, True)
+    reader = _NodeReader(name, True, anchors=True)
     return [root for root in (reader.read(node, ()) for node in nodes) if root.value is not None]
 
 
@@ -157,10 +188,15 @@ def _syntax_message(error: yaml.MarkedYAMLError, name: str, line_numbers: bool) 
 
 @dataclass
 class _NodeReader:
-    """Turns PyYAML's nodes into Located values."""
+    """Turns PyYAML's nodes into Located values.
+
+    Attributes:
+        anchors: note which entries carry anchors; these may be there again.
+    """
 
     name: str
     line_numbers: bool
+    anchors: bool = False
     values: int = 0
 
     def location(self, line: int) -> str:
@@ -171,22 +207,50 @@ class _NodeReader:
         self.values += 1
         if id(node) in parents or self.values > _MAX_VALUES:
             raise RecipeError(f"{where}: an alias that repeats itself without end")
-        if node.tag not in _TAGS:
-            raise RecipeError(f"{where}: the tag {node.tag!r} is not allowed", hint="recipes need no tags")
+        if node.tag not in (*_TAGS, *_TYPES):
+            raise RecipeError(f"{where}: the tag {node.tag!r} is not allowed", hint="leave it out")
         if isinstance(node, yaml.MappingNode):
             return Located(dict(self.entries(node, (*parents, id(node)))), where)
         if isinstance(node, yaml.SequenceNode):
             return Located([self.read(item, (*parents, id(node))) for item in node.value], where)
-        plain = getattr(node, "style", None) is None
-        return Located(scalar(node.value) if plain else node.value, where)
+        return Located(_tagged(node, where), where)
 
     def entries(self, node: yaml.MappingNode, parents: tuple[int, ...]) -> Iterator[tuple[str, YamlEntry]]:
-        first: dict[str, str] = {}
+        """The entries of a mapping; those of merge keys first, so that its own replace them."""
+        for key, value in node.value:
+            if key.value == "<<" and key.tag == "":
+                yield from self.merged(value, parents)
+        first: dict[str, YamlEntry] = {}
         for key, value in node.value:
             where = self.location(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode):
                 raise RecipeError(f"{where}: a key must be a word")
+            if key.value == "<<" and key.tag == "":
+                continue
+            entry = YamlEntry(where, self.read(value, parents), self.anchors and _aliased(value))
             if key.value in first:
-                raise RecipeError(f"{where}: key {key.value!r} is given twice (first at {first[key.value]})")
-            first[key.value] = where
-            yield key.value, YamlEntry(where, self.read(value, parents))
+                before = first[key.value]
+                if not (entry.anchored and before.anchored):
+                    raise RecipeError(f"{where}: key {key.value!r} is given twice (first at {before.where})")
+                entry = replace(entry, again=before.where)
+            first[key.value] = entry
+            yield key.value, entry
+
+    def merged(self, node: yaml.Node, parents: tuple[int, ...]) -> Iterator[tuple[str, YamlEntry]]:
+        """The entries that a merge key brings, of several mappings the first one's last."""
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for part in reversed(parts):
+            if not isinstance(part, yaml.MappingNode):
+                raise RecipeError(f"{self.location(node.start_mark.line)}: << takes mappings alone")
+            located = self.read(part, parents)
+            yield from located.value.items()
+
+
+def _tagged(node: yaml.Node, where: str) -> Any:
+    """The value of a scalar: by its tag, else by its text where it is not quoted."""
+    if node.tag not in _TYPES:
+        return scalar(node.value) if node.tag == "" else node.value
+    value = scalar(node.value)
+    if type(value) not in _TYPES[node.tag]:
+        raise RecipeError(f"{where}: {node.value!r} is no {node.tag.removeprefix(_TAG)}")
+    return float(value) if node.tag == f"{_TAG}float" else value

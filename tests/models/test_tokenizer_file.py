@@ -12,7 +12,7 @@ from attar.models.load import read_tokenizer
 from attar.models.plain_tokenizer import plain_tokenizer
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 
-END = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+END = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
 SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 T5 = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 KINDS = {

@@ -144,6 +144,57 @@ def test_without_source_the_tokenizer_is_the_union() -> None:
     assert choice.source == "union"
 
 
+ANCHORS = """\
+const_tag: &MODEL org/one
+const_tag: &FACTOR 0.5
+MODELS:
+  - &two {model: org/two, revision: main}
+scale-filter-env: &scaled
+  parameters:
+    scale:
+      - {filter: o_proj, value: *FACTOR}
+      - value: !!float 1
+slices:
+  - sources:
+      - model: *MODEL
+        layer_range: ["0", 4]
+  - sources:
+      - model: *MODEL
+        layer_range: [2, 6]
+        <<: *scaled
+  - sources:
+      - <<: [*scaled, *two]
+        layer_range: [6, 8]
+        parameters: {scale: "0.25"}
+merge_method: passthrough
+"""
+
+
+def test_keys_at_the_top_may_carry_anchors_and_merge_keys_bring_entries() -> None:
+    first, second, third = (part.sources[0] for part in one(ANCHORS).slices())
+    assert [str(source.model) for source in (first, second, third)] == ["org/one", "org/one", "org/two@main"]
+    assert [source.layers for source in (first, second, third)] == [(0, 4), (2, 6), (6, 8)]
+    assert second.parameters["scale"].value == (FilteredValue("o_proj", 0.5), FilteredValue(None, 1.0))
+    assert third.parameters["scale"] == ParameterSetting(0.25)
+    mixture = "x: &a org/a\nbase_model: *a\ngate_mode: random\nexperts: [{source_model: *a}]\n"
+    (parsed,) = parse_configs(mixture + "experts_per_token: 1\n")
+    assert str(parsed.models()[0]) == "org/a"
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    text = f"models:\n  - {{model: '{tmp_path}', revision: main}}\n  - {{model: org/b, revision: v1}}\n"
+    models = [str(model) for model in one(f"merge_method: karcher\n{text}").models()]
+    assert models == [str(tmp_path), "org/b@v1"]
+
+
+def test_of_a_model_that_is_given_twice_the_last_one_counts() -> None:
+    text = "models:\n  - {model: a, parameters: {weight: 1}}\n  - {model: b, parameters: {weight: 2}}\n"
+    (part,) = one(f"merge_method: linear\n{text}  - {{model: a, parameters: {{weight: 3}}}}").slices()
+    weights = [(str(source.model), source.parameters["weight"].value) for source in part.sources]
+    assert weights == [("a", 3), ("b", 2)]
+    assert [source.where for source in part.again] == ["merge.yml:3"]
+
+
 def test_empty_keys_count_as_missing() -> None:
     config = one(f"merge_method: karcher\n{PAIR}parameters:\ndtype:\nbase_model:\n")
     assert (dict(config.parameters), config.dtype, config.base) == ({}, None, None)
@@ -222,9 +273,16 @@ WRONG = [
         "merge.yml:2: unknown key 'override_architecture'",
     ),
     (
-        f"{LINEAR}models:\n  - model: a\n  - model: a",
-        "merge.yml:4: the model 'a' is given twice (first at merge.yml:3)",
+        f"{LINEAR}models:\n  - model: a@x\n    revision: y",
+        "merge.yml:4: revision is 'y', but the model is at 'x'",
     ),
+    (f"{LINEAR}models:\n  - model: a\n    revision: 3", "merge.yml:4: revision is 3, but must be a text"),
+    (f"{LINEAR}{PAIR}base_modle: &base a", "merge.yml:3: unknown key 'base_modle' in a merge"),
+    (f"{LINEAR}{PAIR}models: &a [{{model: c}}]", "merge.yml:3: key 'models' is given twice"),
+    ("x: &a 1\nx: 2\n" + LINEAR + PAIR, "merge.yml:2: key 'x' is given twice (first at merge.yml:1)"),
+    (f"{LINEAR}{PAIR}<<: 3", "merge.yml:3: << takes mappings alone"),
+    (f"{LINEAR}{PAIR}parameters: {{weight: !!float x}}", "merge.yml:3: 'x' is no float"),
+    (f"{LINEAR}{PAIR}parameters: {{weight: !half 1}}", "merge.yml:3: the tag '!half' is not allowed"),
     (f"{LINEAR}{PAIR}dtype: int64", "merge.yml:3: dtype is 'int64', but must be bfloat16, float16, float32"),
     (f"{LINEAR}{PAIR}out_dtype: bf16", "merge.yml:3: out_dtype is 'bf16', but must be"),
     (f"{LINEAR}{PAIR}chat_template: 3", "merge.yml:3: chat_template is 3, but must be a text"),

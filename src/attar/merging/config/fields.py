@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from attar.errors import RecipeError, did_you_mean
 from attar.merging.config.schema import FilteredValue, ModelReference, ParameterSetting, Scalar
-from attar.yaml import Located, YamlEntry
+from attar.yaml import Located, YamlEntry, scalar
 
 _FORM = "a model is written path[@revision][+adapter[@revision]]"
 _MODEL_HINTS = {
@@ -30,21 +32,31 @@ class MappingReader:
     Args:
         what: its name in errors, such as ``a slice``.
         hints: for keys that are not allowed but often written: what to do instead.
+        anchors: another key is left out where an anchor that is used stands in its value.
 
     Raises:
         RecipeError: it is no mapping, or has another key; names the nearest known one.
     """
 
     def __init__(
-        self, located: Located, what: str, known: Sequence[str], hints: Mapping[str, str] | None = None
+        self,
+        located: Located,
+        what: str,
+        known: Sequence[str],
+        hints: Mapping[str, str] | None = None,
+        *,
+        anchors: bool = False,
     ) -> None:
         self.where, self.what = located.where, what
         if not isinstance(located.value, dict):
             keys = ", ".join(known)
             raise RecipeError(f"{located.where}: {what} must be a mapping with the keys {keys}")
-        self.entries: dict[str, YamlEntry] = located.value
-        for name, entry in self.entries.items():
-            if name not in known:
+        entries: dict[str, YamlEntry] = located.value
+        self.entries = {name: entry for name, entry in entries.items() if name in known}
+        for name, entry in entries.items():
+            if name in known and entry.again:
+                raise RecipeError(f"{entry.where}: key {name!r} is given twice (first at {entry.again})")
+            if name not in known and not (anchors and entry.anchored):
                 hint = (hints or {}).get(name)
                 tail = "" if hint else did_you_mean(name, known)
                 raise RecipeError(f"{entry.where}: unknown key {name!r} in {what}{tail}", hint=hint)
@@ -129,6 +141,23 @@ def parse_reference(located: Located) -> ModelReference:
     return ModelReference(_with_revision(model, located), lora, located.where)
 
 
+def model_of(fields: MappingReader) -> ModelReference:
+    """The key ``model``, and ``revision`` next to it, which means nothing for a folder on this machine.
+
+    Raises:
+        RecipeError: both name a revision, and not the same.
+    """
+    reference, revision = parse_reference(fields.need("model")), fields.text("revision")
+    if revision is None or Path(reference.model).expanduser().exists():
+        return reference
+    path, _, stated = reference.model.partition("@")
+    if stated not in ("", revision):
+        raise RecipeError(
+            f"{fields.where_of('revision')}: revision is {revision!r}, but the model is at {stated!r}"
+        )
+    return replace(reference, model=_with_revision(f"{path}@{revision}", fields.need("revision")))
+
+
 def _path(located: Located) -> str:
     """A text, or ``{path, revision}``, as ``path@revision``."""
     if isinstance(located.value, dict):
@@ -195,6 +224,8 @@ def _gradient(name: str, located: Located) -> tuple[Scalar, ...]:
 
 def _scalar(name: str, located: Located) -> Scalar:
     value: Scalar = located.value
+    if isinstance(value, str) and isinstance(number := scalar(value.strip()), int | float):
+        value = number  # "0.5", which mergekit takes for a number too
     if located.value is None:
         raise RecipeError(f"{located.where}: {name} has no value")
     if isinstance(located.value, dict | list):

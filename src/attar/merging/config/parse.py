@@ -1,13 +1,15 @@
 """mergekit's YAML read into :class:`~attar.merging.config.schema.MergeConfig`; errors name file and line.
 
-Stricter than mergekit: an unknown key, a parameter of no method, a model given twice, a parameter at a level
-where it is never looked up and a value of the wrong kind are errors.
+Stricter than mergekit: an unknown key (but one at the top with an anchor), a parameter of no method, a
+parameter at a level where it is never looked up and a value of the wrong kind are errors.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attar.errors import RecipeError, did_you_mean
-from attar.merging.config.fields import MappingReader, parse_reference, parse_setting
+from attar.merging.config.fields import MappingReader, model_of, parse_reference, parse_setting
 from attar.merging.config.schema import (
     SEARCHED,
     LayerSlice,
@@ -24,7 +26,7 @@ from attar.merging.config.schema import (
 from attar.merging.methods import METHODS
 from attar.merging.methods.method import MergeMethod
 from attar.merging.planning.parameters import check_kind, method_of
-from attar.yaml import Located
+from attar.yaml import Located, scalar
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -61,7 +63,7 @@ def parse_document(located: Located) -> MergeConfig:
     Raises:
         RecipeError: names file and line.
     """
-    fields = MappingReader(located, "a merge", _KEYS, _DOCUMENT_HINTS)
+    fields = MappingReader(located, "a merge", _KEYS, _DOCUMENT_HINTS, anchors=True)
     method = _method(fields)
     base = _base_model(fields)
     if method.base == "required" and base is None:
@@ -143,7 +145,7 @@ def _slices(fields: MappingReader, method: MergeMethod) -> tuple[LayerSlice, ...
     """``slices``, or ``models`` as one slice."""
     if "models" not in fields.entries:
         return tuple(_slice(item, method) for item in fields.items("slices"))
-    keys = ("model", "parameters")
+    keys = ("model", "revision", "parameters")
     readers = [MappingReader(item, "a model", keys, _MODEL_HINTS) for item in fields.items("models")]
     sources = tuple(_source(reader, None, method) for reader in readers)
     return (_checked(LayerSlice(sources, None, {}, fields.where_of("models"))),)
@@ -151,14 +153,14 @@ def _slices(fields: MappingReader, method: MergeMethod) -> tuple[LayerSlice, ...
 
 def _slice(located: Located, method: MergeMethod) -> LayerSlice:
     fields = MappingReader(located, "a slice", ("sources", "base_model", "parameters"), _SLICE_HINTS)
-    keys = ("model", "layer_range", "parameters")
+    keys = ("model", "revision", "layer_range", "parameters")
     readers = [MappingReader(item, "a source", keys) for item in fields.items("sources")]
     sources = tuple(_source(reader, _layers(reader), method) for reader in readers)
     return _checked(LayerSlice(sources, _base_model(fields), _parameters(fields, method), located.where))
 
 
 def _source(fields: MappingReader, layers: tuple[int, int] | None, method: MergeMethod) -> MergeSource:
-    model = parse_reference(fields.need("model"))
+    model = model_of(fields)
     return MergeSource(model, layers, _parameters(fields, method, of_model=True), fields.where)
 
 
@@ -166,6 +168,8 @@ def _layers(fields: MappingReader) -> tuple[int, int]:
     """``layer_range``: first layer, and the one after the last."""
     located = fields.need("layer_range")
     plain = located.plain()
+    if isinstance(plain, list):  # "0", which mergekit takes for a number too
+        plain = [scalar(number) if isinstance(number, str) else number for number in plain]
     integers = isinstance(plain, list) and len(plain) == 2 and all(type(number) is int for number in plain)
     if not integers or not 0 <= plain[0] < plain[1]:
         raise RecipeError(
@@ -176,16 +180,11 @@ def _layers(fields: MappingReader) -> tuple[int, int]:
 
 
 def _checked(part: LayerSlice) -> LayerSlice:
-    """The slice, unless a model is given twice or the sources have different numbers of layers."""
-    first: dict[ModelReference, str] = {}
-    for source in part.sources:
-        if source.model in first:
-            raise RecipeError(
-                f"{source.where}: the model {str(source.model)!r} is given twice"
-                f" (first at {first[source.model]})",
-                hint="to weigh it more, raise its weight",
-            )
-        first[source.model] = source.where
+    """The slice, unless its sources have different numbers of layers. Of a model that is given twice the
+    last one counts, in the place of the first, as in mergekit."""
+    last = {source.model: source for source in part.sources}
+    again = tuple(source for source in part.sources if last[source.model] is not source)
+    part = replace(part, sources=tuple(last.values()), again=again)
     lengths = [source.layers[1] - source.layers[0] for source in part.sources if source.layers]
     for source, length in zip(part.sources, lengths, strict=False):
         if length != lengths[0]:

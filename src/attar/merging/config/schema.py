@@ -110,12 +110,14 @@ class LayerSlice:
     Attributes:
         sources: what is merged, in the order of the file; each model once.
         base: base model of this slice, where it is not the merge's.
+        again: sources whose model is given again later in the slice; they do not count.
     """
 
     sources: tuple[MergeSource, ...]
     base: ModelReference | None
     parameters: ParameterSettings
     where: str = field(default="", compare=False)
+    again: tuple[MergeSource, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

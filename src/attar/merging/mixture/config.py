@@ -95,7 +95,7 @@ def parse_mixture(located: Located) -> MixtureConfig:
     Raises:
         RecipeError: names file and line.
     """
-    fields = MappingReader(located, "a mixture of experts", _KEYS)
+    fields = MappingReader(located, "a mixture of experts", _KEYS, anchors=True)
     mode = fields.text("gate_mode") or "hidden"
     _check_choice(fields, "gate_mode", mode, GATE_MODES)
     dtype = fields.text("dtype")

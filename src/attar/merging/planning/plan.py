@@ -245,6 +245,8 @@ def _notes(
 ) -> Iterator[str]:
     """Settings without effect, configs that differ, slices that are copied; one line each."""
     yield from unused_parameters(config, method)
+    for source in (source for part in config.slices() for source in part.again):
+        yield f"{source.where}: {source.model} is given again later in the slice, and the last one counts"
     for model in tensor_map.models():
         yield from config_differences(donor, model)
     known = {parameter.name for parameter in (*method.shared, *method.per_model)}
