@@ -29,6 +29,7 @@ def render_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
+    keep_none: bool = False,
     **variables: Any,
 ) -> str:
     """The text of a conversation.
@@ -36,6 +37,7 @@ def render_chat(
     Args:
         messages: with a role and mostly a content. Fields that are None are left out.
         add_generation_prompt: end with what begins the assistant's answer.
+        keep_none: fields that are None are None in the template, which may compare them.
         variables: others that the template may read: the special tokens by name.
 
     Raises:
@@ -45,7 +47,8 @@ def render_chat(
     if not messages:
         raise ValueError("a conversation needs at least one message")
     chat = [
-        _with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages
+        _with_reasoning(_plain({k: v for k, v in message.items() if keep_none or v is not None}))
+        for message in messages
     ]
     return _compiled(template).render(
         messages=chat,

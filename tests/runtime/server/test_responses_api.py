@@ -127,7 +127,7 @@ def test_results_of_calls_go_back():
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert messages[1]["content"] == "t" and messages[1]["reasoning_content"] == "r"
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["c1", "c2"]
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert [(m["tool_call_id"], m["content"]) for m in messages[2:]] == [("c1", "one"), ("c2", "two")]
 
 

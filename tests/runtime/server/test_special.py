@@ -165,7 +165,7 @@ def test_tokenizers_of_python_refuse_such_messages():
     class Slow:
         chat_template, all_special_tokens = tokenizer.chat_template, ["<|im_end|>"]
         get_vocab = staticmethod(lambda: {"a": 0})
-        apply_chat_template = staticmethod(lambda messages, **options: "x")
+        apply_chat_template = staticmethod(lambda messages, **options: messages[0]["content"])
         __call__ = staticmethod(lambda text, **options: {"input_ids": [0]})
 
     words = ServerTokenizer(Slow())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from attar.runtime.server.body_model import StrictModel, field_error
-from attar.runtime.server.tool_calls.protocol import CallBody
+from attar.runtime.server.tool_calls.protocol import CallBody, CallFunction
 
 RESERVED = frozenset(
     (
@@ -38,7 +38,7 @@ class ChatMessage(StrictModel):
     # in answers, which clients send back
     reasoning_content: str | None = None
     reasoning: str | None = None
-    function_call: None = None
+    function_call: CallFunction | None = None  # of clients older than tools
     annotations: Any = None
     audio: None = None
 
@@ -52,12 +52,14 @@ class ChatMessage(StrictModel):
             "content": text if isinstance(self.content, list) else self.content or "",
         }
         reasoning = self.reasoning_content or self.reasoning
+        calls = list(self.tool_calls or ())
+        calls += [CallBody(function=self.function_call)] if self.function_call else []
         extra = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "tool_calls": [call.plain() for call in calls] or None,
             "reasoning_content": reasoning,
-            "thinking": reasoning if self.tool_calls and not message["content"] else None,
+            "thinking": reasoning if calls and not message["content"] else None,
         }
         return message | {key: value for key, value in extra.items() if value is not None}
 

@@ -18,14 +18,16 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from secrets import token_hex
 from threading import Lock
 from typing import Any
 
 from attar.errors import DataError
 from attar.formats.byte_alphabet import BYTE_ALPHABET
-from attar.runtime.server.tool_calls.tool_use import knows_tools, tell_tools
+from attar.models.plain_tokenizer import PlainTokenizer
+from attar.runtime.server.message_form import MessageForm, find_form, shape_of
+from attar.runtime.server.tool_calls.tool_use import knows_tools
 
 _SPACE = "\u2581"  # SentencePiece's blank
 _TAG = re.compile(r"<[|｜].*[|｜]>")  # a role token in families that do not mark it as special
@@ -50,6 +52,8 @@ class ChatOptions:
 
 
 _DEFAULT = ChatOptions()
+_FORM, _WORDS = MessageForm(), MessageForm(calls="words", results="user", tools="words")  # tried first
+MOST_SHAPES = 256  # of conversations whose form is cached
 
 
 class ServerTokenizer:
@@ -68,6 +72,7 @@ class ServerTokenizer:
     def __init__(self, tokenizer: Any, special: bool = False) -> None:
         self._tokenizer = deepcopy(tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._forms: dict[Any, MessageForm | str] = {}
         self._lock = Lock()  # for a tokenizer written in Python, which may change while it works
         self._bytes = {character: byte for byte, character in BYTE_ALPHABET.items()}
         self._pieces: dict[int, tuple[str, bytes]] = {}
@@ -133,18 +138,37 @@ class ServerTokenizer:
         """Tokens of a conversation up to where the answer begins.
 
         Raises:
-            DataError: there is no chat template, or it refuses the messages.
+            DataError: there is no chat template, it refuses the messages, or loses some in every form.
         """
-        tools: Sequence[Mapping[str, Any]] = options.tools
-        if not knows_tools(self.template):
-            messages, tools = tell_tools(messages, tools), ()
-        given = [*messages, *tools, {"variables": dict(options.variables)}]
-        if self._escaper is not None and self._escaper.found_in(given):
-            escaped = self._escaper.escape(given)
-            messages, tools = escaped[: len(messages)], escaped[len(messages) : -1]
-            options = replace(options, variables=escaped[-1]["variables"])
-            return self._escaper.encode(self._rendered(messages, tools, options))
-        return self.encode(self._rendered(messages, tools, options), special=False)
+        end = token_hex(16) if options.continued else ""
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{end}"}]
+        listed, tools = self._form(messages, options).apply(messages, options.tools)
+        given: list[Any] = [*listed, *tools, {"variables": dict(options.variables)}]
+        escaper = self._escaper if self._escaper is not None and self._escaper.found_in(given) else None
+        if escaper is not None:
+            given = escaper.escape(given)
+            options = replace(options, variables=given[-1]["variables"])
+        text = self._rendered(given[: len(listed)], given[len(listed) : -1], options)
+        if options.continued and end not in text:
+            raise DataError("the model's chat template does not write the last message, so it cannot go on")
+        text = text.rpartition(end)[0] if end else text
+        return self.encode(text, special=False) if escaper is None else escaper.encode(text)
+
+    def _form(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> MessageForm:
+        """The form of these messages that the template reads."""
+        shape = shape_of(messages)
+        key = shape, bool(options.tools), repr(options.variables), self.template
+        form = self._forms.get(key)
+        if form is None:
+            render = partial(self._rendered, options=replace(options, answer_begins=False))
+            first = _FORM if knows_tools(self.template) else _WORDS
+            form = find_form(render, shape, bool(options.tools), first)
+            if len(self._forms) >= MOST_SHAPES:
+                self._forms.clear()
+            self._forms[key] = form
+        if isinstance(form, str):
+            raise DataError(f"the model's chat template leaves out {form} of this conversation")
+        return form
 
     def _rendered(
         self,
@@ -152,22 +176,23 @@ class ServerTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: ChatOptions = _DEFAULT,
     ) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise DataError("the model has no chat template", hint="use /v1/completions")
-        end = token_hex(16) if options.continued else ""
-        listed = [dict(message) for message in messages]
-        listed[-1]["content"] = f"{listed[-1]['content']}{end}"
         settings: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
-        answer_begins = options.answer_begins and not options.continued
+        apply = self._tokenizer.apply_chat_template
+        if any(message["content"] is None for message in messages):  # which transformers leaves out
+            apply = partial(PlainTokenizer.apply_chat_template, self._tokenizer, keep_none=True)
         try:
-            text = self._tokenizer.apply_chat_template(
-                listed, tokenize=False, add_generation_prompt=answer_begins, **settings, **options.variables
+            text = apply(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=options.answer_begins and not options.continued,
+                **settings,
+                **options.variables,
             )
         except Exception as error:  # a template is a program of the model's and may raise anything
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
-        if options.continued and end not in text:
-            raise DataError("the model's chat template does not write the last message, so it cannot go on")
-        return str(text).rpartition(end)[0] if end else str(text)
+        return str(text)
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:

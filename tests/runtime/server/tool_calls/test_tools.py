@@ -229,7 +229,8 @@ def test_reasoning_before_a_call_goes_back_under_the_name_of_each_template():
 SHOWS = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} "
+    "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %};{% endfor %}"
 )
 
 
@@ -245,7 +246,7 @@ def test_a_template_that_knows_tools_gets_them():
     messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = rendered(SHOWS, messages, TOOLS)
     assert text.startswith('{"type": "function", "function": {"name": "get_weather"')
-    assert text.endswith("assistant:Rom;")
+    assert text.endswith("assistant:get_weather city=Rom;")
 
 
 def test_a_template_without_tools_is_told_in_words():

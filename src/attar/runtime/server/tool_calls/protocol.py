@@ -62,7 +62,7 @@ class CallFunction(BaseModel):
     @field_validator("arguments", mode="before")
     @classmethod
     def _as_text(cls, arguments: Any) -> Any:
-        return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 class CallBody(BaseModel):
@@ -73,10 +73,7 @@ class CallBody(BaseModel):
     function: CallFunction
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template: arguments as an object, where they are one."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        call = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        """For a chat template, arguments as text."""
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
+        call = {"type": "function", "function": function}
         return call if self.id is None else {"id": self.id, **call}

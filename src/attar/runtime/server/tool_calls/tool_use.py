@@ -74,29 +74,27 @@ def knows_tools(template: str) -> bool:
     return "tools" in template or "tool_calls" in template
 
 
-def tell_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The conversation for a chat template that knows no tools: they stand in the system message, calls and
-    results are the text of ordinary messages."""
-    listed_messages = [_as_text(message) for message in messages]
-    if not tools:
-        return listed_messages
+def listed_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Tools in words, for a chat template that knows none."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = f"{_LEAD}\n{listed}\n{_RULE}"
-    if listed_messages and listed_messages[0]["role"] == "system":
-        first = {**listed_messages[0], "content": f"{listed_messages[0]['content']}\n\n{text}"}
-        return [first, *listed_messages[1:]]
-    return [{"role": "system", "content": text}, *listed_messages]
+    return f"{_LEAD}\n{listed}\n{_RULE}"
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without calls, and of a role that every template knows."""
-    if message["role"] == "tool":
+def as_words(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A call or a result as the text of a message of a role that every template knows."""
+    if message["role"] in ("tool", "function"):
         name = f" of {message['name']}" if message.get("name") else ""
         return {"role": "user", "content": f"Result{name}: {message['content']}"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    written = json.dumps([call["function"] for call in calls], ensure_ascii=False)
-    return {"role": message["role"], "content": f"{message['content']}\n{written}".strip()}
+    written = [_call_text(call.get("function", call)) for call in message["tool_calls"]]
+    return {"role": message["role"], "content": f"{message['content']}\n[{', '.join(written)}]".strip()}
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    """A call in JSON; arguments that are none are a string."""
+    name = json.dumps(function.get("name"), ensure_ascii=False)
+    arguments = function.get("arguments") or "{}"
+    try:
+        json.loads(arguments)
+    except (ValueError, TypeError, RecursionError):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {arguments}}}'
