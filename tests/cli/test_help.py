@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 import attar
+from attar.cli.help_text import EXAMPLES, HEADING_OF, heading_of
 from attar.cli.main import VERBS, call
 from attar.recipe.settings import settings_of, short
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
@@ -65,8 +67,31 @@ def test_without_a_verb_there_is_help_and_a_failure(capsys: pytest.CaptureFixtur
 def test_help_of_a_verb_ends_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call([verb, "--help"]) == 0
     lines = capsys.readouterr().out.rstrip().splitlines()
-    assert lines[-2].strip() == "Example:"
-    assert lines[-1].strip().startswith(f"attar {verb}")
+    heading = next(number for number, line in enumerate(lines) if line.strip() in ("Example:", "Examples:"))
+    examples = [line.strip() for line in lines[heading + 1 :]]
+    assert len(examples) == (3 if verb in EXAMPLES else 1)
+    for example in examples:  # every option exists, and what is required is there
+        command, words = load(VERBS[verb][1])(verb), shlex.split(example)
+        assert words[:2] == ["attar", verb]
+        assert command.make_context(verb, words[2:]).params
+
+
+@pytest.mark.parametrize("verb", ["serve", "distill", "recover", "generate", "collect"])
+def test_options_of_long_helps_have_headings(verb: str) -> None:
+    command = load(VERBS[verb][1])(verb)
+    general = {
+        parameter.name
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        and not (getattr(parameter, "rich_help_panel", None) or heading_of(verb, parameter.name))
+    }
+    few = {"json", "quiet", "debug", "force", "out", "seed", "teacher", "dry_run", "offline", "filter_only"}
+    assert general <= few
+
+
+def test_every_heading_names_options_that_exist() -> None:
+    known = {parameter.name for verb, (_, build) in VERBS.items() for parameter in load(build)(verb).params}
+    assert set(HEADING_OF) <= known
 
 
 @pytest.mark.parametrize("verb", list(SETTINGS))
@@ -85,6 +110,9 @@ def test_help_shows_every_setting_with_its_default_and_choices(
         assert first in text
         if setting.flag:
             assert f"{option} / --no-{option[2:]}" in text
+        elif setting.default in (None, "", (), "none"):  # not used, or its help says what none means
+            told = text.split(option, 1)[1].split(" --", 1)[0]
+            assert "[default: none]" not in told or re.search(r"\b(none|empty)\b", told.split("[default")[0])
         else:
             assert f"[default: {short(setting.default)}]" in text
         if setting.choices:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -21,6 +22,7 @@ import typer.main
 
 from attar.checkpoint.processes import rank
 from attar.cli.guard import exit_on_error
+from attar.cli.help_text import EXAMPLES, heading_of
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.settings import (
     CommandOrigin,
@@ -34,6 +36,7 @@ from attar.recipe.settings import (
 _LINE = "attar.line"
 MODEL_HELP = "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_GENERAL = "Options"
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,17 @@ class GroupedCommand(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, options without a heading, then each heading in the order of its first option."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        """Arguments, each heading in the order of its first option, then the options without a heading."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         words = ctx.meta.get(_LINE, [])
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            heading = getattr(parameter, "rich_help_panel", None)
+            heading = getattr(parameter, "rich_help_panel", None) or heading_of(self.name, parameter.name)
             if parameter.param_type_name == "argument":
                 heading = "Arguments"
             if record is not None and _belongs(heading or "", words):
-                groups.setdefault(heading or "Options", []).append(record)
-        for heading, records in groups.items():
+                groups.setdefault(heading or _GENERAL, []).append(record)
+        for heading, records in sorted(groups.items(), key=lambda group: group[0] == _GENERAL):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
@@ -119,7 +122,7 @@ def build_command(
     """A command for the group.
 
     Args:
-        example: a command line, shown at the end of the help.
+        example: a command line, shown at the end of the help with those of ``help_text.EXAMPLES``.
         resumes: whether the same command continues after an interruption.
     """
 
@@ -136,7 +139,8 @@ def build_command(
     callback.__signature__ = inspect.Signature([*parameters, *_common_options()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-    epilog = f"\b\nExample:\n  {example}"
+    examples = (example, *EXAMPLES.get(name, ()))
+    epilog = "\n".join(["\b", "Examples:" if examples[1:] else "Example:", *(f"  {one}" for one in examples)])
     app.command(name, cls=GroupedCommand, help=help, epilog=epilog, context_settings=context)(callback)
     return typer.main.get_command(app)
 
@@ -197,24 +201,36 @@ def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
 
 def _setting_option(setting: SettingField) -> inspect.Parameter:
     spelling = option(setting.name)
-    default = "required" if setting.default is dataclasses.MISSING else f"default: {short(setting.default)}"
+    default = _default_text(setting)
     if setting.flag:
         both = f"{spelling}/--no-{spelling[2:]}"
         words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
         info = typer.Option(None, both, help=words, show_default=False, rich_help_panel=setting.title or None)
         return _parameter(setting.name, bool, info)
     choices = [str(choice) for choice in setting.choices]
-    metavar = "|".join(choices) or _METAVARS.get(setting.kind, "TEXT")
+    metavar = "|".join(choices) or next(
+        (_METAVARS[kind] for kind in setting.kinds if kind in _METAVARS), "TEXT"
+    )
     info = typer.Option(
         None,
         spelling,
-        help=f"{setting.help}{'; may be repeated' if setting.many else ''}  [{default}]",
+        help=f"{setting.help}{'; may be repeated' if setting.many else ''}{default}",
         metavar=metavar,
         show_default=False,
         autocompletion=_completer(choices) if choices else None,
         rich_help_panel=setting.title or None,
     )
     return _parameter(setting.name, list[str] if setting.many else str, info)
+
+
+def _default_text(setting: SettingField) -> str:
+    """The default in brackets; nothing for an option that is simply not used, unless its help says what
+    ``none`` or ``empty`` means."""
+    if setting.default is dataclasses.MISSING:
+        return "  [required]"
+    unused = setting.default in (None, "", (), "none")
+    explained = re.search(r"\b(none|empty)\b[:;,.)]|\bnone\b", setting.help)
+    return "" if unused and not explained else f"  [default: {short(setting.default)}]"
 
 
 def _completer(choices: list[str]) -> Callable[[str], list[str]]:

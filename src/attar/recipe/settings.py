@@ -61,6 +61,11 @@ class SettingField:
         return any(get_origin(kind) is tuple for kind in _members(self.kind))
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that it may have: the members of a union, or the one type."""
+        return _members(self.kind)
+
+    @property
     def flag(self) -> bool:
         """Whether the setting is yes or no."""
         return self.kind is bool

@@ -34,7 +34,9 @@ class EngineSettings:
         "auto", "bits of products' inputs; auto: 16 where the processor has instructions for it, else 8",
         choices=("auto", 16, 8),
     )  # fmt: skip
-    weights: str | None = _option(None, "round dense weights while they are loaded", choices=("int8", "int4"))
+    weights: str | None = _option(
+        None, "round dense weights while they are loaded; none: as stored", choices=("int8", "int4")
+    )
     dtype: str = _option("auto", "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
                          choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
     device: str = _option("cpu", "cpu, cuda or cuda:0")
@@ -48,14 +50,14 @@ class EngineSettings:
     block_size: int = _option(16, "tokens of a block, the unit of sharing")
     eviction: str = _option("none", "bounds each sequence's KV cache: reread:CAPACITY,RECENT (or CAPACITY "
                             "alone), snapkv:CAPACITY,WINDOW, streaming:SINKS,WINDOW or h2o:HEAVY,RECENT; "
-                            "numbers may be omitted")  # fmt: skip
+                            "numbers may be omitted; none: every token stays")  # fmt: skip
     prefix_cache: str = _option(
         "auto", "whether prompts share the blocks of a common prefix", choices=("auto", "on", "off")
     )
     speculate: str | None = _option(
         None,
         "how tokens are drafted, which one pass verifies together; with --draft: suffix, trees and the draft "
-        "in one tree, as without --speculate, or draft, it alone",
+        "in one tree, as without --speculate, or draft, it alone; none: only what --draft says",
         choices=tuple(dict.fromkeys((*ALONE, *WITH_DRAFT))),
     )
     draft: str | None = _option(
@@ -73,9 +75,9 @@ class EngineSettings:
     )
     step_tokens: int = _option(512, "most tokens of a step")
     sequences: int = _option(64, "most sequences that run at the same time")
-    chunk: int | None = _option(None, "most tokens of one prompt in a step")
-    waiting: int | None = _option(None, "most requests that wait")
-    waiting_tokens: int | None = _option(None, "most tokens of their prompts")
+    chunk: int | None = _option(None, "most tokens of one prompt in a step; none: all that fit")
+    waiting: int | None = _option(None, "most requests that wait; none: any number")
+    waiting_tokens: int | None = _option(None, "most tokens of the prompts that wait; none: any number")
     prefix_first: bool = _option(False, "among waiting requests the longest cached prefix goes first")
 
     def __post_init__(self) -> None:

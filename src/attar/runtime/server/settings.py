@@ -31,7 +31,7 @@ class ServerSettings:
         default=(),
         metadata={
             "help": "key that clients must send, 8 characters at least; the variable ATTAR_API_KEY "
-            "hides it from ps"
+            "hides it from ps; none: everybody may call, unless there is a file of keys"
         },
     )
     keys: str = field(default="", metadata={"help": "file of keys with limits of their own"})
