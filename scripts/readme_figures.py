@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attar.measure.report.quality import write_quality_svg
 from attar.measure.run_folder import RunRecord, read_run
-from attar.measure.table import engine_note
+from attar.measure.table import KEPT, engine_note
 from attar.measure.verdict import findings, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def table(run: RunRecord) -> str:
         m = stage.measurements
         rows.append(
             f"| {stage.name} | {m['bytes'] / 1e6:.2f} | {first / m['bytes']:.1f}x "
-            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {100 * m['quality_kept']:.1f} % "
+            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {KEPT.cell(run, stage)} % "
             f"| {m['kl_mean']:.3f} | {100 * m['top1_agreement']:.1f} % "
             f"| {m['prefill_tokens_per_s']:.0f} | {m['decode_tokens_per_s']:.0f} |"
         )

@@ -178,13 +178,13 @@ def test_evaluate_shows_questions_and_what_computed(
 ) -> None:
     task = {"name": "arc", "acc": 0.541, "acc_stderr": 0.0102, "acc_norm": 0.5, "acc_norm_stderr": None}
     for key, value in (
-        ("tasks", [task]), ("quality_kept", 0.9956), ("runner", "transformers"),
+        ("tasks", [task]), ("quality_kept", 0.9956), ("quality_kept_stderr", 0.00412), ("runner", "transformers"),
         ("runner_note", "no attention"), ("activations", "int8"), ("kv_dtype", "fp8"),
     ):  # fmt: skip
         monkeypatch.setitem(MEASURED, key, value)
     assert call(["evaluate", "m", "--tasks", "a.jsonl", "--tasks", "b.jsonl", "--runner", "modules"]) == 0
     text = capsys.readouterr().out
-    for words in ("54.1% ± 1.0%", "99.56%", "transformers (no attention)", "int8", "fp8"):
+    for words in ("54.1% ± 1.0%", "99.56% ± 0.81%", "transformers (no attention)", "int8", "fp8"):
         assert words in text
     assert "50.0%" in text and "50.0% ±" not in text
     assert (calls[0][1][1].tasks, calls[0][1][1].runner) == (("a.jsonl", "b.jsonl"), "modules")

@@ -65,6 +65,8 @@ def test_a_classifier_is_measured_as_by_hand(tmp_path, data):
     assert measured.top1_agreement == pytest.approx((z.argmax(1) == t.argmax(1)).double().mean().item())
     reference_accuracy = (t.argmax(1) == targets).double().mean().item()
     assert measured.quality_kept == pytest.approx(accuracy / reference_accuracy)
+    assert 0 < measured.quality_kept_stderr < 0.5
+    assert measured.kl_mean_stderr == pytest.approx(kl.std().item() / 60**0.5, rel=0.5)
     assert measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s is None
     same = evaluate(folder, settings_of(data), reference=folder)
     assert same.kl_mean == 0.0 and same.quality_kept == 1.0

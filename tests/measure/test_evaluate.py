@@ -79,8 +79,10 @@ def test_quality_kept_is_a_share_of_the_reference_s_accuracy(subject: Subject) -
     quality = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
     assert quality.accuracy == pytest.approx(ours)
     assert quality.quality_kept == pytest.approx(ours / theirs)
+    assert 0 < quality.quality_kept_stderr < 0.5 and 0 < quality.kl_mean_stderr < 0.1 * quality.kl_mean
     alone = measure_quality(subject, SETTINGS, batches=batches)
     assert (alone.accuracy, alone.quality_kept) == (pytest.approx(theirs), None)
+    assert alone.kl_mean_stderr is None and alone.quality_kept_stderr is None
 
 
 def test_padding_counts_for_nothing(subject: Subject) -> None:

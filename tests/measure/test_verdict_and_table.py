@@ -26,6 +26,31 @@ def test_verdict(run: RunRecord) -> None:
     assert verdict(run) == "8.0x smaller, keeps 87 % of its next-token accuracy, KL 0.30 nats"
 
 
+@pytest.mark.parametrize(
+    ("kept", "stderr", "words"),
+    [
+        (1.003, 0.0104, "keeps 100 ± 2 %"),
+        (0.9942, 0.004, "keeps 99.4 ± 0.8 %"),
+        (0.9942, 0.0003, "keeps 99.42 ± 0.06 %"),
+        (0.87, 0.06, "keeps 87 ± 12 %"),
+        (1.0, None, "keeps 100 %"),
+    ],
+)
+def test_a_verdict_has_the_95_percent_interval_of_what_is_kept(kept, stderr, words) -> None:
+    run = changed(quantize={"quality_kept": kept, "quality_kept_stderr": stderr})
+    assert f"{words} of its next-token accuracy" in verdict(run)
+
+
+def test_the_table_has_the_interval_of_all_but_the_original() -> None:
+    run = changed(
+        original={"quality_kept": 1.0, "quality_kept_stderr": 0.01},
+        quantize={"quality_kept": 0.9136, "quality_kept_stderr": 0.0104},
+    )
+    rows = table_rows(run)
+    column = rows[0].index("quality kept %")
+    assert rows[1][column] == "100.0" and rows[-1][column] == "91.4 ± 2.0"
+
+
 def test_verdict_of_a_run_without_accuracy() -> None:
     data = fake_run()
     for entry in data["stages"]:

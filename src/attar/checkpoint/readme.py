@@ -37,6 +37,9 @@ _HUB_LICENCES = {
 _RELATIONS = {"quantize": "quantized", "export": "quantized", "merge": "merge", "extract": "adapter"}
 _MEASURES = {
     "kl_mean": "KL divergence to the original, nats a token",
+    "kl_mean_stderr": "standard error of the KL divergence",
+    "quality_kept": "predicted right, as a share of what the original does",
+    "quality_kept_stderr": "standard error of that share",
     "top1_agreement": "tokens where its first choice is the original's",
     "tokens": "tokens that this was measured on",
     "perplexity": "perplexity",

@@ -18,6 +18,7 @@ from attar.cli.launch import launch_if_asked
 from attar.cli.stage import launch_options
 from attar.cluster.settings import ClusterSettings
 from attar.errors import UsageError
+from attar.measure.numbers import NORMAL_95
 from attar.measure.settings import EvaluateSettings
 from attar.progress import Progress
 from attar.verbs import check_models, run_evaluate
@@ -25,10 +26,10 @@ from attar.verbs import check_models, run_evaluate
 _EXAMPLE = "attar evaluate out/w4 --reference attar:tiny --tokens 16384"
 _ROWS = (
     ("perplexity", "perplexity", ".4f"),
-    ("quality kept", "quality_kept", ".2%"),
+    ("quality kept, 95 % interval", "quality_kept", ".2%"),
     ("accuracy of the next token", "accuracy", ".2%"),
     ("F1 of class 1", "f1", ".2%"),
-    ("KL to the reference, mean (nats)", "kl_mean", ".5f"),
+    ("KL to the reference, mean (nats), 95 %", "kl_mean", ".5f"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),
     ("top-1 agreement", "top1_agreement", ".2%"),
     ("bits per weight", "bits_per_weight", ".3f"),
@@ -89,7 +90,7 @@ def _text(record: dict[str, Any]) -> str:
     labels = _LABELS.get(record.get("task", ""), {})
     if labels:
         shown = [row for row in shown if row[1] != "decode_tokens_per_s"]
-    rows = [(labels.get(key, label), number(record.get(key), form)) for label, key, form in shown]
+    rows = [(labels.get(key, label), _measured(record, key, form)) for label, key, form in shown]
     tasks = record.get("tasks") or ()
     rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
     rows.append(("bytes", bytes_text(record["bytes"])))
@@ -105,6 +106,13 @@ def _text(record: dict[str, Any]) -> str:
     text = table(("measurement", "value"), rows)
     sample = record.get("sample")
     return f"{text}\n\n{record.get('prompt') or ''}{sample}" if sample else text
+
+
+def _measured(record: dict[str, Any], key: str, form: str) -> str:
+    """``99.42% ± 0.81%``: a figure with its 95 % interval, where its standard error is known."""
+    value, error = record.get(key), record.get(f"{key}_stderr")
+    interval = "" if value is None or error is None else f" ± {NORMAL_95 * error:{form}}"
+    return number(value, form) + interval
 
 
 def _share(task: dict[str, Any], name: str) -> str:

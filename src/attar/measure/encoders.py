@@ -32,6 +32,7 @@ from attar.errors import NumericsError, SettingsError, UsageError
 from attar.measure.metrics import agreement, hits, kl, likeliest, percentile, perplexity, token_losses
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, torch_dtype
+from attar.measure.uncertainty import mean_stderr, ratio_stderr
 from attar.models.classifiers import class_names_of, is_classifier
 from attar.models.inputs import model_inputs
 from attar.models.load import load_model, load_tokenizer
@@ -97,6 +98,8 @@ class EncoderQuality:
     kl_p99: float | None = None
     top1_agreement: float | None = None
     quality_kept: float | None = None
+    kl_mean_stderr: float | None = None
+    quality_kept_stderr: float | None = None
 
 
 def load_encoder(model: str | Path | Checkpoint, settings: EvaluateSettings) -> Subject:
@@ -211,13 +214,16 @@ def measure_encoder(
         f1=f1_score(torch.cat(chosen), labels) if binary else None,
     )
     if reference is not None:
-        theirs_right = float((likeliest(reference.logits) == labels).double().mean())
+        reference_correct = likeliest(reference.logits) == labels
+        theirs_right = float(reference_correct.double().mean())
         quality = replace(
             quality,
             kl_mean=float(torch.cat(divergences).mean()),
             kl_p99=percentile(torch.cat(divergences), 99.0),
             top1_agreement=_fraction(agreements),
             quality_kept=accuracy / theirs_right if theirs_right else None,
+            kl_mean_stderr=mean_stderr(divergences),
+            quality_kept_stderr=ratio_stderr([torch.cat(correct)], [reference_correct]),
         )
     return quality, int(text.examples.mask.sum()) / seconds
 

@@ -48,6 +48,7 @@ from attar.measure.reference import (
 )
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
+from attar.measure.uncertainty import mean_stderr, ratio_stderr
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Quality:
             reference.
         accuracy: fraction of tokens that are the model's likeliest.
         quality_kept: accuracy / the reference's accuracy; None without a reference, or where its is 0.
+        kl_mean_stderr, quality_kept_stderr: their standard errors (uncertainty.py).
     """
 
     perplexity: float
@@ -76,6 +78,8 @@ class Quality:
     top1_agreement: float | None = None
     accuracy: float | None = None
     quality_kept: float | None = None
+    kl_mean_stderr: float | None = None
+    quality_kept_stderr: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -350,6 +354,8 @@ def measure_quality(
         kl_p99=percentile(distances, 99.0),
         top1_agreement=_fraction(agreements),
         quality_kept=kept,
+        kl_mean_stderr=mean_stderr(divergences),
+        quality_kept_stderr=ratio_stderr(correct, reference_correct),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 NOTHING = "–"
+NORMAL_95 = 1.96  # standard errors on either side of an estimate hold 95 % of a normal distribution
 
 
 def significant(value: float | None, digits: int = 3) -> str:
@@ -28,6 +29,21 @@ def fixed(value: float | None, decimals: int = 0) -> str:
 def percent(fraction: float | None, decimals: int = 0) -> str:
     """A fraction as a percentage, without the % sign."""
     return NOTHING if fraction is None else f"{fraction * 100:.{decimals}f}"
+
+
+def with_interval(fraction: float, stderr: float | None, decimals: int | None = None) -> str:
+    """A measured fraction as a percentage with its 95 % interval, such as ``99.4 ± 0.8``; alone without a
+    standard error.
+
+    Args:
+        decimals: None: as many as show one digit of the interval, two at most.
+    """
+    if stderr is None:
+        return percent(fraction, decimals or 0)
+    half = NORMAL_95 * stderr
+    if decimals is None:
+        decimals = min(max(-math.floor(math.log10(half * 100)), 0), 2) if half > 0 else 2
+    return f"{percent(fraction, decimals)} ± {percent(half, decimals)}"
 
 
 def megabytes(count: float | None) -> str:

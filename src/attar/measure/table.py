@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from attar.measure.numbers import count, fixed, percent, significant, times
+from attar.measure.numbers import NOTHING, count, fixed, percent, significant, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 Cell = Callable[[RunRecord, StageRecord], str]
@@ -43,6 +43,12 @@ def _percent(value: float | None) -> str:
     return percent(value, 1)
 
 
+def _kept(run: RunRecord, stage: StageRecord) -> str:
+    """With its interval; the original is itself, and has none."""
+    kept, stderr = stage.number("quality_kept"), stage.number("quality_kept_stderr")
+    return NOTHING if kept is None else with_interval(kept, None if stage is run.original else stderr, 1)
+
+
 MB = Column("MB", "bytes of the stored tensors, in 10^6", _aligned("bytes", 1e-6))
 SMALLER = Column(
     "smaller", "bytes of the original / bytes", lambda run, stage: times(run.times_smaller(stage))
@@ -61,8 +67,8 @@ TOP1 = Column(
 )
 KEPT = Column(
     "quality kept %",
-    "predicted right, as a share of what the original does",
-    _number("quality_kept", _percent),
+    "predicted right, as a share of what the original does, ± its 95 % interval",
+    _kept,
 )
 ACCURACY = Column("accuracy %", "classes or hidden tokens predicted right", _number("accuracy", _percent))
 PREFILL = Column("prefill tok/s", "prompt tokens per second", _number("prefill_tokens_per_s", fixed))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from attar.measure.numbers import percent, significant, times
+from attar.measure.numbers import percent, significant, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 
 def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
-    """How much smaller a stage is and how much quality it keeps: ``8.1x smaller, keeps 93 % of its
-    next-token accuracy, KL 0.21 nats`` (top-1 choices where a run has no accuracy).
+    """How much smaller a stage is and how much quality it keeps: ``8.1x smaller, keeps 93 ± 1 % of its
+    next-token accuracy, KL 0.21 nats``, with the 95 % interval where the record has a standard error; top-1
+    choices where it has no accuracy.
 
     Args:
         stage: None: the last that was measured.
     """
     stage = stage or run.last
     smaller, kl = run.times_smaller(stage), stage.number("kl_mean")
-    kept = stage.number("quality_kept")
+    kept, stderr = stage.number("quality_kept"), stage.number("quality_kept_stderr")
     measure = "its accuracy" if stage.text("task") in ENCODER_TASKS else "its next-token accuracy"
     if kept is None:
-        kept, measure = stage.number("top1_agreement"), "top-1 choices"
+        kept, stderr, measure = stage.number("top1_agreement"), None, "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]
-    parts.append(f"keeps {percent(kept)} % of {measure}" if kept is not None else None)
+    parts.append(f"keeps {with_interval(kept, stderr)} % of {measure}" if kept is not None else None)
     parts.append(f"KL {significant(kl, 2)} nats" if kl is not None else None)
     if kept is None and kl is None and stage.number("perplexity") is not None:
         parts.append(f"perplexity {significant(stage.number('perplexity'))}")
