@@ -97,6 +97,17 @@ def test_a_trickle_does_not_keep_it_open(sent, options):
         assert trickle(client) < 30
 
 
+@pytest.mark.parametrize("more", [b"", b"Content-Length: 5\r\n"])
+def test_a_body_with_two_lengths_ends_its_connection(more):
+    """Behind a proxy that reads the other one, its end could be a request of somebody else's."""
+    asked = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    asked += more + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with running() as (url, _, _), connections(url, 1, asked + smuggled) as (client,):
+        answers = ended(client)
+    assert answers.startswith(b"HTTP/1.1 400 ") and answers.count(b"HTTP/1.1 ") == (1 if more else 2)
+
+
 @pytest.mark.slow
 def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
     with running(header_s=0.2, idle_s=4) as (url, backend, _):

@@ -13,7 +13,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,6 +27,13 @@ _SPARE_FILES = 128  # open files that are not connections
 _REPEAT_S = 10.0
 
 
+class OpenConnection(Protocol):
+    """A connection, or one that has not got so far."""
+
+    address: str
+    transport: asyncio.Transport
+
+
 class Connections:
     """All connections of a server.
 
@@ -38,10 +45,10 @@ class Connections:
         self.settings = settings
         self.limit = limit or settings.max_connections
         self.limit_per_address = max(1, int(settings.share * self.limit))
-        self.idle: dict[Connection, None] = {}  # without a complete request, the oldest first
+        self.idle: dict[OpenConnection, None] = {}  # without a complete request, the oldest first
         self._by_address: Counter[str] = Counter()
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: OpenConnection) -> bool:
         """Whether a new connection may stay; an idle one may be closed for it."""
         self._by_address[connection.address] += 1
         self.idle[connection] = None
@@ -49,14 +56,14 @@ class Connections:
             return self._make_room(connection, connection.address)
         return self._by_address.total() <= self.limit or self._make_room(connection, None)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: OpenConnection) -> None:
         """Count a closed connection."""
         self.idle.pop(connection, None)
         self._by_address[connection.address] -= 1
         if not self._by_address[connection.address]:
             del self._by_address[connection.address]
 
-    def _make_room(self, newest: Connection, address: str | None) -> bool:
+    def _make_room(self, newest: OpenConnection, address: str | None) -> bool:
         """Close the oldest idle connection, of an address or of any."""
         for oldest in self.idle:
             if oldest is newest:
@@ -98,6 +105,12 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._update_timer(received=True)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        names = {name for name, _ in self.headers or ()}
+        if {b"content-length", b"transfer-encoding"} <= names and self.cycle is not None:
+            self.cycle.keep_alive = False  # a proxy may see another end of this body: RFC 9112, 6.3
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which may begin the next request

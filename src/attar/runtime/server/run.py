@@ -33,6 +33,7 @@ from attar.runtime.server.connection import (
     log_loop_error,
     raise_file_limit,
 )
+from attar.runtime.server.handshake import Handshake
 from attar.runtime.server.middleware import LOGGER
 from attar.runtime.server.model_table import ModelTable
 from attar.runtime.server.settings import ServerSettings
@@ -55,9 +56,11 @@ class Server(uvicorn.Server):
         self, app: FastAPI, settings: ServerSettings, transport: ConnectionSettings | None = None
     ) -> None:
         connections = Connections(settings, raise_file_limit(settings.max_connections))
+        tls = transport.ssl_context() if transport is not None else None
+        protocol = partial(Handshake, connections, tls) if tls else partial(Connection, connections)
         config = uvicorn.Config(
             app,
-            http=partial(Connection, connections),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ws="none",
             backlog=_ACCEPT_BATCH,
             timeout_keep_alive=math.ceil(settings.idle_s),
@@ -65,7 +68,6 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
-            **(transport.server_options() if transport is not None else {}),
         )
         super().__init__(config)
         self.connections = connections

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from attar.errors import OutputError, SettingsError
@@ -45,13 +46,27 @@ class ConnectionSettings:
             file = getattr(self, name)
             if file and not Path(file).is_file():
                 raise SettingsError(name, file, "a file")
+        self.ssl_context()
         for origin in self.cors_origin:
             if origin != "*" and not _is_origin(origin):
                 raise SettingsError("cors_origin", origin, "an origin like https://example.com, or *")
 
-    def server_options(self) -> dict[str, Any]:
-        """Of uvicorn."""
-        return {"ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key} if self.tls_cert else {}
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Of TLS; None: no TLS.
+
+        Raises:
+            SettingsError: the files are no certificate and its key.
+        """
+        if not self.tls_cert:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError as error:
+            reason = getattr(error, "reason", None) or error.strerror or str(error)
+            wanted = f"a certificate of the key in --tls-key, both PEM without a password ({reason})"
+            raise SettingsError("tls_cert", self.tls_cert, wanted) from error
+        return context
 
 
 def add_cors(app: FastAPI, origins: Sequence[str]) -> None:
@@ -63,7 +78,7 @@ def add_cors(app: FastAPI, origins: Sequence[str]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=list(EXPOSED),
         max_age=PREFLIGHT_S,
