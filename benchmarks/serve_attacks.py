@@ -35,6 +35,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
+AMBIGUOUS = 'start: e\ne: e e e e | "a" | "b" | "\\n"'
+ENDLESS = {"max_tokens": 200, "ignore_eos": True}
+
+
 def completion(**more: object) -> bytes:
     return json.dumps({"model": "m", "prompt": "def f(x):", "max_tokens": 4, **more}).encode()
 
@@ -72,6 +76,8 @@ BODIES: dict[str, list[tuple[str, Callable[[], bytes]]]] = {
         (COMPLETIONS, lambda: completion(regex="(a|b|ab)*" * 50 + "c", max_tokens=50)),
         (COMPLETIONS, lambda: completion(grammar="start: start")),
     ],
+    "ambiguous grammar, n=16": [(COMPLETIONS, lambda: completion(grammar=AMBIGUOUS, n=16, **ENDLESS))],
+    "ambiguous grammar, n=63": [(COMPLETIONS, lambda: completion(grammar=AMBIGUOUS, n=63, **ENDLESS))],
     "temperature 1e-300": [(COMPLETIONS, lambda: completion(temperature=1e-300))],
     "64 prompts times 64": [(COMPLETIONS, lambda: completion(prompt=["a"] * 64, n=64))],
 }

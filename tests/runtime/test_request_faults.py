@@ -14,6 +14,7 @@ from attar.runtime.engine import Engine
 from attar.runtime.kv.evict import H2O, SnapKV
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event, Result
+from attar.runtime.sampling.grammar import MaskTime
 from attar.runtime.sampling.params import SamplingParams
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner
 from tests.runtime.faults import HARMLESS, PLACES, Fault, FaultError, Faults
@@ -28,7 +29,8 @@ GUILTY = 1
 class Even:
     """A grammar of even tokens; stands for llguidance's matcher."""
 
-    complete = False
+    complete, last_s = False, 0.0
+    time = MaskTime()
 
     def copy(self) -> Even:
         return Even()

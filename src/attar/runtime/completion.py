@@ -18,6 +18,7 @@ from attar.errors import AttarError
 from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
 from attar.runtime.sampling.detokenize import Decode, Detokenizer, StopFinder
 from attar.runtime.sampling.grammar import Matcher
+from attar.runtime.sampling.mask_budget import SLOW_S
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key
@@ -78,14 +79,45 @@ class Completion:
             return True
         return self._matcher is not None and bool(drafted) and self._matcher.after(drafted).complete
 
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar decides what may be sampled."""
+        return self._matcher is not None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts pay: a mask for each of their prefixes costs more than it gives where masks are
+        slow."""
+        return self._matcher is None or self._matcher.last_s < SLOW_S
+
+    def mask_s(self) -> float:
+        """Seconds of the processor that the request's masks took since the last call."""
+        if self._matcher is None:
+            return 0.0
+        seconds, self._matcher.time.seconds = self._matcher.time.seconds, 0.0
+        return seconds
+
+    def reason_of_grammar(self) -> FinishReason | None:
+        """Computes the mask of the next token; why the completion ends with the last one, if it does."""
+        if self._matcher and self._matcher.complete:
+            return "stop"
+        return "length" if self.count >= self.limit else None
+
     def append(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), proposers: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        proposers: Sequence[str] = (),
+        *,
+        defer: bool = False,
     ) -> Event:
         """One or more tokens were sampled; those after the end of the completion are dropped.
 
         Args:
             logprobs: one for each token, or none.
             proposers: the same.
+            defer: the grammar is asked later whether it ends with the last token
+                (:meth:`reason_of_grammar`).
         """
         assert not self.finished, "the completion has ended"
         text, reason, match, used = "", None, None, 0
@@ -93,6 +125,8 @@ class Completion:
             used += 1
             text += self._text_of(token)
             reason, match = self._finish_reason(token)
+            if reason is None and not (defer and used == len(tokens)):
+                reason = self.reason_of_grammar()
             if reason:
                 break
         if reason and self._stops.match is None:
@@ -141,14 +175,12 @@ class Completion:
         return piece if self.count < self.params.min_tokens else self._stops.add(piece)
 
     def _finish_reason(self, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Whether the completion ends with this token, and the end token or stop string that ends it."""
+        """Whether an end token or a stop string ends the completion with this token, and which."""
         if token in self.ends:
             return "stop", token
         if self._stops.match is not None:
             return "stop", self._stops.match
-        if self._matcher and self._matcher.complete:
-            return "stop", None
-        return ("length", None) if self.count >= self.limit else (None, None)
+        return None, None
 
     def _held_text(self) -> str:
         """Text that was held back: half a character, or a possible stop string."""
@@ -209,6 +241,11 @@ class RequestState:
             for index in range(params.n)
         ]
         return RequestState(request, params, completions)
+
+    @property
+    def guided(self) -> bool:
+        """Whether it has a grammar."""
+        return self.completions[0].guided
 
     @property
     def finished(self) -> bool:

@@ -34,6 +34,7 @@ from attar.runtime.kv.evict import Eviction
 from attar.runtime.pooling import PromptPooler
 from attar.runtime.results import Event, FinishReason
 from attar.runtime.sampling.grammar import Grammars, Matcher
+from attar.runtime.sampling.mask_budget import MaskBudget
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.sampled_tokens import SampledTokens, token_logprob
@@ -87,6 +88,8 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._numbers = map(str, itertools.count())
         self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are quantized
+        self._masks, self._pass_s = MaskBudget(), 0.0
+        self._held: dict[int, Running] = {}  # whose next mask waits for its budget, by id
         self._ran, self._last_check = False, -math.inf  # whether anything ran since the last check
 
     @property
@@ -163,13 +166,17 @@ class Engine:
         """Run one step; an event of each completion that got tokens or ended. Without work nothing
         happens."""
         now = self.clock()
-        step, events = self._schedule(now)
+        events = self._compute_masks()
+        step, ended = self._schedule(now)
+        events += ended
         if step is None:
             return self._after_step(events)
         running = {sequence.id: sequence for sequence in self.scheduler.running}
         for span in step.spans:
             self._requests[running[span.sequence].request.id].start(now, span.start)
+        began = time.thread_time()
         step, logits, failures = execution.run(self.runner, step)
+        self._pass_s = time.thread_time() - began
         for sequence, failure in failures.items():
             events += self._fail(running[sequence], failure)
         outputs = self.scheduler.commit(step)
@@ -252,6 +259,30 @@ class Engine:
             return step, self._scheduler_events() + events
         return step, self._scheduler_events()
 
+    def _compute_masks(self) -> list[Event]:
+        """A step begins: masks that the last ones had no time for, and the ends that they show."""
+        events: list[Event] = []
+        if self.grammars is not None and any(state.guided for state in self._requests.values()):
+            self._masks.begin([one.request.payer for one in self.scheduler.running], self._pass_s)
+        for sequence in list(self._held.values()):
+            if sequence.finished or self._masks.open(sequence.request.payer):
+                del self._held[sequence.id]
+                events += self._resume(sequence)
+        return events
+
+    def _resume(self, sequence: Running) -> list[Event]:
+        """The mask of a held sequence, which runs on, or has ended with its last token."""
+        sequence.held = False
+        if sequence.finished:
+            return []
+        completion = self._completion(sequence)
+        reason = completion.reason_of_grammar()
+        self._masks.charge(sequence.request.payer, completion.mask_s())
+        if reason is None:
+            return []
+        self.scheduler.finish(sequence, reason)
+        return [self._complete(completion.finish(reason))]
+
     def _plan_drafts(self, planned: Planned) -> Planned:
         """The planned step with draft tokens, or unchanged where the speculator fails."""
         drafted = self._with_speculator(
@@ -296,10 +327,13 @@ class Engine:
         self, sequence: Running, completion: Completion, sampled: SampledTokens, logits: Tensor
     ) -> list[Event]:
         """A completion gets its tokens, and may end with one of them."""
-        params = completion.params
+        params, payer = completion.params, sequence.request.payer
+        held = completion.guided and not self._masks.open(payer)
         try:
             logprobs = sampled.logprobs(logits, params.logprobs)
-            event = completion.append(sampled.tokens, logprobs, sampled.sources(params.proposers))
+            sources = sampled.sources(params.proposers)
+            event = completion.append(sampled.tokens, logprobs, sources, defer=held)
+            self._masks.charge(payer, completion.mask_s())
             if params.pooling is not None and self.pooler is not None:
                 row = self.scheduler.manager.table(sequence.id).row
                 embedding = self.pooler.pool(row, len(sequence.request.prompt), params.pooling)
@@ -317,6 +351,8 @@ class Engine:
             if moves := sampled.moves(table.length):
                 self.runner.move([(table.slot(old), table.slot(new)) for old, new in moves])
             self.scheduler.append(sequence, sampled.tokens)
+            if held:
+                sequence.held, self._held[sequence.id] = True, sequence
         except Exception as failure:
             return [self._complete(event), *self._fail(sequence, failure)]
         return [self._complete(event)]

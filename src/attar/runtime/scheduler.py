@@ -161,9 +161,10 @@ class Scheduler:
         for sequence in self.running:
             sequence.cut_drafts(sequence.limit - len(sequence.tokens) - 1)
         before, left = self.preemptions, self.limits.step_tokens
-        shares = divide(self.running, left, self.limits.chunk)
+        ready = [sequence for sequence in self.running if not sequence.held]
+        shares = divide(ready, left, self.limits.chunk)
         planned: Planned = []
-        for sequence in list(self.running):
+        for sequence in ready:
             share = shares[sequence.id]
             if share and sequence.state is State.RUNNING and self._reserve(sequence, share):
                 planned.append((sequence, share))
@@ -307,6 +308,8 @@ class Scheduler:
         if not self.waiting or left < 1 or width >= self.limits.sequences:
             return planned
         for sequence in self.waiting.ordered(now):
+            if sequence.held:
+                continue
             width += sequence.width
             if left < 1 or width > self.limits.sequences:
                 break

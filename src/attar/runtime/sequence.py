@@ -47,6 +47,11 @@ class Request:
     adapter: str = ""
     logits_from: int | None = None
 
+    @property
+    def payer(self) -> str:
+        """Whose share of a step the masks of its grammar take: the tenant's, or its own."""
+        return self.salt or self.id
+
 
 class State(Enum):
     """The state of a sequence."""
@@ -73,6 +78,7 @@ class Sequence:
         preempted: it ran already, and lost its blocks.
         scored: logits of prompt tokens [0, scored) were returned, where the request needs them.
         failure: the exception where the reason is "error".
+        held: it does not run, because what its next token may be is not known yet.
     """
 
     id: int
@@ -89,6 +95,7 @@ class Sequence:
     preempted: bool = False
     scored: int = 0
     failure: Exception | None = None
+    held: bool = False
 
     @property
     def prompt(self) -> int:

@@ -24,7 +24,9 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,24 +59,40 @@ _NOTHING = "no text can follow it: does a rule call nothing but itself?"
 _REASONS = {"NoExtension": _NOTHING, "NoExtensionBias": _NOTHING}
 
 
+@dataclass
+class MaskTime:
+    """Seconds of the processor that the masks of a request took since they were last charged."""
+
+    seconds: float = 0.0
+
+
 class Matcher:
-    """The state of one completion in its grammar.
+    """The state of one completion in its grammar. Its mask is computed when it is first asked for.
 
     Args:
         matcher: llguidance's, in this state; not shared.
         vocabulary: V.
         end: llguidance's own end token.
         guide: the name of the parameter, and the grammar.
+
+    Attributes:
+        time: shared with its copies.
+        last_s: seconds of the last mask.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int, guide: tuple[str, str]) -> None:
         self._matcher, self._vocabulary, self._end, self._guide = matcher, vocabulary, end, guide
-        self._compute_mask()
+        self.time, self.last_s = MaskTime(), 0.0
+        self._computed: _Mask | None = None
 
-    def copy(self) -> Matcher:
-        """A second matcher in the same state."""
+    def copy(self, time: MaskTime | None = None) -> Matcher:
+        """A second matcher in the same state.
+
+        Args:
+            time: of another request; None: the same.
+        """
         twin = Matcher.__new__(Matcher)
-        twin.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        twin.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy(), time=time or self.time)
         return twin
 
     def after(self, tokens: Sequence[int]) -> Matcher:
@@ -82,7 +100,7 @@ class Matcher:
         that the grammar forbids."""
         ahead = self.copy()
         for token in tokens:
-            if not bool(ahead._mask[token]):
+            if not bool(ahead._mask.tokens[token]):
                 break
             ahead.consume(token)
         return ahead
@@ -90,7 +108,8 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether it does, and nothing can follow."""
-        return self._may_end and not self._continues and self._failure is None
+        mask = self._mask
+        return mask.may_end and mask.failure is None and not bool(mask.tokens.any())
 
     def allowed(self, ends: Sequence[int] = ()) -> Tensor:
         """Tokens that may come next. Returns bool (V,), a new tensor where there are ends.
@@ -104,29 +123,46 @@ class Matcher:
         """
         self.check()
         if not ends:
-            return self._mask
-        mask = self._mask.clone()
-        mask[list(ends)] |= self._may_end
-        return mask
+            return self._mask.tokens
+        tokens = self._mask.tokens.clone()
+        tokens[list(ends)] |= self._mask.may_end
+        return tokens
 
     def check(self) -> None:
         """Raises GrammarError where the grammar exceeds the limits, or no text satisfies it."""
-        if self._failure is not None:
-            raise _refused(*self._guide, self._failure, GrammarError)
+        if self._mask.failure is not None:
+            raise _refused(*self._guide, self._mask.failure, GrammarError)
 
     def consume(self, token: int) -> None:
         """One more token, which was allowed and is no end token."""
         self._matcher.consume_token(token)
-        self._compute_mask()
+        self._computed = None
 
-    def _compute_mask(self) -> None:
-        """The mask of the next token; the end token's bit tells whether the text may end here."""
+    @property
+    def _mask(self) -> _Mask:
+        """Of the next token."""
+        if self._computed is None:
+            began = thread_time()
+            self._computed = self._compute_mask()
+            self.last_s = thread_time() - began
+            self.time.seconds += self.last_s
+        return self._computed
+
+    def _compute_mask(self) -> _Mask:
+        """The end token's bit tells whether the text may end here."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._failure = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
+        failure = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
         bits = np.unpackbits(packed, bitorder="little", count=self._end + 1).view(np.bool_)
-        mask = bits[: self._vocabulary]
-        self._may_end, self._continues = bool(bits[self._end]), bool(mask.any())
-        self._mask = torch.from_numpy(mask)
+        return _Mask(torch.from_numpy(bits[: self._vocabulary]), bool(bits[self._end]), failure)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What may come next: tokens bool (V,), and the end; or why nothing may."""
+
+    tokens: Tensor
+    may_end: bool
+    failure: str | None
 
 
 class Grammars:
@@ -168,7 +204,7 @@ class Grammars:
             self._compiled.move_to_end(guide)
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return compiled.copy()
+        return compiled.copy(MaskTime())
 
     def _compile(self, name: str, text: str) -> Matcher:
         try:

@@ -127,6 +127,10 @@ class Speculator:
             self._tell(self.prefilling, prompts_read(planned, completion))
         if decoding and drafting:
             limits = draft_limits(decoding.values(), scheduler, min(self.most, this.left), inside)
+            limits = [
+                most if completion(one).drafts else 0
+                for one, most in zip(decoding.values(), limits, strict=True)
+            ]
             if any(limits):
                 this.asked = True
                 drafts = self._proposed(this, limits, completion, scheduler.manager.readable)

@@ -23,6 +23,7 @@ from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.from_model import shared_copy
 from attar.runtime.runner.modules import Modules
+from attar.runtime.sampling.grammar import MaskTime
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
@@ -38,7 +39,8 @@ SAMPLED = replace(GREEDY, temperature=0.8, seed=3, n=3)
 class OddTokens:
     """A grammar; stands for llguidance's matcher."""
 
-    complete = False
+    complete, last_s = False, 0.0
+    time = MaskTime()
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
