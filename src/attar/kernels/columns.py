@@ -7,7 +7,7 @@ machines without a compiler, other devices, and grids without a :class:`CodeBook
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,8 @@ def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, z
     zeros = None if zero is None else zero.transpose(1, 2).contiguous()
     table, errors = torch.tensor(book.levels, dtype=torch.float32), torch.empty_like(scales)
     shape = weight.shape[0], blocks.shape[1], weight.shape[1], len(blocks), len(scale)
+    assert blocks.shape[2] == shape[1] and shape[1] * shape[3] - shape[2] in range(shape[1]), "other tiles"
+    _expect((scale, zero), (shape[4], shape[0], shape[3]))
     _check(
         function(
             *shape,
@@ -163,6 +165,12 @@ def _run(
     group = tiles.group[at].contiguous()
     inputs = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
     shape = current.shape[1], current.shape[0]
+    _expect((gradient, mask, codes, errors), current.shape)
+    _expect((tiles.scale, tiles.zero, tiles.minimum), (len(tiles.scale), shape[0]))
+    for tensor, size in ((group, shape[1:]), (first, shape[:1]), (step, shape[1:]), (inner, 2 * shape[1:])):
+        _expect((tensor,), size)
+    inside = not len(group) or 0 <= int(group.min()) <= int(group.max()) < len(tiles.scale)
+    assert inside, f"a column's tile is none of {len(tiles.scale)}"
     _check(
         function(
             *shape,
@@ -171,6 +179,14 @@ def _run(
             *_addresses(table, *inputs, codes, errors),
         )
     )
+
+
+def _expect(tensors: Sequence[Tensor | None], shape: Sequence[int]) -> None:
+    """What the library does not check."""
+    for tensor in tensors:
+        assert tensor is None or tensor.shape == tuple(shape), f"{tuple(tensor.shape)}, not {tuple(shape)}"
+        dtypes = (torch.float32, torch.int64, torch.bool)
+        assert tensor is None or (tensor.dtype in dtypes and tensor.device.type == "cpu"), f"{tensor.dtype}"
 
 
 def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -128,6 +128,11 @@ class ModelWeights:
         return 0 if table is None else table.shape[1]
 
     @property
+    def context(self) -> int | None:
+        """Positions of the rotary tables; None: no limit."""
+        return min((len(layer.rotary) for layer in self.layers if layer.rotary is not None), default=None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of packed weights."""
         products = [packed for layer in self.layers for packed in layer.products]
@@ -205,8 +210,8 @@ class Program:
 
         Raises:
             MemoryError: no memory for intermediate results. The cache may be written in part; the same step
-                may
-                be run again.
+                may be run again.
+            IndexError: a token id, position, slot, block or row is out of bounds; nothing is done.
         """
         assert self._library is not None and self._handle is not None, "run after close"
         logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
@@ -235,10 +240,15 @@ class Program:
             self.keep_hidden(other._hidden[0].tolist(), other._hidden[1])
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy keys, values and hidden states between slots, (from, to), one after the other."""
+        """Copy keys, values and hidden states between slots, (from, to), one after the other.
+
+        Raises:
+            IndexError: a slot is none of the pool.
+        """
         assert self._library is not None, "move without a library"
-        array = np.asarray(pairs, dtype=np.int64)
-        self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))
+        array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+        code = self._library.attar_copy_slots(ctypes.byref(self._model), array.ctypes.data, len(array))
+        structures.raise_for(code, "a move of slots")
 
     def _structure(self, bits: int, kv_dtype: str) -> structures.ModelStruct:
         w = self.weights
@@ -246,6 +256,8 @@ class Program:
             layers=len(w.layers),
             block_size=self.block_size,
             blocks=self.blocks,
+            embeddings=len(w.embedding),
+            context=w.context or 0,
             activation=ACTIVATIONS[w.activation],
             wide_norms=w.wide_norms,
             bits=bits,
@@ -283,22 +295,53 @@ def _layer(weights: LayerWeights, mixture: Mixtures) -> structures.LayerStruct:
 
 
 def _check(weights: ModelWeights, block_size: int) -> None:
-    """What the library does not check."""
+    """What the library does not check.
+
+    Raises:
+        ModelError: a tensor has another shape than the model needs.
+        UsageError: B is not a multiple of 16.
+    """
     if block_size % TILE or block_size < TILE:
         raise UsageError(f"blocks of {block_size} tokens", hint="the compiled runner takes multiples of 16")
     if weights.head_dim % 2 or weights.heads % weights.kv_heads:
         raise ModelError(f"{weights.heads} / {weights.kv_heads} heads of {weights.head_dim} dimensions")
-    tensors = [weights.embedding, weights.norm, *(() if weights.mask is None else (weights.mask,))]
+    hidden, turned = weights.hidden, weights.rotary
+    if turned % 2 or turned > weights.head_dim or weights.head.columns != hidden:
+        raise ModelError(f"{turned} rotated dimensions, and a head of {weights.head.columns} inputs")
+    _check_tensor("embedding", weights.embedding, (len(weights.embedding), hidden), weights.embedding.dtype)
+    _check_tensor("norm", weights.norm, (hidden,))
+    _check_tensor("mask", weights.mask, (hidden,))
     for layer in weights.layers:
-        _check_shapes(weights, layer)
-        assert (layer.rotary is None) == (weights.rotary == 0), "some layers have positions, some have none"
-        values = [getattr(layer, f.name) for f in fields(layer)]
-        tensors += [value for value in values if isinstance(value, Tensor)]
-    assert all(tensor.is_contiguous() for tensor in tensors), "a weight is not contiguous"
-    assert all(tensor.dtype == torch.float32 for tensor in tensors[1:]), "a norm is not float32"
+        _check_products(weights, layer)
+        assert (layer.rotary is None) == (turned == 0), "some layers have positions, some have none"
+        for name, shape in _layer_shapes(weights, layer).items():
+            _check_tensor(name, getattr(layer, name), shape)
 
 
-def _check_shapes(weights: ModelWeights, layer: LayerWeights) -> None:
+def _layer_shapes(weights: ModelWeights, layer: LayerWeights) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, whether it has them or not."""
+    wide, dim = weights.wide_norms, weights.head_dim
+    context = 0 if layer.rotary is None else len(layer.rotary)
+    names = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+    return dict.fromkeys(names, (weights.hidden,)) | {
+        "query_norm": (weights.heads * dim if wide else dim,),
+        "key_norm": (weights.kv_heads * dim if wide else dim,),
+        "sinks": (weights.heads,),
+        "rotary": (context, weights.rotary),
+    }
+
+
+def _check_tensor(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> None:
+    if tensor is None:
+        return
+    assert tensor.is_contiguous() and tensor.dtype == dtype, f"{name}: not a contiguous {dtype}"
+    if tensor.shape != shape:
+        raise ModelError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+
+
+def _check_products(weights: ModelWeights, layer: LayerWeights) -> None:
     """Rows and columns of a layer's products."""
     hidden, heads = weights.hidden, weights.heads * weights.head_dim
     expected = {

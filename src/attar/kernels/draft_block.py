@@ -142,11 +142,12 @@ class DraftProgram(Program):
 
         Raises:
             MemoryError: no memory for intermediate results; some positions may be written.
+            IndexError: a position or a slot is out of bounds.
         """
         assert self._library is not None and self._handle is not None, "write_context after close"
         states = states.float().contiguous()
         assert states.shape == (len(slots), self.drafter.context.columns), f"states {tuple(states.shape)}"
-        self._check_context(int(positions.max(initial=0)))
+        assert len(positions) == len(slots), f"{len(positions)} positions of {len(slots)} slots"
         positions, slots = (np.ascontiguousarray(array, dtype=np.int64) for array in (positions, slots))
         for at in range(0, len(slots), CHUNK):
             part = states[at : at + CHUNK]
@@ -163,6 +164,7 @@ class DraftProgram(Program):
 
         Raises:
             MemoryError: no memory for intermediate results; the same round may be run again.
+            IndexError: a token, a position or a block is out of bounds; nothing is done.
         """
         R, K = len(spans), min(max(span.most for span in spans), self.drafter.drafts)
         logits, rows = torch.empty(R, K, self.weights.vocabulary), R * K
@@ -213,10 +215,6 @@ class DraftProgram(Program):
         structures.raise_for(self._library.attar_draft(self._handle, *parts), "a block of drafts")
         del arrays
 
-    def _check_context(self, position: int) -> None:
-        table = self.weights.layers[0].rotary
-        assert table is None or position < len(table), f"position {position} of {len(table)}"
-
     def _tokens(self, spans: Sequence[DraftSpan], K: int) -> StepTokens:
         """Blocks as a step: the last decided token and mask tokens, all of which see each other."""
         B, skipped, size = self.drafter.block, self.drafter.skipped, self.block_size
@@ -225,7 +223,6 @@ class DraftProgram(Program):
         for span in spans:
             stop = span.past + B
             assert len(span.table) * size >= stop, "a table without room for the block"
-            self._check_context(span.position + B - 1)
             ids += [span.last, *masks]
             positions += range(span.position, span.position + B)
             slots += [span.table[entry // size] * size + entry % size for entry in range(span.past, stop)]
@@ -264,4 +261,9 @@ def _check(weights: DrafterWeights) -> None:
         assert fits, f"a drafter's tensor of {dtype} {shape}"
     assert weights.previous is None or weights.previous.dtype == torch.bfloat16, "W1 is bfloat16"
     assert weights.previous is None or weights.previous.is_contiguous(), "W1 is contiguous"
+    ids = len(weights.model.embedding)
+    assert weights.previous is None or len(weights.previous) >= ids, f"W1 has fewer than {ids} rows"
+    chosen = weights.chosen
+    if chosen is not None and not 0 <= int(chosen.min()) <= int(chosen.max()) < ids:
+        raise ModelError(f"a drafter's map of tokens leaves the target's {ids:,}")
     assert (weights.confidence is None) == (weights.calibration is None), "confidence and its temperatures"

@@ -94,6 +94,9 @@ def search(
         return None
     if not torch.isfinite(v).all():
         raise NumericsError("an importance is not finite")
+    assert v.shape == weight.shape[1:], f"{tuple(v.shape)} importances of {weight.shape[1]} inputs"
+    tiles = (weight.shape[0], weight.shape[1] // layout.tile)
+    assert shrink is None or shrink.shape == tiles, f"{tuple(shrink.shape)} fractions of {tiles} tiles"
     result = _empty(layout, weight.shape[0], weight.shape[1], codes)
     v = v.float().contiguous()
     clip = None if shrink is None else shrink.float().contiguous()

@@ -63,6 +63,15 @@ class PackedWeight:
     bias: Tensor | None = None
     form: Form = "dense"
 
+    def __post_init__(self) -> None:
+        nbytes = packed_bytes(self.rows, self.columns, self.kind, self.group, self.form)
+        if self.zeros != "middle":
+            nbytes += _panels(self.rows) * PANEL * 2 * self.columns // self.group
+        parts = [(self.data, nbytes, torch.uint8), (self.bias, self.rows, torch.float32)]
+        for part, size, dtype in parts:
+            fits = part is None or (part.shape == (size,) and part.dtype == dtype and part.is_contiguous())
+            assert fits, f"a packed weight {self.rows} x {self.columns} without {size} numbers of {dtype}"
+
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
@@ -183,7 +192,7 @@ def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
 def unpack(packed: PackedWeight) -> Tensor:
     """W, float32 (N, K), as the product multiplies it."""
     rows, columns = packed.rows, packed.columns
-    panels = -(-rows // PANEL)
+    panels = _panels(rows)
     if packed.kind == "bf16" and packed.form == "2:4":
         values, _ = semi_structured.decode(packed.data.view(panels, columns // semi_structured.STEP, -1), 16)
         return values[:rows].float()
@@ -207,10 +216,14 @@ def unpack(packed: PackedWeight) -> Tensor:
 
 def packed_bytes(rows: int, columns: int, kind: Kind, group: int, form: Form) -> int:
     """Bytes of a weight without stored zero points."""
-    padded = -(-rows // PANEL) * PANEL
+    padded = _panels(rows) * PANEL
     bits = BITS[kind] // 2 + 1 if form == "2:4" else BITS[kind]
     scales = 2 * columns // group if group else 0
     return padded * (columns * bits // 8 + scales)
+
+
+def _panels(rows: int) -> int:
+    return -(-rows // PANEL)
 
 
 def _form(kind: Kind, sparse: bool, pays: Pays | None) -> Form:

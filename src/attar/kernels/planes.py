@@ -21,7 +21,7 @@ PlaneTable = Sequence[tuple[int, int, int, int]]
 def join(out: Tensor, planes: PlaneTable, codes: Tensor) -> bool:
     """Write codes (B, n), uint8, contiguous, into the blocks ``out`` (B, bytes), rows with any stride.
     False: there is no library, or a tensor is not on the CPU."""
-    function = _function("attar_planes_join", out, codes)
+    function = _function("attar_planes_join", out, codes, planes)
     if function is None:
         return False
     numbers = torch.tensor(planes, dtype=torch.int32)
@@ -32,7 +32,7 @@ def join(out: Tensor, planes: PlaneTable, codes: Tensor) -> bool:
 
 def cut(blocks: Tensor, planes: PlaneTable, codes: Tensor) -> bool:
     """The inverse: fill codes (B, n)."""
-    function = _function("attar_planes_cut", blocks, codes)
+    function = _function("attar_planes_cut", blocks, codes, planes)
     if function is None:
         return False
     numbers = torch.tensor(planes, dtype=torch.int32)
@@ -54,11 +54,16 @@ def histogram(octets: Tensor) -> Tensor | None:
     return counts
 
 
-def _function(name: str, blocks: Tensor, codes: Tensor) -> Any:
+def _function(name: str, blocks: Tensor, codes: Tensor, planes: PlaneTable) -> Any:
     library = load("planes") if blocks.device.type == codes.device.type == "cpu" else None
     if library is None:
         return None
     assert blocks.stride(1) == 1 and codes.is_contiguous()
+    assert blocks.dtype == codes.dtype == torch.uint8 and len(blocks) == len(codes), "other blocks"
+    for at, bits, run, shift in planes:
+        assert at >= 0 and bits in (1, 2, 4, 8) and run > 0 and 0 <= shift < 8, f"a plane of {bits} bits"
+        end = at + codes.shape[1] // (run * 8 // bits) * run
+        assert end <= blocks.shape[1], f"a plane ends at byte {end} of {blocks.shape[1]}"
     function = getattr(library, name)
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     last = [pointer, long] if name == "attar_planes_join" else [long, pointer]

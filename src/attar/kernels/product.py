@@ -77,6 +77,7 @@ class ThreadPool:
         """
         if self._library is None:
             raise RuntimeError("no compiled library")
+        assert data.is_contiguous() and data.dtype == torch.uint8, f"{data.dtype}"
         return int(self._library.attar_read(self._handle, data.data_ptr(), len(data)))
 
 

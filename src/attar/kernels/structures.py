@@ -73,7 +73,7 @@ class ModelStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
     _fields_ = [
-        *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
+        *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks", "embeddings", "context")),
         *((name, FLOAT) for name in FLOATS),
         *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind", "wide_norms")),
         *((name, POINTER) for name in ("embedding", "mask", "norm")),
@@ -83,7 +83,7 @@ class ModelStruct(ctypes.Structure):
     ]
 
 
-COUNTS = ("tokens", "spans", "logit_rows", "copies")
+COUNTS = ("tokens", "spans", "logit_rows", "copies", "block_count", "mask_size")
 LISTS = ("ids", "positions", "slots", "span", "first", "past", "table", "block", "tree", "mask", "count")
 
 
@@ -187,10 +187,15 @@ def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[
         "copy": [block for pair in tokens.copies for block in pair],
     }
     array, addresses = joined(lists, np.int64)
-    assert len(tokens.ids) == total, f"{len(tokens.ids)} tokens for spans of {total}"
-    sizes = (total, spans, len(tokens.rows), len(tokens.copies))
+    lengths_of_tokens = (len(tokens.ids), len(tokens.positions), len(tokens.slots))
+    assert lengths_of_tokens == (total,) * 3, (
+        f"{lengths_of_tokens} ids, positions, slots for spans of {total}"
+    )
+    assert len(tokens.past) == len(tokens.blocks) == spans, f"{len(tokens.blocks)} tables of {spans} spans"
+    assert len(tokens.trees) in (0, spans), f"{len(tokens.trees)} trees of {spans} spans"
+    numbers = (total, spans, len(tokens.rows), len(tokens.copies), sum(lengths), len(mask))
     masks = mask.ctypes.data if len(mask) else None
-    return BatchStruct(*sizes, mask=masks, logits=logits.data_ptr(), **addresses), [array, mask]
+    return BatchStruct(*numbers, mask=masks, logits=logits.data_ptr(), **addresses), [array, mask]
 
 
 def joined(
@@ -221,9 +226,10 @@ def _tree_masks(tokens: StepTokens) -> tuple[list[int], NDArray[np.uint8]]:
     if not any(tree is not None for tree in tokens.trees):
         return [-1] * len(tokens.counts), NO_MASK
     starts, masks, size = [], [NO_MASK], 0
-    for tree in tokens.trees:
+    for tree, count in zip(tokens.trees, tokens.counts, strict=True):
         starts.append(-1 if tree is None else size)
         if tree is not None:
+            assert tree.shape == (count, count), f"a tree {tree.shape} of {count} tokens"
             masks.append(np.ascontiguousarray(tree, dtype=np.uint8).ravel())
             size += len(masks[-1])
     return starts, np.concatenate(masks)
@@ -250,11 +256,15 @@ def library() -> Any | None:
     lib.attar_draft.argtypes, lib.attar_draft.restype = [POINTER] * 4, INT
     lib.attar_runner_free.argtypes, lib.attar_runner_free.restype = [POINTER], None
     lib.attar_run.argtypes, lib.attar_run.restype = [POINTER, POINTER], INT
-    lib.attar_copy_slots.argtypes, lib.attar_copy_slots.restype = [POINTER, POINTER, LONG], None
+    lib.attar_copy_slots.argtypes, lib.attar_copy_slots.restype = [POINTER, POINTER, LONG], INT
     lib.attar_thread_pool_fails.argtypes = [POINTER, LONG, LONG, INT]
     lib.attar_thread_pool_fails.restype = INT
     lib.attar_read.argtypes, lib.attar_read.restype = [POINTER, POINTER, LONG], ctypes.c_uint64
     return lib
+
+
+OUT_OF_BOUNDS = ("spans", "token ids", "positions", "slots", "blocks", "tree masks", "rows of logits")
+"""From code 3 on: csrc/decode/bounds.h."""
 
 
 def raise_for(code: int, action: str) -> None:
@@ -262,9 +272,12 @@ def raise_for(code: int, action: str) -> None:
 
     Raises:
         MemoryError: 1.
+        IndexError: an argument is out of bounds; nothing was read or written.
         RuntimeError: any other but 0.
     """
     if code == 1:
         raise MemoryError(f"{action}: there is not enough memory")
+    if code > 2:
+        raise IndexError(f"{action}: {OUT_OF_BOUNDS[code - 3]} out of bounds")
     if code:
         raise RuntimeError(f"{action} failed in the compiled library ({code})")

@@ -88,6 +88,7 @@ class CompiledSuffixTree:
 
 
 def _checked(result: int) -> int:
+    assert result != -2, "a text that the suffix tree does not have"
     if result < 0:
         raise MemoryError("a suffix tree")
     return result

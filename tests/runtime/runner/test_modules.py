@@ -197,3 +197,14 @@ def test_the_context_of_ropes_that_change_with_length_is_that_of_their_training(
 def test_an_unknown_kv_dtype_is_refused():
     with pytest.raises(SettingsError, match=r"kv_dtype.*did you mean int8"):
         Modules(tiny_models.build("llama3"), blocks=2, kv_dtype="int-8")
+
+
+@pytest.mark.parametrize("token", [-1, 2**31 - 1])
+def test_a_token_id_outside_the_vocabulary_is_an_error_before_anything_is_written(token):
+    _, runner, prompts, _ = case("llama3")
+    ids = [*prompts[2], token]
+    with pytest.raises(IndexError, match="token ids outside"):
+        runner.run(StepInput(ids, (TokenSpan(900, 0, len(ids), tuple(range(4)), 1),)))
+    ids[-1] = runner.vocabulary
+    with pytest.raises(IndexError, match="token ids outside"):
+        runner.run(StepInput(ids, (TokenSpan(900, 0, len(ids), tuple(range(4)), 1),)))

@@ -11,7 +11,8 @@
 
 using namespace attar;
 
-// No exception may leave the library. Returns 0 on success, 1 without memory, 2 on any other failure.
+// No exception may leave the library. Returns 0 on success, 1 without memory, what is out of bounds (bounds.h), 2 on any
+// other failure.
 template <class Function>
 static std::int32_t guarded(Function f) noexcept {
     try {
@@ -21,6 +22,8 @@ static std::int32_t guarded(Function f) noexcept {
         return 1;
     } catch (const std::length_error&) {  // more than a vector can hold
         return 1;
+    } catch (OutOfBounds what) {
+        return what;
     } catch (...) {
         return 2;
     }
@@ -103,8 +106,11 @@ std::int32_t attar_thread_pool_fails(ThreadPool* pool, std::int64_t bytes, std::
 }
 
 // Copies keys and values between slots: `count` pairs (from, to), one after the other.
-void attar_copy_slots(const Model* model, const std::int64_t* pairs, std::int64_t count) {
-    copy_slots(*model, pairs, count);
+std::int32_t attar_copy_slots(const Model* model, const std::int64_t* pairs, std::int64_t count) {
+    return guarded([&] {
+        check_slots(*model, pairs, 2 * count);
+        copy_slots(*model, pairs, count);
+    });
 }
 
 // Reads all bytes, every worker its share in four streams, and sums them: measures memory bandwidth.

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 namespace {
@@ -70,7 +71,7 @@ public:
         for (std::int64_t i = 0; i < count; i++) append(text, tokens[i]);
     }
 
-    const std::vector<Int>& tokens(Int text) const { return texts_[text].tokens; }
+    const std::vector<Int>& tokens(Int text) const { return texts_.at(text).tokens; }
 
     // How often a string of at most D tokens occurs.
     Int count(const Int* string, Int length) const {
@@ -79,7 +80,7 @@ public:
     }
 
     void remove(Int text) {
-        std::vector<Int>& tokens = texts_[text].tokens;
+        std::vector<Int>& tokens = texts_.at(text).tokens;
         for (std::size_t start = 0; start < tokens.size(); start++) {
             Int at = ROOT;
             for (std::size_t i = start; i < std::min(tokens.size(), start + depth_); i++) {
@@ -153,7 +154,7 @@ private:
     Draft grown_;
 
     void append(Int number, Int token) {
-        Text& text = texts_[number];
+        Text& text = texts_.at(number);
         const Int n = Int(text.tokens.size());
         text.tokens.push_back(token);
         text.active[n % depth_] = ROOT;
@@ -362,12 +363,15 @@ private:
     }
 };
 
+// -1: no memory; -2: a text that the tree does not have.
 template <typename Call>
 std::int64_t guarded(Call call) {
     try {
         return call();
     } catch (const std::bad_alloc&) {
         return -1;
+    } catch (const std::out_of_range&) {
+        return -2;
     }
 }
 

@@ -126,7 +126,13 @@ class Modules:
         return None if self.eviction is None else self.eviction.most(chunk, self.block_size)
 
     def run(self, step: StepInput) -> Tensor:
-        """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
+        """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order.
+
+        Raises:
+            IndexError: a token id is outside the vocabulary, before a GPU asserts it.
+        """
+        if step.tokens and not 0 <= min(step.tokens) <= max(step.tokens) < self.vocabulary:
+            raise IndexError(f"a step: token ids outside [0, {self.vocabulary:,})")
         paged, device = self._attention_pass(step), self.pool.device
         keeping = nullcontext() if self._hidden is None else self._hidden.writing(step, self.block_size)
         with torch.no_grad(), keeping, self.lora.applied(step):

@@ -48,5 +48,6 @@ def _pays(kind: Kind, *, bits: int, threads: int) -> bool:
 def _weight(kind: Kind, form: Form) -> PackedWeight:
     """A weight of zeros: time does not depend on its numbers."""
     group = 0 if kind == "bf16" else GROUP
-    data = huge_pages(packed_bytes(ROWS, COLUMNS, kind, group, form)).fill_(0)  # pages are in memory
+    nbytes = packed_bytes(ROWS, COLUMNS, kind, group, form)
+    data = huge_pages(nbytes)[:nbytes].fill_(0)  # pages are in memory
     return PackedWeight(data, ROWS, COLUMNS, kind, group, form=form)

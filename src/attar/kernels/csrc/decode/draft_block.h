@@ -249,6 +249,8 @@ private:
 };
 
 inline void Runner::write_context(const DrafterWeights& drafter, const ContextRows& rows) {
+    check_slots(model_, rows.slots, rows.count);
+    for (std::int64_t t = 0; t < rows.count; t++) check_position(model_, rows.positions[t]);
     Batch batch{};
     batch.tokens = rows.count;
     batch_ = &batch;
@@ -260,6 +262,10 @@ inline void Runner::write_context(const DrafterWeights& drafter, const ContextRo
 }
 
 inline void Runner::draft(const DrafterWeights& drafter, const Batch& batch, const DraftRound& round) {
+    check(model_, batch);
+    require(round.blocks * round.drafts == batch.logit_rows, ROWS);
+    for (std::int64_t i = 0; round.last && i < round.blocks; i++)
+        require(inside(round.last[i], model_.embeddings), TOKENS);
     batch_ = &batch;
     reserve();
     if (drafter.rank) markov_input_.reserve(drafter.markov, round.blocks, model_.bits);

@@ -42,11 +42,12 @@ enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, vocabulary;
     std::int64_t block_size, blocks;
+    std::int64_t embeddings, context;  // rows of the embedding, and of every layer's table `rotary`
     float eps, scale, soft_cap, final_soft_cap, embedding_scale;
     std::int32_t activation, bits;  // bits of activations, 8 or 16
     std::int32_t pool_kind, embedding_kind;  // of enum Storage
     std::int32_t wide_norms;                 // queries and keys are normed over all heads together
-    const void* embedding;                   // (vocabulary, hidden)
+    const void* embedding;                   // (embeddings, hidden)
     const float* mask;                       // (hidden,) what a token of id -1 begins as, or null
     const float* norm;
     Linear head;
@@ -77,6 +78,7 @@ struct Model {
 
 struct Batch {
     std::int64_t tokens, spans, logit_rows, copies;  // a span: the tokens of one sequence
+    std::int64_t block_count, mask_size;             // numbers in `block`, in `mask`
     const std::int64_t *ids, *positions, *slots;  // (tokens,)
     const std::int64_t* span;                     // (tokens,) the span of each token
     const std::int64_t *first, *past;             // (spans,) first token; keys in the cache before this step

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bounds.h"
 #include "elementwise.h"
 #include "kv_store.h"
 #include "matmul.h"
@@ -294,6 +295,7 @@ protected:
 };
 
 inline void Runner::run(const Batch& batch) {
+    check(model_, batch);
     batch_ = &batch;
     reserve();
     pool_->run(StepWorker::MORE_PHASES + StepWorker::LAYER_PHASES * model_.layers,
