@@ -265,7 +265,8 @@ def serve(arguments: argparse.Namespace) -> None:
         step = lambda _: time.sleep(seconds)  # noqa: E731
     texts = json.loads(Path(arguments.drafts_of).read_text())
     vocabulary = Asleep.vocabulary if arguments.asleep else 32000
-    service, network = DraftService(Steady(texts, arguments.chances[0], step, vocabulary)), Network()
+    proposer = Steady(texts, arguments.chances[0], step, vocabulary)
+    service, network = DraftService(proposer, vocabulary=vocabulary), Network()
     own = hello_of("draft", "oracle", None, vocabulary)
     methods = {DRAFT: lambda stream: serve_drafts(stream, service, own)}
     _, port = network.run(listen(methods, "127.0.0.1", 0, Security()))

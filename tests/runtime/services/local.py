@@ -64,7 +64,8 @@ class LocalPool:
 
 def drafting(runner=None, **options) -> DraftService:
     """A service with a model that is the target itself, or another runner."""
-    return DraftService(DraftModel(runner or FakeRunner(blocks=256), branches=1), **options)
+    proposer = DraftModel(runner or FakeRunner(blocks=256), branches=1)
+    return DraftService(proposer, vocabulary=VOCABULARY, **options)
 
 
 def offered(service: DraftService, damage=lambda offer: [offer], policy=None, most=8) -> Speculator:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from attar.errors import DataError, SettingsError
+from attar.errors import AttarError, DataError, SettingsError
 from attar.runtime.admission import Limits
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
@@ -21,10 +21,15 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.services.channel import TARGET, FrameStream, StreamEnded, connect
 from attar.runtime.services.coordinator import Coordinator
 from attar.runtime.services.messages import (
+    Commit,
+    DraftSampling,
     EventMessage,
     Offer,
+    Open,
     Ping,
+    Pong,
     ProtocolError,
+    Refusal,
     Submit,
     TargetLoad,
     UnavailableError,
@@ -41,6 +46,7 @@ from tests.runtime.services.test_offer_proposer import Slow
 from tests.runtime.speculate.test_engine import asked
 from tests.runtime.test_engine import alone, engine
 
+SAMPLING = DraftSampling(seed=0, sample=0, prompt=1)
 LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, seed=0)
 
 
@@ -276,6 +282,61 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
         loop.call_soon_threadsafe(done.set)
         task.result(60)
         target.idle()
+
+
+@pytest.mark.parametrize(
+    "lie, words",
+    [
+        (lambda submit: [EventMessage(submit.id, 1, token_ids=(1,))], "sample 1 of 1"),
+        (lambda submit: [Open(7, (1, 2), SAMPLING, 4)] * 2, "opens request 7 twice"),
+        (lambda submit: [submit], "does not send submit"),
+        (lambda submit: [Open(7, (VOCABULARY + 900,), SAMPLING, 4), Commit(7, 1, (2**31 - 1,), 4)], ""),
+    ],
+    ids=["sample", "open twice", "another kind", "token ids"],
+)
+def test_a_target_that_lies_costs_its_own_requests_alone(lie, words):
+    async def lying(stream):
+        await stream.greet(hello("target"), "coordinator")
+        while True:
+            for message in await stream.read():
+                if isinstance(message, Submit):
+                    await stream.write([*lie(message), Refusal(message.id, "failed", "the end")])
+                elif isinstance(message, Ping):
+                    await stream.write([Pong(message.number)])
+
+    with (
+        draft_server() as (draft, service),
+        listening({TARGET: lying}) as port,
+        coordinating(port, draft) as coordinator,
+    ):
+        with pytest.raises(AttarError, match="was lost" if words else "the end"):
+            asyncio.run(tokens(coordinator, [3, 1], LONG, "r"))
+        until(lambda: words in coordinator.target.reason or coordinator.target.connections > 1)
+        until(lambda: coordinator.target.connected)
+        until(lambda: service.counts.refused == (not words) and service.failure is None)
+
+
+def test_every_message_of_a_request_carries_its_tenant():
+    """From the coordinator's client to the model that drafts."""
+    asked, engine_salts = [], []
+    with (
+        target_server() as (port, target),
+        draft_server() as (draft, service),
+        coordinating(port, draft) as coordinator,
+    ):
+        propose, add = service.proposer.propose, target.engine.add
+        service.proposer.propose = lambda requests: (asked.extend(requests), propose(requests))[1]
+        target.engine.add = lambda *args, **more: (engine_salts.append(more["salt"]), add(*args, **more))[1]
+
+        async def run():
+            for tenant, first in (("one", 3), ("two", 5)):
+                async for _ in coordinator.target.submit([first, 1], LONG, id=tenant, salt=tenant):
+                    pass
+
+        asyncio.run(run())
+        target.idle()
+    assert engine_salts == ["one", "two"]
+    assert {(request.tokens[0], request.salt) for request in asked} == {(3, "one"), (5, "two")}
 
 
 def test_what_is_too_large_for_a_frame_ends_its_own_request_alone(monkeypatch):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ import pytest
 pytest.importorskip("grpc")
 
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.services.channel import DRAFT, Security
+from attar.runtime.services import channel
+from attar.runtime.services.channel import DRAFT, Security, StreamEnded, connect
 from attar.runtime.services.draft_client import (
     DEAD_S,
     FIRST_BACKOFF_S,
@@ -30,7 +32,7 @@ from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import VOCABULARY
 from tests.runtime.server.test_live import until
 from tests.runtime.services.local import Waiting
-from tests.runtime.services.loopback import draft_server, forever, hello, listening, replicas_of
+from tests.runtime.services.loopback import draft_server, forever, hello, listening, network, replicas_of
 from tests.runtime.services.test_draft_service import opening
 from tests.runtime.services.test_offer_proposer import Slow
 from tests.runtime.speculate.test_engine import asked, same
@@ -287,6 +289,31 @@ def test_tls(tmp_path):
         with Pools([port]) as plain:
             until(lambda: plain.client.reason.startswith("UNAVAILABLE"))
             assert not plain.client.ready
+
+
+async def hold(port, ended):
+    """A stream that greets and then says nothing; leaves why it ended."""
+    try:
+        async with connect(f"127.0.0.1:{port}", DRAFT, Security()) as stream:
+            await stream.greet(hello("target"), "draft")
+            await forever(stream)
+    except StreamEnded as error:
+        ended.append(str(error))
+
+
+def test_silent_streams_end_and_leave_their_places(monkeypatch):
+    monkeypatch.setattr(channel, "SILENCE_S", 1.0)
+    ended = []
+    with draft_server() as (port, _):
+        for _ in range(channel.STREAMS):
+            network().post(lambda: network().loop.create_task(hold(port, ended)))
+        until(lambda: any("from this host" in reason for reason in ended))  # half of all
+        with Pools([port]) as pools:
+            pools.ready()
+            until(lambda: len(ended) == channel.STREAMS)
+            assert pools.client.ready and pools.client.counts.connections == 1  # it pings
+    reasons = Counter("silent" if "no message for 1 s" in reason else "host" for reason in ended)
+    assert reasons == {"silent": channel.HOST_STREAMS, "host": channel.STREAMS - channel.HOST_STREAMS}
 
 
 def test_what_is_no_message_ends_its_stream_alone():

@@ -13,7 +13,7 @@ from attar.runtime.services.draft_session import DraftSession
 from attar.runtime.services.messages import Close, Commit, DraftSampling, Open, Ping
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.suffix import SuffixProposer
-from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.fake_runner import VOCABULARY, FakeRunner
 from tests.runtime.server.test_live import until
 from tests.runtime.services.local import drafting
 from tests.runtime.test_engine import alone
@@ -95,6 +95,35 @@ def test_requests_and_tokens_are_bounded():
     service.close()
 
 
+@pytest.mark.parametrize("id", [VOCABULARY, 4000, 2**31 - 1])
+@pytest.mark.parametrize("place", ["open", "commit", "bias", "end"])
+def test_requests_with_token_ids_of_no_vocabulary_are_not_drafted_for(id, place):
+    class Strict(FakeRunner):
+        def run(self, step):
+            assert max(step.tokens) < VOCABULARY, "a token id reached the model"
+            return super().run(step)
+
+    service, inbox = drafting(Strict(blocks=256)), Inbox()
+    sampling = {"logit_bias": ((id, 1.0),)} if place == "bias" else {"ends": (id,)} if place == "end" else {}
+    service.receive(
+        inbox, [opening(1, [3, id if place == "open" else 1], **sampling), Commit(1, 2, (id,), 8)]
+    )
+    service.receive(inbox, [Ping(1), opening(2, [3, 1, 4])])
+    until(lambda: inbox.pongs and any(offer.request == 2 for offer in inbox.offers))
+    assert service.counts.refused == 1 and service.running == 1
+    assert all(offer.request == 2 for offer in inbox.offers) and service.failure is None
+    service.close()
+    service.proposer.check()
+
+
+def test_commits_do_not_grow_beyond_the_tokens_of_the_service():
+    service, inbox = drafting(tokens=30), Inbox()
+    service.receive(inbox, [opening(1, [1] * 10), Commit(1, 10, (1,) * 21, 8), Ping(1)])
+    until(lambda: inbox.pongs)
+    assert service.counts.refused == 1 and service.running == 0
+    service.close()
+
+
 def test_a_long_prompt_is_read_in_parts_between_the_rounds_of_others():
     spans: list[int] = []
 
@@ -137,7 +166,7 @@ def test_suffix_trees_draft_after_what_is_committed():
     from attar.runtime.services.draft_service import DraftService
 
     before = threading.active_count()
-    service, inbox = DraftService(SuffixProposer()), Inbox()
+    service, inbox = DraftService(SuffixProposer(), vocabulary=VOCABULARY), Inbox()
     service.receive(inbox, [opening(1, [1, 2, 3, 4, 5, 6] * 4)])
     until(lambda: inbox.offers)
     assert inbox.offers[-1].tokens[:3] == (1, 2, 3)
@@ -146,6 +175,16 @@ def test_suffix_trees_draft_after_what_is_committed():
     assert inbox.offers[-1].tokens[:3] == (3, 4, 5)
     service.close()
     until(lambda: threading.active_count() <= before)
+
+
+def test_what_was_read_of_a_guess_that_was_wrong_is_read_again():
+    session = DraftSession(opening(1, [3, 1, 4]), 1)
+    session.extend([5, 9])
+    session.read = 5
+    session.commit(Commit(1, 3, (5,), 8))
+    assert (session.text, session.length, session.read) == ([3, 1, 4, 5, 9], 4, 5)
+    session.commit(Commit(1, 4, (7, 2), 8))
+    assert (session.text, session.length, session.read) == ([3, 1, 4, 5, 7, 2], 6, 4)
 
 
 def test_rules_are_those_of_the_completion():

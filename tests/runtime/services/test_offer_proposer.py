@@ -286,6 +286,9 @@ def test_waiting_is_chosen_where_it_gives_more_tokens_a_second():
     gain = 0.8 + 0.8**2 + 0.8**3 + 0.8**4
     assert best_wait([0.010 * gain * 0.9], 0, 1, rates, policy) > 0  # (1 + gain) / (w + t) > 1 / t
     assert best_wait([0.010 * gain * 1.1], 0, 1, rates, policy) == 0
+    for share, waits in ((1.01, False), (1.03, True)):  # of the plain speed; GAIN lies between
+        seconds = 0.010 * ((1 + gain) / share - 1)
+        assert bool(best_wait([seconds], 0, 1, rates, policy)) == waits
     assert best_wait([0.001], 0, 1, [0.0] * 4, policy) == 0
     assert best_wait([0.001, 0.9], 0, 2, rates, policy) == 0.001  # not for the second
     assert best_wait([0.020], 7, 8, rates, policy) == 0  # seven would wait for one

@@ -114,13 +114,15 @@ def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftSer
     rest.pop("prefix_cache", None)
     loaded = load(model, **rest)
     proposer: Proposer
+    vocabulary = vocabulary_of(loaded)
     if speculation.speculate:
         proposer = SuffixProposer(ends=loaded.ends, name=speculation.speculate)
     else:
-        vocabulary = SameVocabulary(loaded.runner.vocabulary, vocabulary_of(loaded))
-        proposer = DraftModel(loaded.runner, vocabulary, name=loaded.name, ends=loaded.ends)
+        mapping = SameVocabulary(loaded.runner.vocabulary, vocabulary)
+        proposer = DraftModel(loaded.runner, mapping, name=loaded.name, ends=loaded.ends)
     batch = 64 if limits is None else limits.sequences
-    return DraftService(proposer, batch=batch, context=loaded.runner.context), loaded
+    context = loaded.runner.context
+    return DraftService(proposer, vocabulary=vocabulary, batch=batch, context=context), loaded
 
 
 def _split(options: Mapping[str, Any]) -> tuple[SpeculationSettings, dict[str, Any]]:

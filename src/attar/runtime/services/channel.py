@@ -3,9 +3,10 @@
     Network     a thread with an event loop, in which all streams of a process live
     listen      the open port of a service          connect      a stream to one
 
-Both sides are bounded: bytes of a frame, streams, seconds until the first message. A key travels in the
-metadata of the stream and is compared in constant time; TLS is on where a certificate is given. The engine's
-thread never touches a socket: it leaves messages, and the network's thread sends them.
+Both sides are bounded: bytes of a frame, streams of all and of one host, seconds until the first message, and
+for a service between two frames: who uses it pings (``draft_client.py``, ``target_client.py``). A key travels
+in the metadata of the stream and is compared in constant time; TLS is on where a certificate is given. The
+engine's thread never touches a socket: it leaves messages, and the network's thread sends them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +37,8 @@ T = TypeVar("T")
 
 DRAFT, TARGET = "/attar.Draft/Stream", "/attar.Target/Stream"
 HELLO_S = 5.0  # seconds for the first message
-STREAMS = 64  # of a service at a time
+SILENCE_S = 6.0  # seconds between two frames to a service: after DEAD_S the other side has given up
+STREAMS, HOST_STREAMS = 64, 32  # of a service at a time, of them from one host
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_BYTES),
     ("grpc.max_send_message_length", MOST_BYTES),
@@ -44,6 +47,13 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 10_000),  # without a stream
+    ("grpc.server_handshake_timeout_ms", 5_000),
 ]
 
 
@@ -70,6 +80,9 @@ class Security:
 class FrameStream:
     """Messages on one stream, with either role.
 
+    Args:
+        silence: seconds between two frames of the other side at most; None: no limit.
+
     Attributes:
         most: bytes of a frame.
     """
@@ -77,19 +90,25 @@ class FrameStream:
     most = MOST_BYTES
 
     def __init__(
-        self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]], end: Any
+        self,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[bytes], Awaitable[None]],
+        end: Any,
+        silence: float | None = None,
     ) -> None:
-        self._read, self._write, self._end = read, write, end
+        self._read, self._write, self._end, self._silence = read, write, end, silence
 
     async def read(self) -> list[ServiceMessage]:
         """The messages of the next frame.
 
         Raises:
-            ProtocolError: they break the protocol.
+            ProtocolError: they break the protocol, or do not come.
             StreamEnded: there are none.
         """
         try:
-            frame = await self._read()
+            frame = await asyncio.wait_for(self._read(), self._silence)
+        except TimeoutError:
+            raise ProtocolError(f"no message for {self._silence:g} s") from None
         except _grpc().RpcError as error:
             raise StreamEnded(_reason(error)) from None
         if frame is self._end:
@@ -192,8 +211,7 @@ async def listen(
         DataError: a certificate cannot be read.
     """
     grpc = _grpc()
-    options = [*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000)]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS)
+    server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=STREAMS)
     server.add_generic_rpc_handlers([_handlers(methods, security.key)])
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -238,16 +256,25 @@ def check_files(security: Security) -> None:
 
 
 def _handlers(methods: Mapping[str, Callable[[FrameStream], Awaitable[None]]], key: str) -> Any:
-    grpc = _grpc()
+    grpc, places = _grpc(), Counter[str]()
 
     def behaviour(handle: Callable[[FrameStream], Awaitable[None]]) -> Any:
         async def stream(_: object, context: Any) -> None:
+            host = context.peer().rpartition(":")[0]
+            if places[host] >= HOST_STREAMS:
+                words = f"{HOST_STREAMS} streams come from this host"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, words)
+            places[host] += 1
             try:
-                await handle(FrameStream(context.read, context.write, grpc.aio.EOF))
+                await handle(FrameStream(context.read, context.write, grpc.aio.EOF, SILENCE_S))
             except ProtocolError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except StreamEnded:
                 return
+            finally:
+                places[host] -= 1
+                if not places[host]:
+                    del places[host]
 
         return stream
 

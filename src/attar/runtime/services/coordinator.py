@@ -15,11 +15,21 @@ from collections.abc import Sequence
 
 from attar.runtime.services.channel import Network, Security
 from attar.runtime.services.draft_client import DraftLink
-from attar.runtime.services.messages import Close, Commit, Drafters, DraftVerdict, Hello, Offer, Open
+from attar.runtime.services.messages import (
+    Close,
+    Commit,
+    Drafters,
+    DraftVerdict,
+    Hello,
+    Offer,
+    Open,
+    ProtocolError,
+)
 from attar.runtime.services.offers import Offers, Outcome
 from attar.runtime.services.replicas import Replicas
 from attar.runtime.services.target_client import TargetClient
 
+MOST_OPEN = 1 << 16  # requests of a target that are drafted for at a time
 COUNT_S = 0.1  # seconds between two looks at the replicas
 
 
@@ -67,7 +77,11 @@ class Coordinator:
         return outcome
 
     def drafting(self, message: Open | Commit | Close | DraftVerdict | None) -> None:
-        """What the target says about drafts; None: it is lost."""
+        """What the target says about drafts; None: it is lost.
+
+        Raises:
+            ProtocolError: it opens a request twice.
+        """
         if message is None:
             self._ready = -1
             for request in list(self.links):
@@ -90,7 +104,9 @@ class Coordinator:
             self.target.send(Close(message.request))
 
     def _open(self, message: Open) -> None:
-        link = self.replicas.choose(message)
+        if message.request in self.links:
+            raise ProtocolError(f"the target opens request {message.request} twice")
+        link = self.replicas.choose(message) if len(self.links) < MOST_OPEN else None
         if link is None:
             self.target.send(Close(message.request))
             return

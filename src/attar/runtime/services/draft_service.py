@@ -6,8 +6,8 @@
     offers    of a stream that reads slowly the newest of each request waits, no more
 
 Any proposer drafts that needs no states of the target: a draft model drafts on after its own guess, a free
-one (suffix trees) after the committed tokens. Requests, their tokens and what waits are bounded; beyond that
-a request is not drafted for, which only costs its own speed.
+one (suffix trees) after the committed tokens. Requests, their tokens and what waits are bounded; beyond that,
+and with token ids that the model does not have, a request is not drafted for, which only costs its own speed.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class DraftService:
     """Drafts for the requests of many streams.
 
     Args:
+        vocabulary: token ids are in [0, vocabulary).
         sessions: requests at a time at most.
         tokens: of all of them together at most.
         batch: requests of a round at most.
@@ -61,6 +62,7 @@ class DraftService:
         self,
         proposer: Proposer,
         *,
+        vocabulary: int,
         sessions: int = 256,
         tokens: int = 1 << 22,
         batch: int = 64,
@@ -68,6 +70,7 @@ class DraftService:
     ) -> None:
         self.proposer, self.counts, self.context = proposer, DraftCounts(), context
         self.most_sessions, self.most_tokens, self.batch = sessions, tokens, batch
+        self.vocabulary = vocabulary
         self.failure: Exception | None = None
         self._failed = 0  # rounds, one after the other
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -131,23 +134,32 @@ class DraftService:
                 self.counts.commits += 1
                 if session is None or session.length != message.base:
                     self.counts.stale += 1
+                elif not self._fits(message.tokens):
+                    self.counts.refused += 1
+                    self._drop([(stream, message.request)])
                 else:
                     session.commit(message)
                     if message.ahead and session.answer_known:
                         stream.offer(session.offer())
 
     def _begin(self, stream: OfferStream, opening: Open) -> None:
-        held = sum(len(session.text) for session in self._sessions.values())
-        full = len(self._sessions) >= self.most_sessions or held + len(opening.tokens) > self.most_tokens
+        refused = (stream, opening.request) in self._sessions or len(self._sessions) >= self.most_sessions
+        sampling = opening.sampling
+        ids = (*opening.tokens, *sampling.ends, *(id for id, _ in sampling.logit_bias))
         try:
             session = DraftSession(opening, next(self._numbers))
         except AttarError:
-            full = True
-        if full or not opening.tokens or (stream, opening.request) in self._sessions:
+            refused = True
+        if refused or not opening.tokens or not self._fits(ids):
             self.counts.refused += 1
             return
         self.counts.opened += 1
         self._sessions[stream, opening.request] = session
+
+    def _fits(self, tokens: Sequence[int]) -> bool:
+        """Whether the model has these tokens, and there is room for them."""
+        held = sum(len(session.text) for session in self._sessions.values())
+        return max(tokens, default=0) < self.vocabulary and held + len(tokens) <= self.most_tokens
 
     def _drop(self, keys: Iterable[tuple[OfferStream, int]]) -> None:
         for key in keys:

@@ -75,7 +75,7 @@ class TargetClient:
         self.target: Hello | None = None
         self.load: TargetLoad | None = None
         self.connected, self.reason, self.connections = False, "not connected yet", 0
-        self._readers: dict[str, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
+        self._readers: dict[str, tuple[asyncio.AbstractEventLoop, Inbox, int]] = {}  # with the samples
         self._outbox: deque[ServiceMessage] = deque()
         self._wake = asyncio.Event()
         self._ping, self._answered, self._pinged = 0, 0, 0.0
@@ -140,7 +140,7 @@ class TargetClient:
                 loop, inbox, UnavailableError(f"the target {self.endpoint} cannot be reached: {self.reason}")
             )
             return
-        self._readers[message.id] = loop, inbox
+        self._readers[message.id] = loop, inbox, message.params.n
         self.send(message)
 
     def _end(self, id: str, cancel: bool) -> None:
@@ -187,6 +187,7 @@ class TargetClient:
         while True:
             for message in await stream.read():
                 if isinstance(message, EventMessage):
+                    self._check(message)
                     self._deliver(message.request, message.event(), message.usage is not None)
                 elif isinstance(message, Refusal):
                     self._deliver(message.request, message.failure(), True)
@@ -215,7 +216,13 @@ class TargetClient:
             return
         if last:
             del self._readers[id]
-        _put(*reader, event)
+        _put(*reader[:2], event)
+
+    def _check(self, event: EventMessage) -> None:
+        """An event is of a sample that its request has."""
+        _, _, samples = self._readers.get(event.request, (None, None, event.sample + 1))
+        if event.sample >= samples:
+            raise ProtocolError(f"the target sends sample {event.sample} of {samples}")
 
     def _lost(self, reason: str) -> None:
         """Every request that runs ends with one error."""
@@ -224,7 +231,7 @@ class TargetClient:
         self.connected, self.reason, self.load = False, reason, None
         self._outbox.clear()
         readers, self._readers = self._readers, {}
-        for loop, inbox in readers.values():
+        for loop, inbox, _ in readers.values():
             _put(loop, inbox, UnavailableError(f"the target {self.endpoint} was lost"))
         self.drafting(None)
 

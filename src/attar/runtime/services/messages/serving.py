@@ -119,8 +119,8 @@ class TargetLoad:
     running: Count
     waiting: Count
     free: Count
-    cache_usage: float
-    blocks: dict[str, int]
+    cache_usage: Annotated[float, Field(ge=0, le=1)]
+    blocks: Annotated[dict[ShortText, Count], Field(max_length=64)]
     prefix_queries: Count
     prefix_hits: Count
     preemptions: Count
