@@ -8,8 +8,8 @@ has no dependencies; xgrammar depends on triton and ignores ``uniqueItems``, out
 ``{"type": "object"}``.
 
 An end token can be sampled only where the grammar is satisfied; where nothing else can follow, the completion
-ends by itself. Stop strings, and stop ids that are tokens of the grammar, end a completion anywhere. Blanks
-between the parts of JSON are limited, because a weak model can repeat them without end.
+ends by itself. Stop strings, and stop ids that are tokens of the grammar, end a completion anywhere. What a
+JSON schema may hold is in ``json_schema.py``.
 
 The cost of a grammar is limited (``LIMITS``, in units of work and not of time, so that the same grammar is
 refused on every machine): a grammar that no text satisfies, or whose first mask costs too much, is refused
@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
+from attar.runtime.sampling.json_schema import BLANKS, schema_grammar
 from attar.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars
-BLANKS = r"[\x20\x0A\x0D\x09]{0,64}"  # between JSON's parts; deep enough for indented text
 _SPECIAL = {
     **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
     "special": True,
@@ -260,9 +260,24 @@ def _to_lark(name: str, text: str) -> str:
     if name == "grammar":
         return LLMatcher.grammar_from_lark(text)
     try:
+        kind, text = _schema_grammar(text)
+        if kind == "lark":
+            return LLMatcher.grammar_from_lark(text)
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
     except ValueError as error:
         raise _refused(name, text, _reason(str(error))) from error
+
+
+def _schema_grammar(text: str) -> tuple[str, str]:
+    """As :func:`schema_grammar`; what is no schema is the library's to refuse."""
+    schema = None
+    with suppress(ValueError, RecursionError):
+        schema = json.loads(text)
+    return (
+        schema_grammar({} if schema is True else schema)
+        if isinstance(schema, dict | bool)
+        else ("json", text)
+    )
 
 
 def _refused(name: str, text: str, reason: str, error: type[SettingsError] = SettingsError) -> SettingsError:
@@ -275,4 +290,5 @@ def _reason(message: str) -> str:
     lines = [line.strip() for line in message.partition("<state>")[0].splitlines() if line.strip()]
     first = lines[0] if lines else "unknown"
     inner = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    return _REASONS.get(inner or first, inner or first)
+    reason = (inner or first).rpartition("failed to compile JSON schema: ")[2]
+    return _REASONS.get(reason, reason)

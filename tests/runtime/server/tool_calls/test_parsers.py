@@ -200,6 +200,46 @@ def test_every_way_to_cut_an_answer_gives_the_same(name, answer):
         assert read(name, [answer[:place], answer[place:]]) == expected, (answer[:place], answer[place:])
 
 
+RAW = {  # arguments as a model writes them: raw line breaks, escapes that JSON does not have
+    '{"code": "a\n\tb\r\x00"}': {"code": "a\n\tb\r\x00"},
+    '{"re": "\\d+\\\\ \\\' \\"", "u": "\\u00e9\\ud83d\\ude00"}': {
+        "re": "\\d+\\ ' \"",
+        "u": "\u00e9\U0001f600",
+    },
+    '{\n  "a": [\n 1,\t"x\ny"]\n}': {"a": [1, "x\ny"]},
+    '{"a": "\\\n"}': {"a": "\n"},
+}
+FORMS = {
+    "hermes": '<tool_call>\n{{"name": "now", "arguments": {}}}\n</tool_call>',
+    "llama3": '{{"name": "now", "parameters": {}}}',
+    "json": '[{{"name": "now", "arguments": {}}}]',
+    "mistral": "[TOOL_CALLS]now[ARGS]{}",
+    "harmony": "<|channel|>commentary to=functions.now<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_raw_line_breaks_in_arguments_become_json(name):
+    for written, value in RAW.items():
+        answer = FORMS[name].format(written)
+        for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
+            _, [(_, arguments)] = read(name, pieces)
+            assert json.loads(arguments) == value, arguments
+    quoted = FORMS[name].format(json.dumps('{"a": "x\ny"}'))
+    if name not in ("mistral", "harmony"):  # which have arguments without quotes
+        assert read(name, [quoted]) == ("", [("now", '{"a": "x\\ny"}')])
+
+
+def test_raw_line_breaks_in_pythons_strings():
+    for written in ("'a\nb'", '"a\nb"', '"""a\nb"""', "'a\\nb'"):
+        assert read("pythonic", [f"[now(code={written})]"]) == ("", [("now", '{"code": "a\\nb"}')])
+
+
+def test_a_call_that_is_cut_behind_a_backslash_ends_with_it():
+    answer = '<tool_call>{"name": "now", "arguments": {"a": "b\\'
+    assert read("hermes", [answer]) == read("hermes", list(answer)) == ("", [("now", '{"a": "b\\')])
+
+
 @pytest.mark.parametrize("text", NO_LITERALS, ids=lambda text: text[:20])
 def test_what_is_no_literal_is_no_call(text):
     answer = f"[now(a={text})]"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attar.runtime.sampling.grammar import BLANKS
+from attar.runtime.sampling.json_schema import BLANKS
 from attar.runtime.server.tool_calls.parser import CallParser
 
 MAX_CALLS = 16  # of one answer that a grammar holds

@@ -1,4 +1,4 @@
-"""JSON that comes character by character: where a value ends, and the fields of a call."""
+"""JSON that comes character by character: where a value ends, its strings repaired, the fields of a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 BLANKS = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
+_ESCAPES = '"\\/bfnrtu'
 
 
 class JsonValue:
@@ -46,6 +47,40 @@ class JsonValue:
         elif letter == '"':
             self._quoted = False
             self.complete = not self._depth
+
+
+class StringRepair:
+    """Makes strings of JSON what they can only mean, as they come: control characters inside of them, a raw
+    line break above all, are escaped, and so is a backslash that begins no escape. JSON stays as it is."""
+
+    def __init__(self) -> None:
+        self._quoted, self._backslash = False, False
+
+    def add(self, text: str) -> str:
+        """The next characters; a backslash waits for what it escapes."""
+        return "".join(map(self._letter, text))
+
+    def end(self) -> str:
+        """What waits, where the text is cut."""
+        held, self._backslash = "\\" * self._backslash, False
+        return held
+
+    def _letter(self, letter: str) -> str:
+        if self._backslash:
+            self._backslash = False
+            if letter in _ESCAPES:
+                return "\\" + letter
+            return letter if letter == "'" else control_escape(letter) or "\\\\" + letter
+        if not self._quoted:
+            self._quoted = letter == '"'
+            return letter
+        self._backslash, self._quoted = letter == "\\", letter != '"'
+        return "" if self._backslash else control_escape(letter) or letter
+
+
+def control_escape(letter: str) -> str:
+    """The escape of a control character in JSON and Python; empty for any other."""
+    return json.dumps(letter)[1:-1] if letter < " " else ""
 
 
 class CallObject:
@@ -151,6 +186,6 @@ class CallObject:
 def _loads(text: str) -> object:
     """A JSON value; None where it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None

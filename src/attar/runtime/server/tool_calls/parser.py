@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
-from attar.runtime.server.tool_calls.json_value import BLANKS, CallObject
+from attar.runtime.server.tool_calls.json_value import BLANKS, CallObject, StringRepair
 from attar.runtime.server.tool_calls.parts import AnswerPiece, CallPiece
 
 
@@ -14,7 +14,7 @@ class CallParser(ABC):
     """Reads one answer.
 
     Blanks at the end of a text wait: before calls, and between calls and the first text, they are left out.
-    What looks like a call and is none is text.
+    What looks like a call and is none is text. Arguments pass through :class:`StringRepair`.
 
     Args:
         tools: parameters (a JSON schema) of each tool, by its name.
@@ -24,6 +24,7 @@ class CallParser(ABC):
         self.tools = tools
         self._calls, self._has_text = 0, False
         self._blanks = ""
+        self._repair = StringRepair()  # of the last call's arguments
         self._pieces: list[AnswerPiece] = []
 
     def add(self, piece: str) -> list[AnswerPiece]:
@@ -34,6 +35,7 @@ class CallParser(ABC):
     def finish(self) -> list[AnswerPiece]:
         """What was held back, when the answer has ended."""
         self.end()
+        self._end_arguments()
         if not self._calls and self._blanks:
             self._pieces.append(AnswerPiece(self._blanks))
         return self._take()
@@ -64,14 +66,21 @@ class CallParser(ABC):
 
     def put_call(self, name: str) -> None:
         """A call begins."""
-        self._blanks = ""
+        self._end_arguments()
+        self._blanks, self._repair = "", StringRepair()
         self._pieces.append(AnswerPiece(call=CallPiece(self._calls, name)))
         self._calls += 1
 
     def put_arguments(self, arguments: str) -> None:
         """The next characters of the last call's arguments."""
+        arguments = self._repair.add(arguments)
         if arguments:
             self._pieces.append(AnswerPiece(call=CallPiece(self._calls - 1, "", arguments)))
+
+    def _end_arguments(self) -> None:
+        held = self._repair.end()
+        if held:
+            self._pieces.append(AnswerPiece(call=CallPiece(self._calls - 1, "", held)))
 
     def _take(self) -> list[AnswerPiece]:
         pieces, self._pieces = self._pieces, []

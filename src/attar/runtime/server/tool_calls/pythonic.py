@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from attar.runtime.server.tool_calls.json_value import BLANKS
+from attar.runtime.server.tool_calls.json_value import BLANKS, control_escape
 from attar.runtime.server.tool_calls.marks import split_at_mark
 from attar.runtime.server.tool_calls.parser import CallParser
 
@@ -24,6 +24,8 @@ OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 MAX_CALL, MAX_DEPTH = 1 << 16, 64  # characters, brackets
 _NAME = frozenset(string.ascii_letters + string.digits + "_.:/-" + BLANKS)  # letters of tools' names
 _ARGUMENT = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=(?!=)(.*)", re.DOTALL)
+_STRING = re.compile(r"""\"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
+_CONTROL = re.compile(r"(?<!\\)[\x00-\x1f]")
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's
 
 
@@ -187,7 +189,7 @@ def arguments_of(texts: Sequence[str]) -> str | None:
 
 
 def literal(text: str) -> Any:
-    """The value of a literal that JSON has: of Python, or with JSON's words.
+    """The value of a literal that JSON has: of Python, or with JSON's words; strings may have line breaks.
 
     Raises:
         SyntaxError, ValueError, MemoryError, RecursionError: it is none.
@@ -196,6 +198,7 @@ def literal(text: str) -> Any:
         raise ValueError("not a literal")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python does not know
+        text = _STRING.sub(lambda match: _CONTROL.sub(lambda one: control_escape(one[0]), match[0]), text)
         return _value(ast.parse(f"({text}\n)", mode="eval").body)
 
 
