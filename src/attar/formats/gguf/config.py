@@ -130,12 +130,12 @@ def _family(keys: ArchitectureMetadata) -> Architecture:
     fitting = [
         family for family in fitting if shared == any(count.size == "shared_ff" for count in family.counts)
     ] or fitting
-    if len(fitting) > 1 and fitting[0].fixed:
-        fitting = [
-            family
-            for family in fitting
-            if all(keys.get(key, fitting[0].fixed[0][1]) == value for key, value in family.fixed)
-        ] or fitting
+    usual = dict(fitting[0].fixed)  # of a file that leaves it out
+    stated = {key: keys.get(key, value) for key, value in usual.items()}
+    fitting = [family for family in fitting if all(stated[key] == value for key, value in family.fixed)]
+    if not fitting:
+        shown = ", ".join(f"{keys.arch}.{key} is {value}" for key, value in stated.items())
+        raise ModelError(f"attar cannot read a {keys.arch} of this kind: {shown}")
     if fitting[0].family == "deepseek_v2" and keys.get("expert_group_count", 0) > 1:
         raise ModelError(
             "attar cannot read a deepseek2 whose softmax router has groups",
@@ -150,9 +150,11 @@ def _family(keys: ArchitectureMetadata) -> Architecture:
 def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str, Any]) -> Sizes:
     hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
     more = {count.size: _count(keys, count) for count in arch.counts}
+    kv_heads = heads if arch.latent else keys.positive("attention.head_count_kv", heads)
     if arch.latent:
         head = keys.positive("attention.key_length_mla")
         more["nope"] = head - more["rope"]
+        _check_latent(keys, more)
     else:
         head = keys.positive("attention.key_length", hidden // heads)
         if keys.positive("attention.value_length", head) != head:
@@ -160,19 +162,37 @@ def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str,
                 f"GGUF: {keys.arch}.attention.value_length is not key_length",
                 hint="a config of transformers has one width for keys and values",
             )
+    if kv_heads != heads and (arch.equal_heads or not arch.grouped):
+        raise CheckpointError(f"GGUF: {keys.arch} has as many KV heads as heads, not {kv_heads} for {heads}")
     if "token_embd.weight" not in tensors:
         raise CheckpointError("GGUF: there is no token_embd.weight", hint=DAMAGED)
     return Sizes(
         layers=keys.positive("block_count"),
         hidden=hidden,
         heads=heads,
-        kv_heads=heads if arch.latent else keys.positive("attention.head_count_kv", heads),
+        kv_heads=kv_heads,
         head=head,
         ff=keys.positive("feed_forward_length"),
         vocabulary=int(tensors["token_embd.weight"].shape[0]),
         context=keys.positive("context_length"),
         more=more,
     )
+
+
+def _check_latent(keys: ArchitectureMetadata, more: Mapping[str, int]) -> None:
+    """Raise where the widths of MLA's one shared key and value are not what follows from its ranks."""
+    needed = {
+        "head_count_kv": 1,
+        "key_length": more["kv_rank"] + more["rope"],
+        "value_length": more["kv_rank"],
+    }
+    for key, value in needed.items():
+        stated = keys.positive(f"attention.{key}", value)
+        if stated != value:
+            raise CheckpointError(
+                f"GGUF: {keys.arch}.attention.{key} is {stated}, but must be {value}",
+                hint="convert the model again, with a recent llama.cpp",
+            )
 
 
 def _count(keys: ArchitectureMetadata, count: ConfigCount) -> int:
@@ -220,6 +240,8 @@ def _extras(keys: ArchitectureMetadata, arch: Architecture) -> dict[str, Any]:
 def _window(keys: ArchitectureMetadata, arch: Architecture, measured: Sizes) -> dict[str, Any]:
     """Sliding windows, and the scale of queries that goes with them in Gemma."""
     tokens, marks = keys.get("attention.sliding_window", 0), keys.get("attention.sliding_window_pattern")
+    if tokens and (type(tokens) is not int or tokens < 0):
+        raise CheckpointError(f"GGUF: {keys.arch}.attention.sliding_window is {tokens!r}", hint=DAMAGED)
     if arch.window == "all":
         return {"sliding_window": int(tokens) if tokens else None}
     if arch.window == "marked":

@@ -27,12 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.errors import ModelError
+from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.architecture import LLAMA_ROPES, Architecture, Sizes, shortest
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 TENSORS = (FREQUENCIES, SHORT, LONG)
 ORIGINAL = "original_max_position_embeddings"
+SCALINGS = ("none", "linear", "yarn", "longrope")
+"""Values of ``rope.scaling.type``."""
+YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+"""Keys that llama.cpp reads for other architectures than those known here, and its values for these."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,11 @@ def _check_kind(kind: str, settings: Mapping[str, Any], architecture: Architectu
 
 
 def _check_yarn(settings: Mapping[str, Any], architecture: Architecture) -> None:
-    """llama.cpp reads a factor and a context; the rest are the paper's constants."""
-    usual = 0.1 * math.log(max(float(_setting(settings, "factor")), 1.0)) + 1.0
-    fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": usual}
+    """llama.cpp reads two factors and a context; the rest are the paper's constants."""
+    usual = usual_yarn_scale(float(_setting(settings, "factor")))
+    fixed: dict[str, float] = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+    if architecture.latent:
+        fixed["attention_factor"] = usual
     if architecture.family == "gpt_oss":  # its own false is a note (metadata.py)
         del fixed["truncate"]
     for key, value in fixed.items():
@@ -173,6 +179,11 @@ def _check_yarn(settings: Mapping[str, Any], architecture: Architecture) -> None
         raise ModelError(f"{architecture.family}: llama.cpp's yarn has no mscale here")
 
 
+def usual_yarn_scale(factor: float) -> float:
+    """The factor of queries and keys under yarn (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * math.log(max(factor, 1.0)) + 1.0
+
+
 def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[str, Any]:
     """Keys without the architecture's prefix."""
     keys: dict[str, Any] = {"rope.dimension_count": rope.dimensions, "rope.freq_base": rope.theta}
@@ -183,6 +194,11 @@ def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[
             "rope.scaling.type": rope.kind,
             "rope.scaling.factor": float(_setting(rope.settings, "factor")),
         }
+    stated = rope.settings.get("attention_factor")
+    if rope.kind == "yarn" and stated is not None and not architecture.latent:
+        scale = float(stated) / usual_yarn_scale(float(_setting(rope.settings, "factor")))
+        if not math.isclose(scale, 1.0, rel_tol=1e-6):
+            keys["rope.scaling.attn_factor"] = scale
     if rope.kind == "yarn" and architecture.latent:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * float(_setting(rope.settings, "mscale_all_dim"))
     if rope.kind == "longrope":
@@ -244,22 +260,30 @@ def rope_config(
     """
     if not architecture.ropes:
         return {}
-    theta = float(get("rope.freq_base", 10000.0))
-    parameters: dict[str, Any] = {"rope_theta": theta, **_kind_config(get, theta, sizes, tensors)}
+    theta = _positive(get, "rope.freq_base", 10000.0)
+    rotated = _rotated(get, architecture, sizes)
+    for name, factors in tensors.items():
+        if factors.shape != (rotated // 2,):
+            raise CheckpointError(f"GGUF: {name} has {factors.numel()} factors, not {rotated // 2}")
+    kind = _kind_config(get, theta, rotated, sizes, tensors)
+    if kind["rope_type"] not in architecture.ropes or (architecture.latent and "attention_factor" in kind):
+        raise CheckpointError(
+            f"GGUF: its rope.scaling keys are of no rotary embedding that {architecture.family} has "
+            f"({', '.join(architecture.ropes)})"
+        )
+    parameters: dict[str, Any] = {"rope_theta": theta, **kind}
     if architecture.latent:
         if parameters["rope_type"] == "yarn":
             scale = round(10 * float(get("rope.scaling.yarn_log_multiplier", 0.0)), 6)
             parameters |= {"mscale": scale, "mscale_all_dim": scale}
         return {"rope_parameters": parameters}
-    rotated = int(get("rope.dimension_count", sizes.head))
     if rotated != sizes.head or "partial_rotary_factor" in architecture.defaults:
         parameters["partial_rotary_factor"] = _fraction(rotated, sizes.head)
     if architecture.family == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": float(get("rope.freq_base_swa", 10000.0))}
+        local = {"rope_type": "default", "rope_theta": _positive(get, "rope.freq_base_swa", 10000.0)}
         return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
     if ORIGINAL in architecture.defaults:
-        original = get("rope.scaling.original_context_length", sizes.context)
-        return {"rope_parameters": parameters, ORIGINAL: int(original)}
+        return {"rope_parameters": parameters, ORIGINAL: _original_context(get, sizes)}
     return {"rope_parameters": parameters}
 
 
@@ -269,21 +293,72 @@ def _fraction(part: int, whole: int) -> float:
     return fraction if int(whole * fraction) == part else math.nextafter(fraction, 2.0)
 
 
+def _positive(get: Callable[[str, Any], Any], key: str, default: float) -> float:
+    value = float(get(key, default))
+    if value <= 0:
+        raise CheckpointError(f"GGUF: {key} is {value}, not a number above 0")
+    return value
+
+
+def _original_context(get: Callable[[str, Any], Any], sizes: Sizes) -> int:
+    return int(_positive(get, "rope.scaling.original_context_length", sizes.context))
+
+
+def _rotated(get: Callable[[str, Any], Any], architecture: Architecture, sizes: Sizes) -> int:
+    """Dimensions of a head that rotate."""
+    if architecture.latent:
+        return sizes.of("rope")
+    rotated = int(get("rope.dimension_count", sizes.head))
+    whole = architecture.ropes == LLAMA_ROPES and rotated != sizes.head
+    if rotated < 2 or rotated % 2 or rotated > sizes.head or whole:
+        raise CheckpointError(
+            f"GGUF: rope.dimension_count is {rotated}: {architecture.arch} cannot turn so many of a head's "
+            f"{sizes.head} dimensions"
+        )
+    return rotated
+
+
 def _kind_config(
-    get: Callable[[str, Any], Any], theta: float, sizes: Sizes, tensors: Mapping[str, Tensor]
+    get: Callable[[str, Any], Any], theta: float, rotated: int, sizes: Sizes, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """``rope_type`` and its settings."""
-    original = int(get("rope.scaling.original_context_length", sizes.context))
-    if LONG in tensors and SHORT in tensors:
-        scale = float(get("rope.scaling.attn_factor", 1.0))
-        return _lists(tensors[SHORT], tensors[LONG], scale, original)
-    if FREQUENCIES in tensors:
-        config = _llama3_config(tensors[FREQUENCIES].double(), theta)
-        return config or _lists(tensors[FREQUENCIES], tensors[FREQUENCIES], 1.0, sizes.context)
-    kind, factor = get("rope.scaling.type", "linear"), float(get("rope.scaling.factor", 1.0))
+    """``rope_type`` and its settings. ``rope.scale_linear`` is the factor's old name; a factor of 0 is none.
+
+    Raises:
+        CheckpointError: llama.cpp has no such type or setting, or a list is missing.
+    """
+    kind = get("rope.scaling.type", "linear")
+    if kind not in SCALINGS:
+        raise CheckpointError(f"GGUF: rope.scaling.type is {kind!r}, not one of {', '.join(SCALINGS)}")
+    factor = float(get("rope.scaling.factor", get("rope.scale_linear", 0.0))) or 1.0
+    factor = 1.0 if kind == "none" else factor
+    if factor < 0:
+        raise CheckpointError(f"GGUF: rope.scaling.factor is {factor}, not a number above 0")
+    scale = float(get("rope.scaling.attn_factor", 1.0))
     if kind == "yarn":
-        return {"rope_type": kind, "factor": factor, ORIGINAL: original}
-    return {"rope_type": "linear", "factor": factor} if factor not in (0.0, 1.0) else {"rope_type": "default"}
+        return _yarn_config(get, factor, scale, sizes)
+    if (LONG in tensors) != (SHORT in tensors):
+        raise CheckpointError(f"GGUF: of {LONG} and {SHORT} there is only one")
+    if LONG in tensors:
+        short, long = (tensors[name] * factor for name in (SHORT, LONG))
+        return _lists(short, long, scale, _original_context(get, sizes))
+    factors = tensors.get(FREQUENCIES)
+    if factors is not None:
+        config = _llama3_config(factors.double(), theta) if scale == factor == 1.0 else None
+        return config or _lists(factors * factor, factors * factor, scale, sizes.context)
+    if scale != 1.0:
+        even = torch.full((rotated // 2,), factor)
+        return _lists(even, even, scale, sizes.context)
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {"rope_type": "default"}
+
+
+def _yarn_config(get: Callable[[str, Any], Any], factor: float, scale: float, sizes: Sizes) -> dict[str, Any]:
+    """yarn. llama.cpp multiplies its usual factor of queries and keys by ``scale``."""
+    for name, usual in YARN.items():
+        stated = float(get(f"rope.scaling.{name}", usual))
+        if stated not in (usual, -1.0):  # -1: not set
+            raise CheckpointError(f"GGUF: rope.scaling.{name} is {stated}; llama.cpp has {usual} alone here")
+    config = {"rope_type": "yarn", "factor": factor, ORIGINAL: _original_context(get, sizes)}
+    return config if scale == 1.0 else {**config, "attention_factor": scale * usual_yarn_scale(factor)}
 
 
 def _lists(short: Tensor, long: Tensor, scale: float, original: int) -> dict[str, Any]:

@@ -7,7 +7,8 @@
 
 llama.cpp's keys do not hold all of a tokenizer.json. attar adds the key ``attar.tokenizer.pipeline``, which
 other readers ignore: a JSON object with ``normalizer``, ``pre_tokenizer``, ``post_processor`` and ``decoder``
-as in tokenizer.json, ``model`` (the BPE's switches) and ``flags`` (of added tokens by id). With it,
+as in tokenizer.json, ``model`` (the BPE's switches), ``flags`` (of added tokens by id) and ``keys`` (the
+values of llama.cpp's keys that say the same: a part whose key was changed since is left out). With it,
 from_gguf.py restores the original tokenizer. A compiled normalization is null there, because the file has it
 already.
 
@@ -41,6 +42,12 @@ from attar.formats.gguf.values import MetadataValue
 PIPELINE = "attar.tokenizer.pipeline"
 STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 SWITCHES = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+PARTS = (
+    (("pre", "add_space_prefix", "remove_extra_whitespaces"),
+     ("normalizer", "pre_tokenizer", "decoder", "model")),
+    (("add_bos_token", "add_eos_token", "bos_token_id", "eos_token_id"), ("post_processor",)),
+)  # fmt: skip
+"""llama.cpp's keys, and the parts of a pipeline that say the same more exactly."""
 CHARSMAP = "precompiled_charsmap"
 
 
@@ -74,7 +81,7 @@ def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str,
     ends = ends_of(source, special_ids(source)["eos"])
     metadata.update(generation_metadata(source.generation, ends, metadata))
     if source.tokenizer:
-        metadata[PIPELINE] = json.dumps(pipeline(source), ensure_ascii=False, separators=(",", ":"))
+        metadata[PIPELINE] = json.dumps(pipeline(source, metadata), ensure_ascii=False, separators=(",", ":"))
     return metadata
 
 
@@ -99,28 +106,43 @@ def _kind(source: TokenizerFiles) -> str:
     return "gpt2" if "ByteLevel" in levels else "llama"
 
 
-def pipeline(source: TokenizerFiles) -> dict[str, Any]:
-    """The content of ``attar.tokenizer.pipeline``."""
+def pipeline(source: TokenizerFiles, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``attar.tokenizer.pipeline``.
+
+    Args:
+        metadata: the keys of llama.cpp.
+    """
     kept = {stage: source.tokenizer.get(stage) for stage in STAGES}
     kept["normalizer"] = with_charsmap(kept["normalizer"], None)
     kept["model"] = {name: source.model[name] for name in SWITCHES if name in source.model}
     kept["flags"] = {str(index): list(token.flags) for index, token in source.added.items() if token.flags}
-    return kept
+    return {**kept, "keys": _keys(metadata)}
+
+
+def _keys(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp's keys of the parts of a pipeline."""
+    names = [name for names, _ in PARTS for name in names]
+    return {name: metadata[PREFIX + name] for name in names if PREFIX + name in metadata}
 
 
 def read_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``attar.tokenizer.pipeline``, empty in a file of another writer.
+    """The content of ``attar.tokenizer.pipeline``, empty in a file of another writer, without the parts whose
+    keys were changed since.
 
     Raises:
         CheckpointError: it is no JSON object.
     """
     try:
         kept = json.loads(metadata.get(PIPELINE, "{}"))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{PIPELINE}: not JSON: {error}") from error
-    if not isinstance(kept, dict):
+    if not isinstance(kept, dict) or not isinstance(kept.get("keys", {}), dict):
         raise CheckpointError(f"{PIPELINE}: not a JSON object")
-    return kept
+    current = _keys(metadata)
+    before = kept.get("keys", current)  # a file of an earlier version has none
+    changed = {name for name in {**before, **current} if before.get(name) != current.get(name)}
+    dropped = {part for names, parts in PARTS if changed.intersection(names) for part in parts}
+    return {part: value for part, value in kept.items() if part not in dropped}
 
 
 def with_charsmap(tree: Any, charsmap: str | None) -> Any:
