@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from attar.printable import one_line, printable
+
 
 class ProgressTask(Protocol):
     """Work of a known length."""
@@ -96,7 +98,7 @@ class _LineTask:
             self.say(f"{self.done}/{self.total}  about {remaining_s:.0f} s left  {_numbers(self.numbers)}")
 
     def say(self, text: str) -> None:
-        print(f"{self.what}: {text.rstrip()}", file=sys.stderr, flush=True)
+        print(printable(f"{self.what}: {text.rstrip()}"), file=sys.stderr, flush=True)
 
 
 class _BarTask:
@@ -140,14 +142,14 @@ class Terminal:
         from rich.progress import Progress as Bar
 
         columns = (
-            TextColumn("{task.description:<22}"),
+            TextColumn("{task.description:<22}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
         with Bar(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
-            yield _BarTask(bar, bar.add_task(what, total=total, completed=done, numbers=""))
+            yield _BarTask(bar, bar.add_task(one_line(what), total=total, completed=done, numbers=""))
 
     def log(self, line: str) -> None:
         """Print one line on stderr."""
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)

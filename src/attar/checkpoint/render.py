@@ -12,6 +12,7 @@ from attar.checkpoint.card import Parent
 from attar.checkpoint.licences import UNKNOWN, Duties, age_in_days
 from attar.checkpoint.parts import ModelPart
 from attar.checkpoint.units import bytes_text, count_text
+from attar.printable import printable
 
 if TYPE_CHECKING:
     from attar.checkpoint.inspect import Inspection
@@ -33,7 +34,8 @@ def render(inspection: Inspection) -> str:
         lines += ["", "To make it again", *_wrapped(inspection.command, "  ", "      ")]
     if inspection.container:
         lines += ["", "Metadata", *_metadata(inspection.container["metadata"])]
-    return "\n".join(line.rstrip() for line in lines)
+    # a line break in a line comes from a file
+    return "\n".join(printable(line.rstrip().replace("\n", "\\n")) for line in lines)
 
 
 def _facts(inspection: Inspection) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from attar.cli.command import Answer, argument, build_command, read_settings, settings_options, text_option
 from attar.cli.guard import error_lines, print_lines
 from attar.errors import AttarError, nearest
+from attar.printable import for_stdout, printable
 from attar.progress import Progress
 from attar.runtime.settings import ChatSettings, EngineSettings
 from attar.verbs import check_models
@@ -97,7 +98,8 @@ def _block(first: str, terminal: bool) -> str:
 def _converse(chat: Any, messages: Iterator[str], terminal: bool) -> None:
     if terminal:
         facts = chat.llm.describe()
-        print(f"{facts.model}: {facts.runner}, {facts.weights} weights, {chat.limit:,} tokens; /help")
+        named = f"{facts.model}: {facts.runner}, {facts.weights} weights"
+        print(printable(f"{named}, {chat.limit:,} tokens; /help"))
     for message in messages:
         if message.startswith("/"):
             if not _command(chat, message):
@@ -115,7 +117,7 @@ def _answer(chat: Any, message: str) -> None:
     """Print an answer as it is generated; Ctrl-C stops it."""
     with _interrupts() as stopped:
         for piece in chat.ask(message, stopped):
-            print(piece, end="", flush=True)
+            print(for_stdout(piece), end="", flush=True)
     last = chat.stats[-1]
     print(" (stopped)" if last.stopped else "", flush=True)
     if last.dropped:

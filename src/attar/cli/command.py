@@ -23,6 +23,7 @@ import typer.main
 from attar.checkpoint.processes import rank
 from attar.cli.guard import exit_on_error
 from attar.cli.help_text import EXAMPLES, heading_of
+from attar.printable import printable
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.settings import (
     CommandOrigin,
@@ -56,11 +57,11 @@ class Answer:
         if as_json:
             with redirect_stdout(sys.stderr):
                 data = self.data() if callable(self.data) else self.data
-            print(_json_text(data), flush=True)
+            print(printable(_json_text(data)), flush=True)
         elif callable(self.text):
             self.text()
         else:
-            print(self.text, flush=True)
+            print(printable(self.text), flush=True)
 
 
 class GroupedCommand(typer.core.TyperCommand):

@@ -21,6 +21,7 @@ from attar.cli.command import (
 )
 from attar.cluster.settings import ClusterSettings
 from attar.errors import DataError, UsageError
+from attar.printable import for_stdout
 from attar.progress import Progress
 from attar.runtime.settings import EngineSettings, TextSettings
 from attar.verbs import check_models
@@ -123,14 +124,15 @@ def _user(prompt: str) -> dict[str, str]:
 def _stream(llm: Any, prompt: str, ids: list[int], params: Any) -> None:
     """Print one completion as it is generated."""
     for event in llm.stream(ids, params):
-        print(prompt + event.text, end="", flush=True)
+        print(for_stdout(prompt + event.text), end="", flush=True)
         prompt = ""  # printed once, after the parameters are accepted
     print(flush=True)
 
 
 def _print(prompts: list[str], results: list[Any]) -> None:
     texts = zip(prompts, results, strict=True)
-    print("\n\n".join(prompt + text.text for prompt, result in texts for text in result.samples), flush=True)
+    samples = [prompt + text.text for prompt, result in texts for text in result.samples]
+    print(for_stdout("\n\n".join(samples)), flush=True)
 
 
 def _data(prompts: list[str], results: list[Any]) -> dict[str, Any]:

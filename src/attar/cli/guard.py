@@ -16,6 +16,7 @@ import typer
 
 from attar.cli.launch import launched, report
 from attar.errors import AttarError, SettingsError
+from attar.printable import printable
 from attar.recipe.settings import option
 
 
@@ -39,7 +40,7 @@ def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
         raise typer.Exit(130) from None
     except Exception as error:
         if debug:
-            traceback.print_exc(file=sys.stderr)
+            print_lines(traceback.format_exc().rstrip())
         code = error.exit_code if isinstance(error, AttarError) else 1
         if launched():
             report(error_lines(error), code)
@@ -49,8 +50,8 @@ def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
 
 
 def print_lines(*lines: str) -> None:
-    """Write lines to stderr."""
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    """Write lines to stderr, printable: their words may come from files and peers."""
+    print(printable("\n".join(lines)), file=sys.stderr, flush=True)
 
 
 def error_lines(error: Exception) -> list[str]:

@@ -27,6 +27,7 @@ import typer
 
 from attar.checkpoint.processes import SHARD, rank
 from attar.errors import AttarError, UsageError
+from attar.printable import printable
 
 FOLDER = "ATTAR_LAUNCH"
 POLL = 1.0  # seconds between looks at the process that launched this one
@@ -160,5 +161,5 @@ def _failed(failures: Mapping[int, Any], count: int, folder: Path) -> int:
         raise LaunchError(f"process {number} of {count} ended with code {failure.exitcode} and no word")
     first = min(errors, key=lambda error: float(error["time"]))
     if first["lines"]:
-        print("\n".join(first["lines"]), file=sys.stderr, flush=True)
+        print(printable("\n".join(first["lines"])), file=sys.stderr, flush=True)
     return int(first["code"])

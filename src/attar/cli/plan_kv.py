@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.cli.command import Answer, argument, build_command, many_option, text_option
 from attar.errors import SettingsError
+from attar.printable import printable
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _print(plan: KVPlan) -> None:
 
     head, rows = plan_table(plan)
     states = f", with {plan.hidden_bytes:,} of hidden states" if plan.hidden_bytes else ""
-    print(f"{plan.model}{states}")
+    print(printable(f"{plan.model}{states}"))
     if sys.stdout.isatty():
         _rich(head, rows)
     else:

@@ -18,6 +18,7 @@ from attar.cli.command import (
     text_option,
 )
 from attar.cluster.settings import ClusterSettings
+from attar.printable import printable
 from attar.progress import Progress
 
 
@@ -99,7 +100,8 @@ def _run(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
         from attar.measure.table import print_table
 
         print_table(result.run)
-        print("\n".join(["", result.verdict(), *result.findings(), f"Report: {result.report}"]), flush=True)
+        lines = ["", result.verdict(), *result.findings(), f"Report: {result.report}"]
+        print(printable("\n".join(lines)), flush=True)
 
     return Answer(result.to_dict(), show)
 

@@ -18,6 +18,7 @@ from attar.cli.command import (
 )
 from attar.cluster.settings import ClusterSettings
 from attar.errors import SweepError
+from attar.printable import printable
 from attar.progress import Progress
 
 
@@ -53,7 +54,7 @@ def build_sweep(verb: str) -> Any:
         def show() -> None:
             from attar.measure.report.sweep_page import sweep_table
 
-            print(f"{sweep_table(result.record)}\nReport: {result.report}", flush=True)
+            print(printable(f"{sweep_table(result.record)}\nReport: {result.report}"), flush=True)
             if result.failed:
                 message = f"{result.failed} of {len(result.record.runs)} runs failed"
                 raise SweepError(message, hint="the same command tries them again")

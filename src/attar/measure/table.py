@@ -10,6 +10,7 @@ from typing import TextIO
 
 from attar.measure.numbers import NOTHING, count, fixed, percent, significant, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
+from attar.printable import one_line, printable
 
 Cell = Callable[[RunRecord, StageRecord], str]
 
@@ -129,7 +130,7 @@ def engine_note(run: RunRecord) -> str:
 def table_rows(run: RunRecord) -> list[list[str]]:
     """The headings, then a row per stage, which begins with the stage's name."""
     shown = columns(run, TERMINAL)
-    rows = [[stage.name, *(column.cell(run, stage) for column in shown)] for stage in run.stages]
+    rows = [[one_line(stage.name), *(column.cell(run, stage) for column in shown)] for stage in run.stages]
     return [["stage", *(column.title for column in shown)], *rows]
 
 
@@ -146,7 +147,7 @@ def plain_table(run: RunRecord) -> str:
             *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, *run.not_held_out()])
+    return printable("\n".join([*lines, *run.not_held_out()]))
 
 
 def _print_rich(run: RunRecord, file: TextIO) -> None:
@@ -167,4 +168,4 @@ def _print_rich(run: RunRecord, file: TextIO) -> None:
     console = Console(file=file)
     console.print(table)
     for note in run.not_held_out():
-        console.print(Text(note))
+        console.print(Text(printable(note)))

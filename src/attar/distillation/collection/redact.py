@@ -6,6 +6,8 @@ import base64
 import re
 from urllib.parse import quote
 
+from attar.printable import one_line
+
 MARK = "[key]"
 
 _HEADER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=*-]{4,}")
@@ -32,4 +34,4 @@ class Redactor:
     def error(self, text: str) -> str:
         """A message in one line, without the secret and without any other credential."""
         text = _HEADER.sub(rf"\1 {MARK}", self.answer(text))
-        return " ".join(text.split())[:500]
+        return one_line(text)[:500]

@@ -25,6 +25,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from attar.errors import AttarError, OutputError
+from attar.printable import PrintableFormatter
 from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.connection import (
     Connection,
@@ -184,7 +185,7 @@ def listen(settings: ServerSettings, transport: ConnectionSettings | None = None
 def _log_to_stderr() -> None:
     """Log a line per request as it is, and uvicorn's warnings."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(PrintableFormatter("%(message)s"))
     for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
