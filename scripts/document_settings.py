@@ -51,6 +51,7 @@ WITHOUT_SETTINGS = {
     "status": "status",
     "upload": "upload",
     "inspect": "inspect",
+    "list": "list",
     "plan-kv": "plan-kv",
     "report": "report",
 }

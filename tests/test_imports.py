@@ -308,7 +308,7 @@ EXPORT = """
 import sys
 from attar.cli.main import main
 sys.argv = ["attar", "export", "attar:tiny", "-o", {out!r}, "--format", "gguf", "--type", "{type}",
-            "--imatrix", "none"]
+            "--imatrix", "none", "--no-check"]
 try:
     main()
 except SystemExit as end:

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attar.checkpoint import remote
+from attar.checkpoint import atomic, remote
 from attar.checkpoint.processes import Processes
 from attar.errors import UsageError
 from attar.progress import Progress, shown
@@ -132,10 +132,7 @@ def quantize(
 
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
-    checked, source = _settings("quantize", settings), _dense(model)
-    function = STAGES["quantize"].run()
-    checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
-    return checkpoint
+    return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
 
 
 def merge(
@@ -187,11 +184,13 @@ def export(
     progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Checkpoint:
-    """Write a checkpoint for another engine.
+    """Write a checkpoint for another engine; a file ``NAME.gguf`` is in format gguf, of a dense model Q4_K_M.
 
     See :func:`distill` and :class:`attar.deployment.settings.ExportSettings`.
     """
-    return run_stage("export", model, out, _settings("export", settings), force=force, progress=progress)
+    source = source_of(model)
+    settings = load("attar.deployment.settings:output_defaults")(settings, out, lambda: is_dense(source))
+    return run_stage("export", source, out, _settings("export", settings), force=force, progress=progress)
 
 
 def evaluate(
@@ -333,6 +332,7 @@ def run_stage(
     if teacher is None and STAGES[verb].teacher:
         settings.check_alone()
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    check_output(out, force)
     if verb == "quantize":
         model = _dense(model)
     function = STAGES[verb].run()
@@ -365,6 +365,7 @@ def run_merge(
     load("attar.merging.settings:yaml_text")(
         settings.config
     )  # a wrong path is refused before torch is imported
+    check_output(out, force)
     function = STAGES["merge"].run()
     draw = load("attar.measure.report.conflicts:conflicts_svg")
     with remote.output(out, force) as (folder, replace):
@@ -520,6 +521,21 @@ def source_of(model: Any) -> Any:
     if model is None or isinstance(model, str | Path | Checkpoint):
         return model
     return load("attar.models.in_memory:checkpoint_of")(model)
+
+
+def is_dense(model: ModelSource) -> bool:
+    """Whether the weights of a model are stored as numbers, not as codes."""
+    checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
+    return all(info.dtype in ("F64", "F32", "F16", "BF16") for info in checkpoint.tensors.values())
+
+
+def check_output(out: str | Path, force: bool) -> None:
+    """Refuse an output that exists, before torch is imported. Raises OutputError."""
+    if remote.is_remote(out):
+        return
+    final = atomic.target(Path(out))
+    check = atomic.check_file if final.suffix == ".gguf" else atomic.check_target
+    check(final, force)
 
 
 def _dense(model: ModelSource) -> Checkpoint:

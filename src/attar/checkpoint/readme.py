@@ -185,7 +185,9 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
         yield _block("llama.cpp", f"llama-cli -m {model}")
         if (folder / MODELFILE).is_file():
             file = f"{name}.{MODELFILE}" if single_file else f"{name}/{MODELFILE}"
-            yield _block("Ollama", f"ollama create {_tag(name)} -f {file}\nollama run {_tag(name)}")
+            yield _block(
+                "Ollama", f"ollama create {ollama_name(name)} -f {file}\nollama run {ollama_name(name)}"
+            )
         return
     if kind == "exl2":
         yield "ExLlamaV2 loads the folder as it is."
@@ -302,7 +304,7 @@ def _bare(name: str) -> str:
     return Path(bare).name if bare.startswith(("/", ".", "~")) else bare
 
 
-def _tag(name: str) -> str:
+def ollama_name(name: str) -> str:
     """A model name that Ollama accepts."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"
 

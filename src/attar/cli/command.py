@@ -79,7 +79,9 @@ class GroupedCommand(typer.core.TyperCommand):
         words = ctx.meta.get(_LINE, [])
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            heading = getattr(parameter, "rich_help_panel", None) or heading_of(self.name, parameter.name)
+            heading = getattr(parameter, "rich_help_panel", None) or heading_of(
+                self.name or "", parameter.name
+            )
             if parameter.param_type_name == "argument":
                 heading = "Arguments"
             if record is not None and _belongs(heading or "", words):
@@ -149,6 +151,12 @@ def build_command(
 def argument(name: str, help: str, metavar: str | None = None) -> inspect.Parameter:
     """A required positional argument."""
     info = typer.Argument(..., help=help, metavar=metavar or name.upper(), show_default=False)
+    return _parameter(name, str, info)
+
+
+def optional_argument(name: str, help: str, metavar: str, default: str) -> inspect.Parameter:
+    """A positional argument that may be left out."""
+    info = typer.Argument(default, help=help, metavar=f"[{metavar}]", show_default=True)
     return _parameter(name, str, info)
 
 

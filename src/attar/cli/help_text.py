@@ -51,6 +51,10 @@ EXAMPLES = {
         "attar generate out/w4 -p 'Why is the sky blue?' --chat --temperature 0.7",
         "attar generate out/w4 -f prompts.txt -o answers.jsonl --jobs 2",
     ),
+    "export": (
+        "attar export out/recovered -o small.gguf --types Q3_K_M,Q4_K_M,Q5_K_M",
+        "attar export out/w4 -o out/dense --format dense",
+    ),
     "collect": (
         "attar collect prompts.jsonl --teacher org/name -o data.jsonl --dry-run",
         "attar collect answers.jsonl -o good.jsonl --filter-only",

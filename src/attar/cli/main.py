@@ -26,7 +26,9 @@ VERBS: dict[str, tuple[str, str]] = {
     **{
         verb: (
             stage.summary,
-            f"attar.cli.stage:build_{verb if verb in ('merge', 'prune') else 'stage'}",
+            "attar.cli.export:build_export"
+            if verb == "export"
+            else f"attar.cli.stage:build_{verb if verb in ('merge', 'prune') else 'stage'}",
         )
         for verb, stage in STAGES.items()
     },
@@ -38,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),
     "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build_serve"),
     "inspect": ("Show what a checkpoint is and where it comes from.", "attar.cli.inspect:build_inspect"),
+    "list": ("List the results below a folder.", "attar.cli.list_results:build_list"),
     "plan-kv": ("Show what a KV cache takes, and what fits a budget.", "attar.cli.plan_kv:build_plan_kv"),
     "report": ("Build the report of a run again.", "attar.cli.run:build_report"),
 }

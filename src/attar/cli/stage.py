@@ -1,4 +1,4 @@
-"""``attar distill|prune|recover|quantize|export MODEL -o OUT``, ``attar merge CONFIG.yml -o OUT`` and
+"""``attar distill|prune|recover|quantize MODEL -o OUT``, ``attar merge CONFIG.yml -o OUT`` and
 ``attar extract MODEL --base BASE -o OUT``: options from the settings.
 """
 
@@ -35,7 +35,7 @@ def build_stage(verb: str) -> Any:
         return _run_stage(verb, values, progress)
 
     return build_command(
-        verb, stage.summary, stage.example, _stage_parameters(verb, out=True), act, resumes=True
+        verb, stage.summary, stage.example, stage_parameters(verb, out=True), act, resumes=True
     )
 
 
@@ -55,11 +55,11 @@ def build_prune(verb: str) -> Any:
         return Answer(*run_scan(values["model"], values["scan"], settings, progress=progress))
 
     return build_command(
-        verb, stage.summary, stage.example, _stage_parameters(verb, out=False), act, resumes=True
+        verb, stage.summary, stage.example, stage_parameters(verb, out=False), act, resumes=True
     )
 
 
-def _stage_parameters(verb: str, *, out: bool) -> list[Any]:
+def stage_parameters(verb: str, *, out: bool) -> list[Any]:
     """The parameters of a stage with one model; ``out``: an output is required."""
     stage = STAGES[verb]
     parameters = [
@@ -96,7 +96,7 @@ def _run_stage(verb: str, values: dict[str, Any], progress: Progress) -> Answer:
         force=values["force"],
         progress=progress,
     )
-    data = _checkpoint_data(checkpoint, time.monotonic() - start)
+    data = checkpoint_data(checkpoint, time.monotonic() - start)
     lines = [_size_line(values["out"], checkpoint.nbytes)]
     details = checkpoint.card.details if checkpoint.card else {}
     if "drafting" in details and "head" not in details:
@@ -168,7 +168,7 @@ def _merge_answer(checkpoint: Any, out: str, seconds: float) -> Answer:
     if quality:
         rows = [(row["name"], f"{row['loss']:.4f}", f"{row['perplexity']:.3f}") for row in quality]
         lines += ["", table(("model", "loss (nats a token)", "perplexity"), rows)]
-    return Answer(_checkpoint_data(checkpoint, seconds), "\n".join(lines))
+    return Answer(checkpoint_data(checkpoint, seconds), "\n".join(lines))
 
 
 def _extract_answer(folder: Path, out: str, seconds: float) -> Answer:
@@ -185,7 +185,8 @@ def _extract_answer(folder: Path, out: str, seconds: float) -> Answer:
     return Answer(data, _size_line(out, nbytes))
 
 
-def _checkpoint_data(checkpoint: Any, seconds: float) -> dict[str, Any]:
+def checkpoint_data(checkpoint: Any, seconds: float) -> dict[str, Any]:
+    """A checkpoint for ``--json``."""
     card = checkpoint.card.to_dict() if checkpoint.card else None
     return {"path": str(checkpoint.path), "bytes": checkpoint.nbytes, "seconds": seconds, "card": card}
 

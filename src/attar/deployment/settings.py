@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
@@ -32,6 +35,10 @@ HEAD_FORMATS = ("speculators", "deepspec", "eagle", "medusa")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 AUTO_ROWS = 8  # sequences of an automatic importance matrix: more gain nothing (docs/export.md)
 WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic importance matrix
+GGUF = ".gguf"
+GGUF_OPTIONS = ("type", "size", "rounding", "overrides", "pretokenizer", "max_file", "imatrix")
+"""Options of format gguf alone."""
+USUAL_TYPE = "Q4_K_M"
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 
 
@@ -42,10 +49,10 @@ class ExportSettings:
     format: str = field(
         default="compressed-tensors",
         metadata={
-            "help": "dense: ordinary safetensors; gguf: llama.cpp; compressed-tensors, gptq, awq, "
-            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; mxfp4: gpt-oss as it is "
-            "published; exl2: ExLlamaV2; draft heads: speculators: vLLM; deepspec: vLLM, SGLang, llama.cpp; "
-            "eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
+            "help": "dense: ordinary safetensors; gguf: llama.cpp, also where OUT is a file NAME.gguf; "
+            "compressed-tensors, gptq, awq, bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and "
+            "vLLM; mxfp4: gpt-oss as it is published; exl2: ExLlamaV2; draft heads: speculators: vLLM; "
+            "deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
             "choices": FORMATS,
         },
     )
@@ -184,6 +191,21 @@ class ExportSettings:
             raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
         if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:
             raise SettingsError("type", self.type, "one of type, bits and size alone")
+
+
+def output_defaults(given: dict[str, Any], out: str | Path, dense: Callable[[], bool]) -> dict[str, Any]:
+    """The given options with what the output implies: a file ``NAME.gguf``, or an option of gguf alone, is
+    format gguf; a dense model in it gets type Q4_K_M where no type, bits or size is given.
+
+    Args:
+        dense: whether the model is stored dense; asked only where it matters.
+    """
+    file = Path(out).suffix == GGUF
+    if "format" in given or not (file or any(name in given for name in GGUF_OPTIONS)):
+        return given
+    sized = any(name in given for name in ("type", "bits", "size"))
+    kind = {} if sized or not dense() else {"type": USUAL_TYPE}
+    return {**given, "format": "gguf", **kind}
 
 
 def _check_override(text: str) -> None:

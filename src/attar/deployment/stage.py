@@ -38,7 +38,7 @@ from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.deployment.gguf import IMATRIX
-from attar.deployment.settings import HEAD_FORMATS, VERSION, ExportSettings
+from attar.deployment.settings import GGUF, HEAD_FORMATS, VERSION, ExportSettings
 from attar.errors import DataError, ModelError, SettingsError
 from attar.models.draft_heads.kind import is_draft_head
 from attar.models.fit import check_fit
@@ -59,7 +59,6 @@ WRITERS = {
     "exl2": "exl2",
     **dict.fromkeys(HEAD_FORMATS, "draft_head"),
 }
-GGUF = ".gguf"
 
 
 def export(

@@ -6,6 +6,7 @@ A scheme is a preset, free of torch; plan.py decides which Linear gets which.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -123,3 +124,10 @@ KV_CACHES: Mapping[str, ActivationRule | None] = MappingProxyType(
 )
 """How keys and values are rounded: fp8 with one calibrated scale for each layer's keys and one for its
 values; int8 with a scale for each token and head, computed at run time (the group is one head)."""
+
+
+def scheme_hint(name: str) -> str:
+    """Where a name that is no scheme belongs; "": nowhere known."""
+    if not re.fullmatch(r"I?Q\d_?\w*", name.upper()):
+        return ""
+    return f"types of GGUF files are made by attar export MODEL -o NAME.gguf --type {name.upper()}"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
-from attar.quantization.schemes import KV_CACHES, SCHEMES
+from attar.quantization.schemes import KV_CACHES, SCHEMES, scheme_hint
 from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.settings import check_range
 
@@ -23,7 +23,15 @@ def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 class StorageSettings:
     """Which tensors are stored in which form."""
 
-    scheme: str = _option("W4A16", "which tensors get how many bits", tuple(SCHEMES))
+    scheme: str = field(
+        default="W4A16",
+        metadata={
+            "help": "which tensors get how many bits; W4 is W4A16",
+            "choices": tuple(SCHEMES),
+            "aliases": {name.removesuffix("A16"): name for name in SCHEMES if name.endswith("A16")},
+            "hint": scheme_hint,
+        },
+    )
     bits: float = _option(
         0.0,
         "mixed precision: average stored bits a weight, scales included; each layer's scheme is chosen by "

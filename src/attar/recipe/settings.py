@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
@@ -44,6 +44,8 @@ class SettingField:
         title: heading of its group in help, or empty.
         by: the option that chooses among variants; empty: none.
         variants: the choices of ``by`` that take it; empty: all.
+        aliases: other spellings of choices, in capitals.
+        hint: the hint for a value that is none of the choices; empty: the nearest one.
     """
 
     name: str
@@ -54,6 +56,8 @@ class SettingField:
     title: str = ""
     by: str = ""
     variants: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    hint: Callable[[str], str] = field(default=lambda value: "")
 
     @property
     def many(self) -> bool:
@@ -85,6 +89,8 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
             title=variants_heading(option.by, option.variants) if option.by else option.title,
             by=option.by,
             variants=option.variants,
+            aliases=option.field.metadata.get("aliases", {}),
+            hint=option.field.metadata.get("hint", lambda value: ""),
         )
         for option in option_fields(cls)
     )
@@ -201,14 +207,17 @@ def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
             if item not in setting.choices:
                 names = [str(choice) for choice in setting.choices]
                 close = nearest(str(item), names)
-                raise origin.wrong(setting.name, item, _either(names), close and f"did you mean {close!r}?")
+                hint = setting.hint(str(item)) or (close and f"did you mean {close!r}?")
+                raise origin.wrong(setting.name, item, _either(names), hint)
     return result
 
 
 def _choice(setting: SettingField, value: object) -> object:
-    """The value; true and false as text where these are choices, as YAML and Python write them without
-    quotes."""
+    """The value; another spelling of a choice as the choice, and true and false as text where these are
+    choices, as YAML and Python write them without quotes."""
     text = str(value).lower()
+    if isinstance(value, str) and value.upper() in setting.aliases and value not in setting.choices:
+        return setting.aliases[value.upper()]
     return text if isinstance(value, bool) and text in setting.choices else value
 
 

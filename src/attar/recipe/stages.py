@@ -99,7 +99,7 @@ STAGES: dict[str, StageSpec] = {
             summary="Write a checkpoint for another engine.",
             settings="attar.deployment.settings:ExportSettings",
             function="attar.deployment.stage:export",
-            example="attar export out/w4 -o out/dense --format dense",
+            example="attar export org/name -o name.gguf --type Q4_K_M",
         ),
     )
 }
