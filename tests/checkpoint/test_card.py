@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,9 +51,22 @@ def test_the_same_card_has_the_same_bytes(tmp_path):
     assert (tmp_path / "attar.json").read_bytes() == first
 
 
-def test_unknown_fields_of_a_later_attar_are_passed_over(tmp_path):
-    (tmp_path / "attar.json").write_text(json.dumps({**CARD.to_dict(), "colour": "red"}))
-    assert Card.read(tmp_path) == CARD
+def test_unknown_fields_of_a_later_attar_are_written_again(tmp_path):
+    content = CARD.to_dict() | {"colour": "red"}
+    content["parents"][0]["parents"][1]["hours"] = [3, {"x": None}]
+    (tmp_path / "attar.json").write_text(json.dumps(content))
+    card = Card.read(tmp_path)
+    assert (card.unknown, card.parents[0].parents[1].unknown) == (
+        {"colour": "red"}, {"hours": [3, {"x": None}]},
+    )  # fmt: skip
+    assert card.to_dict() == content
+    assert card.with_measurements(bytes=1).to_dict() == {**content, "measurements": {"bytes": 1}}
+    assert as_parent(open_card(tmp_path, card), "weights").parents[0].parents[1].unknown["hours"][0] == 3
+
+
+def open_card(folder, card):
+    """A checkpoint with a card, and nothing else of it."""
+    return SimpleNamespace(name=card.name, card=card, path=folder)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Parent:
         stage: the verb that made it; ``original`` for a model that attar did not make.
         fingerprint: hash of its config, weights and tokenizer.
         licence: of a root: ``ids`` and ``evidence``; empty for a checkpoint that attar made.
+        unknown: fields that this version does not know; written again as they are.
     """
 
     role: str
@@ -47,6 +48,7 @@ class Parent:
     fingerprint: str = ""
     licence: dict[str, Any] = field(default_factory=dict)
     parents: tuple[Parent, ...] = ()
+    unknown: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class Card:
         details: results of the stage, such as ``layers`` and ``curve``.
         licence: duties that follow from the lineage; for a root, ``ids`` of its own licences.
         command: a command line that makes the checkpoint again.
+        unknown: fields that this version does not know; written again as they are.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Card:
     details: dict[str, Any] = field(default_factory=dict)
     licence: dict[str, Any] = field(default_factory=dict)
     command: str = ""
+    unknown: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Card | None:
@@ -102,9 +106,7 @@ class Card:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON content; NaN and infinity become null."""
-        content = plain(dataclasses.asdict(self))
-        assert isinstance(content, dict)
-        return {"attar": VERSION, **content}
+        return {"attar": VERSION, **_with_unknown(plain(dataclasses.asdict(self)))}
 
     def write(self, folder: Path) -> None:
         """Write ``attar.json`` into a folder. Raises OutputError."""
@@ -126,6 +128,13 @@ class Card:
             licence=self.licence if not self.parents else {},
             parents=self.parents,
         )
+
+
+def _with_unknown(content: dict[str, Any]) -> dict[str, Any]:
+    """A record with its unknown fields among the others, and so its parents."""
+    content["parents"] = [_with_unknown(parent) for parent in content["parents"]]
+    unknown: dict[str, Any] = content.pop("unknown")
+    return content | unknown
 
 
 def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
@@ -167,8 +176,10 @@ def _parent(content: Any, path: Path) -> Parent:
 
 
 def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checked fields of a record that this version knows; ``name`` and ``stage`` are required."""
-    fields = {item.name: content[item.name] for item in dataclasses.fields(kind) if item.name in content}
+    """The checked fields of a record, those of other versions under ``unknown``; ``name`` and ``stage`` are
+    required."""
+    known = {item.name for item in dataclasses.fields(kind)} - {"unknown"}
+    fields = {name: value for name, value in content.items() if name in known}
     for name in ("name", "stage"):
         if name not in fields:
             raise _damaged(path, f"no {name}")
@@ -176,7 +187,8 @@ def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
         allowed, fits = _KINDS[name]
         if not fits(value):
             raise _damaged(path, f"{name} is {_shown(value)}, but must be {allowed}")
-    return fields
+    unknown = {name: value for name, value in content.items() if name not in known and name != "attar"}
+    return {**fields, "unknown": unknown}
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
