@@ -146,16 +146,16 @@ def test_zero_points_of_8_are_none(tmp_path):
     assert actual[1] == weight_rule and equal(actual[0], random_coded(weight_rule))
 
 
-@pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])
-def test_other_layouts_are_refused_by_name(tmp_path, changes):
-    with pytest.raises(ModelError, match="gemm with 4 bits"):
-        AWQReader(folder(tmp_path, stored(), {**CONFIG, **changes}))
+@pytest.mark.parametrize("version", ["gemv", "marlin"])
+def test_other_layouts_are_refused_by_name(tmp_path, version):
+    with pytest.raises(ModelError, match=f"AWQ in the layout '{version}'"):
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, "version": version}))
 
 
-@pytest.mark.parametrize("size", [None, 0, "16"])
-def test_group_sizes_that_make_no_sense(tmp_path, size):
-    with pytest.raises(CheckpointError, match="in groups of"):
-        AWQReader(folder(tmp_path, stored(), {**CONFIG, "group_size": size})).decode(f"{MODULE}.qweight")
+@pytest.mark.parametrize("changes", [{"group_size": None}, {"group_size": 0}, {"bits": 8}])
+def test_numbers_that_make_no_sense(tmp_path, changes):
+    with pytest.raises(CheckpointError, match="group_size"):
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, **changes})).decode(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(

@@ -144,18 +144,14 @@ class AWQReader(QweightReader):
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
         version = str(self.config.get("version") or self.config.get("format") or GEMM).lower()
-        bits = self.config.get("bits", self.config.get("w_bit", BITS))
-        if version != GEMM or bits != BITS:
+        if version != GEMM:
             raise ModelError(
-                f"{checkpoint.path}: AWQ in the layout {version!r} with {bits} bits, which attar cannot read",
-                hint="attar reads gemm with 4 bits",
+                f"{checkpoint.path}: AWQ in the layout {version!r}, which attar cannot read",
+                hint="attar reads gemm",
             )
 
     def rule(self, module: str) -> WeightRule:
-        size = self.config.get("group_size", self.config.get("q_group_size"))
-        return self.read_group_rule(
-            BITS, size, False, f"AWQ in groups of {size!r}", "groups are of 1 or more, or -1"
-        )
+        return self.read_group_rule(self.config, (BITS,), None, False)
 
     def shape(self, qweight: tuple[int, int], module: str, rule: WeightRule) -> tuple[int, int]:
         return qweight[1] * OUTPUTS, qweight[0]

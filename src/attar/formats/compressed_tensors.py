@@ -30,10 +30,24 @@ from attar.formats.coded import Coded
 from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 from attar.formats.quantization_config import matches_start
-from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
+from attar.formats.rules import (
+    FLOAT,
+    INT,
+    MXFP4,
+    NAIVE,
+    NVFP4,
+    PACK,
+    ActivationRule,
+    WeightRule,
+    format_of,
+    mapping,
+    one_of,
+    texts,
+)
 
 METHOD = "compressed-tensors"
 TRANSPOSED = "attar-transposed"
+FORMS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
 EMBEDDING = WeightRule("int", 8, "channel")
 INPUT_SCALE, INPUT_ZERO, K_SCALE, V_SCALE = "input_scale", "input_zero_point", "k_scale", "v_scale"
 PARTS = (SCALE, SHAPE, ZERO, GLOBAL, G_IDX)
@@ -109,12 +123,14 @@ class CompressedTensorsConfig:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.transposed = config.get("format") == TRANSPOSED
+        groups = mapping(config.get("config_groups") or {}, "config_groups")
         self.groups = tuple(
-            _read_group(entry, config.get("format")) for entry in (config.get("config_groups") or {}).values()
+            _read_group(mapping(entry, f"config_groups.{name}"), config.get("format"))
+            for name, entry in groups.items()
         )
-        self.ignore = tuple(config.get("ignore") or ())
+        self.ignore = texts(config.get("ignore") or [], "ignore")
         kv_cache = config.get("kv_cache_scheme")
-        self.kv_cache = ActivationRule.read(kv_cache) if kv_cache else None
+        self.kv_cache = ActivationRule.read(mapping(kv_cache, "kv_cache_scheme")) if kv_cache else None
         self.exact = {target: group for group in self.groups for target in group.targets}
 
     def named(self, module: str) -> ConfigGroup | None:
@@ -142,12 +158,14 @@ class CompressedTensorsConfig:
 def _read_group(entry: Mapping[str, Any], default_form: str | None) -> ConfigGroup:
     if not entry.get("weights"):
         raise CheckpointError("config.json: a config group quantizes no weights", hint="attar cannot read it")
-    weights = WeightRule.read(entry["weights"])
-    activations = ActivationRule.read(entry["input_activations"]) if entry.get("input_activations") else None
+    weights = WeightRule.read(mapping(entry["weights"], "weights"))
+    inputs = entry.get("input_activations")
+    activations = ActivationRule.read(mapping(inputs, "input_activations")) if inputs else None
     form = entry.get("format") or (default_form if default_form != "mixed-precision" else None)
     if form in (None, TRANSPOSED):
         form = format_of(weights, activations)
-    return ConfigGroup(tuple(entry["targets"]), weights, activations, form)
+    one_of({"format": form}, "format", FORMS, form)
+    return ConfigGroup(texts(entry.get("targets"), "targets"), weights, activations, form)
 
 
 class CompressedTensorsReader(PackedReader):
@@ -257,6 +275,8 @@ class CompressedTensorsReader(PackedReader):
         shape = self._shape(name, group.form)
         specs = layout(shape, group.weights, group.form, scale.dtype, info.dtype)
         if leaf not in specs or specs[leaf] != (info.dtype, info.shape):
+            return False
+        if any(part in specs and f"{base}.{part}" not in self.checkpoint.tensors for part in (ZERO, G_IDX)):
             return False
         dtype, tiles = specs[SCALE]
         return dtype == scale.dtype and scale.shape in (tiles, () if tiles == (1,) else tiles)

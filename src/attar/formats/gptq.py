@@ -57,7 +57,7 @@ from attar.formats.qweight import (
     pattern,
     signed,
 )
-from attar.formats.rules import WeightRule
+from attar.formats.rules import WeightRule, mapping, one_of
 
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -200,9 +200,13 @@ class GPTQReader(QweightReader):
                 f"{checkpoint.path}: GPTQ in the format {version or 'marlin'!r}, which attar cannot read",
                 hint="attar reads gptq and gptq_v2",
             )
-        overrides = self.config.get("dynamic") or {}
+        one_of(self.config, "pack_dtype", ("int32", "torch.int32"), None)
+        overrides = mapping(self.config.get("dynamic") or {}, "dynamic")
         self._dynamic = [  # skips first, as GPTQModel does
-            (key[2:] if key[:2] in ("-:", "+:") else key, None if key.startswith("-:") else dict(entry or {}))
+            (
+                key[2:] if key[:2] in ("-:", "+:") else key,
+                None if key.startswith("-:") else dict(mapping(entry or {}, f"dynamic of {key!r}")),
+            )
             for key, entry in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
         ]
         for expression, _ in self._dynamic:
@@ -219,14 +223,7 @@ class GPTQReader(QweightReader):
                     )
                 entry |= changes
                 break
-        bits, size = entry.get("bits"), entry.get("group_size", -1)
-        return self.read_group_rule(
-            bits,
-            size if bits in BITS else None,
-            entry.get("sym", True) is not False,
-            f"GPTQ with bits {bits!r} in groups of {size!r}",
-            f"attar reads {', '.join(map(str, BITS))} bits, in groups of 1 or more, or -1",
-        )
+        return self.read_group_rule(entry, BITS, -1, entry.get("sym", True) is not False)
 
     def shape(self, qweight: tuple[int, int], module: str, rule: WeightRule) -> tuple[int, int]:
         info = self.checkpoint.tensors.get(f"{module}.{G_IDX}")

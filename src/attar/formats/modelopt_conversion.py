@@ -24,7 +24,8 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats import compressed_tensors, layouts, modelopt
 from attar.formats.compressed_tensors import K_SCALE, V_SCALE, ConfigGroup
 from attar.formats.modelopt import ALGORITHMS, INPUT_SCALE
-from attar.formats.rules import NVFP4, ActivationRule, WeightRule, format_of
+from attar.formats.quantization_config import read_quantization_config
+from attar.formats.rules import NVFP4, ActivationRule, WeightRule, format_of, texts
 
 TensorHeaders = list[tuple[str, str, tuple[int, ...]]]
 """Name, type and shape of each tensor."""
@@ -151,7 +152,7 @@ class ToCompressedTensors:
             for name in source.tensors
             if self._reader.is_coded(name)
         }
-        config = self._config(source.config["quantization_config"])
+        config = self._config(read_quantization_config(source) or {})
         self.config = {**source.config, "quantization_config": config}
 
     def headers(self, info: Any) -> TensorHeaders:
@@ -200,7 +201,7 @@ class ToCompressedTensors:
             groups.append(ConfigGroup(targets, weights, activations, format_of(weights, activations)))
         ignore = [
             f"re:{re.escape(name).replace(re.escape('*'), '.*')}$" if "*" in name else name
-            for name in stored.get("ignore") or ()
+            for name in texts(stored.get("ignore") or [], "ignore")
         ]
         cached = KV_CACHE if stored.get("kv_cache_scheme") else None
         config = compressed_tensors.quantization_config(groups, ignore=ignore, kv_cache=cached)

@@ -23,11 +23,13 @@ from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, WeightLayout, dequantize
 from attar.formats.packed_reader import PackedReader, check_codes
 from attar.formats.quantization_config import CONV1D, read_quantization_config
-from attar.formats.rules import WeightRule
+from attar.formats.rules import WeightRule, whole_number
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 AUXILIARY = (QZEROS, SCALES, G_IDX)
 HALVES = ("F16", "BF16")
+BITS_KEYS, SIZE_KEYS = ("bits", "w_bit", "wbits"), ("group_size", "q_group_size", "groupsize")
+"""Names of two numbers in the files of all writers, the usual one first."""
 HEAD = "lm_head"
 FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -152,14 +154,26 @@ class QweightReader(PackedReader):
             )
         check_codes(base, self.checkpoint.load(name))
 
-    def read_group_rule(self, bits: Any, size: Any, symmetric: bool, error: str, hint: str) -> WeightRule:
-        """The rule of stated bits and group size (-1: the whole row).
+    def read_group_rule(
+        self, entry: Mapping[str, Any], known: tuple[int, ...], default: int | None, symmetric: bool
+    ) -> WeightRule:
+        """The rule of stated bits and group size (-1: the whole row), under any writer's names.
+
+        Args:
+            known: bits that the layout has; the first where none are stated and there is one.
+            default: of the group size; None: it must be stated.
 
         Raises:
-            CheckpointError: ``error`` with ``hint``, where the group size is none.
+            CheckpointError: a number is missing, or one that the layout does not have.
         """
-        if not isinstance(size, int) or size == 0 or size < -1:
-            raise CheckpointError(f"{self.checkpoint.path}: {error}", hint=hint)
+        bits = whole_number(entry, *BITS_KEYS, default=known[0] if len(known) == 1 else None)
+        size = whole_number(entry, *SIZE_KEYS, default=default)
+        if bits not in known or size == 0 or size < -1:
+            method = str(entry.get("quant_method")).upper()
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {method} with bits {bits} and group_size {size}",
+                hint=f"attar reads {', '.join(map(str, known))} bits, in groups of 1 or more, or -1",
+            )
         return WeightRule("int", bits, "group" if size > 0 else "channel", max(size, 0), symmetric)
 
     def _tensors(self, base: str) -> dict[str, Tensor]:

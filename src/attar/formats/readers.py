@@ -87,8 +87,8 @@ def quant_method(checkpoint: Any) -> str | None:
     name = config.get("quant_method")
     if name not in READERS:
         raise ModelError(
-            f"{checkpoint.path}: quantized with {name!r}, which attar cannot read",
-            hint="start from the dense model",
+            f"{checkpoint.path}: quantized with {name!r} (quant_method), which attar cannot read",
+            hint=f"attar reads {', '.join(READERS)}; else start from the dense model",
         )
     return str(name)
 

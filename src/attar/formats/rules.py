@@ -8,13 +8,79 @@ KV cache.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attar.errors import CheckpointError
+
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
+KINDS = ("int", "float")
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group", "token", "attn_head")
+ORDERS = (False, True, "group", "dynamic", "weight", "static")
+"""Values of ``actorder``: none, act-order ``group`` in three spellings, and two that leave no trace."""
+
+
+def whole_number(entry: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these keys of a quantization config: a whole number, also one written as text or as a
+    float.
+
+    Raises:
+        CheckpointError: it is none, or missing and without a default; names the key.
+    """
+    name = next((name for name in names if entry.get(name) is not None), names[0])
+    value: Any = entry.get(name)
+    value = default if value is None else value
+    text = value.strip() if isinstance(value, str) else ""
+    if (isinstance(value, float) and value.is_integer()) or re.fullmatch(r"-?[0-9]{1,9}", text):
+        value = int(value)
+    if type(value) is not int:
+        raise CheckpointError(
+            f"config.json: quantization_config: {name} is {value!r}, but must be a whole number"
+        )
+    return value
+
+
+def one_of(entry: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    """A key of a quantization config that has one of few values.
+
+    Raises:
+        CheckpointError: it has another one; names the key.
+    """
+    value = entry.get(name)
+    if value is None:
+        return default
+    if value not in allowed:
+        known = ", ".join(str(item) for item in allowed if item is not None)
+        raise CheckpointError(
+            f"config.json: quantization_config: {name} is {value!r}, but must be one of {known}"
+        )
+    return value
+
+
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """An object in a quantization config.
+
+    Raises:
+        CheckpointError: it is none; names the key.
+    """
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: quantization_config: {name} is {value!r}, not an object")
+    return value
+
+
+def texts(value: Any, name: str) -> tuple[str, ...]:
+    """A list of texts in a quantization config.
+
+    Raises:
+        CheckpointError: it is none; names the key.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"config.json: quantization_config: {name} is {value!r}, not a list of texts")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -79,13 +145,13 @@ class WeightRule:
             block = [int(size) for size in block.split("x")]
         strategy, size = _sharing(entry)
         return cls(
-            kind=entry.get("type") or "int",
-            bits=int(entry.get("num_bits", 8)),
+            kind=one_of(entry, "type", KINDS, "int"),
+            bits=whole_number(entry, "num_bits", default=8),
             strategy=strategy,
             group_size=size,
-            symmetric=entry.get("symmetric") is not False,
+            symmetric=one_of(entry, "symmetric", (True, False), True),
             block=(int(block[0]), int(block[1])) if block else None,
-            ordered=entry.get("actorder") in ("group", "dynamic"),
+            ordered=one_of(entry, "actorder", ORDERS, False) in (True, "group", "dynamic"),
         )
 
 
@@ -131,20 +197,20 @@ class ActivationRule:
         """The rule of such an entry."""
         strategy, size = _sharing(entry)
         return cls(
-            kind=entry.get("type") or "int",
-            bits=int(entry.get("num_bits", 8)),
+            kind=one_of(entry, "type", KINDS, "int"),
+            bits=whole_number(entry, "num_bits", default=8),
             strategy=strategy,
-            dynamic=bool(entry.get("dynamic")),
+            dynamic=bool(one_of(entry, "dynamic", (True, False, "local"), False)),
             group_size=size,
-            symmetric=entry.get("symmetric") is not False,
+            symmetric=one_of(entry, "symmetric", (True, False), True),
         )
 
 
 def _sharing(entry: Mapping[str, Any]) -> tuple[str, int]:
     """Strategy and group size; a missing strategy follows from the group size."""
-    size = int(entry.get("group_size") or 0)
+    size = whole_number(entry, "group_size", default=0)
     implied = "group" if size > 0 else "channel" if size == -1 else "tensor"
-    return entry.get("strategy") or implied, max(size, 0)
+    return one_of(entry, "strategy", STRATEGIES, implied), max(size, 0)
 
 
 def format_of(weights: WeightRule, activations: ActivationRule | None) -> str:
