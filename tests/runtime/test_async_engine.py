@@ -140,7 +140,7 @@ def test_grammars_are_compiled_outside_the_engine_s_thread() -> None:
     threads: list[str] = []
 
     class Slow(EvenGrammars):
-        def matcher(self, params: SamplingParams) -> Even | None:
+        def matcher(self, params: SamplingParams, tenant: str = "") -> Even | None:
             if params.guide is None:
                 return None
             threads.append(current_thread().name)

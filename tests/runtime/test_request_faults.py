@@ -51,7 +51,7 @@ class EvenGrammars:
     def prepare(self) -> None:
         pass
 
-    def matcher(self, params: SamplingParams) -> Even | None:
+    def matcher(self, params: SamplingParams, tenant: str = "") -> Even | None:
         return None if params.guide is None else Even()
 
 

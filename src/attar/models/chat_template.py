@@ -20,6 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+MAX_LEVELS = 128  # of what a template reads
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages bring it
 
 
@@ -67,8 +68,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, levels: int = MAX_LEVELS) -> Any:
     """JSON values: a template gets no object whose methods the sandbox does not know."""
+    if levels < 0:
+        raise ValueError(f"a value is nested more than {MAX_LEVELS} levels deep")
     if value is None or type(value) in (bool, str, int, float):
         return value
     if isinstance(value, str):
@@ -78,9 +81,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_plain(key, levels - 1): _plain(item, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(_plain(item, levels - 1) for item in value)
     return f"<{type(value).__name__}>"
 
 

@@ -76,7 +76,7 @@ class AsyncEngine:
         options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
         options |= {"adapter": adapter, "observe": observe}
         if params.guide is not None and self.engine.grammars is not None:
-            options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
+            options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params, salt)
 
         def add() -> str:
             name = self.engine.add(prompt, params, **options)

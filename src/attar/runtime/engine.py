@@ -135,7 +135,7 @@ class Engine:
         if adapter and adapter not in getattr(self.runner, "adapters", ()):
             raise SettingsError("adapter", adapter, "one that is loaded")
         if matcher is None and self.grammars is not None:
-            matcher = self.grammars.matcher(params)
+            matcher = self.grammars.matcher(params, salt)
         logits_from = observe[0] if observe else None if params.prompt_logprobs is None else 0
         request = Request(
             id=self._next_id() if id is None else id,

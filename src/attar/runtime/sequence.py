@@ -50,7 +50,7 @@ class Request:
     @property
     def payer(self) -> str:
         """Whose share of a step the masks of its grammar take: the tenant's, or its own."""
-        return self.salt or self.id
+        return self.salt.partition("\0")[0] or self.id  # without the adapter
 
 
 class State(Enum):

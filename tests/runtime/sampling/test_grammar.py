@@ -209,6 +209,19 @@ def test_a_grammar_is_compiled_once_and_old_ones_go(monkeypatch: pytest.MonkeyPa
     assert len(compiled) == KEPT + 2 and compiled[-1] == "a0" and len(result._compiled) == KEPT
 
 
+def test_tenants_share_no_compiled_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its time would tell what another asks for; and nobody evicts those of another."""
+    result, compiled = Grammars(TOKENIZER, V), []
+    compile_one = result._compile
+    monkeypatch.setattr(
+        result, "_compile", lambda name, text: compiled.append(text) or compile_one(name, text)
+    )
+    for number in range(KEPT + 5):
+        result.matcher(SamplingParams(regex=f"a{number}"), "two")
+        result.matcher(SamplingParams(regex="a3"), "one")
+    assert compiled.count("a3") == 2 and len(compiled) == KEPT + 6
+
+
 def test_the_vocabulary_is_read_once_and_before_the_first_grammar_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
-from attar.errors import AttarError, SettingsError
+from attar.errors import AttarError, DataError, SettingsError
 from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.api_keys import ApiKey, client_address, make_api_keys
 from attar.runtime.server.app import create_app
@@ -187,3 +187,12 @@ def test_hosts_that_are_allowed():
     assert as_key(client, "a-good-key").get("/v1/models", headers=evil).status_code == 200
     client, _ = serve(host="0.0.0.0", allowed_host=("a.example",))
     assert client.get("/v1/models", headers=evil).status_code == 421
+
+
+def test_no_two_callers_have_one_name(tmp_path):
+    """Counters, shares and budgets go by it."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n  - {name: key-1, key: secret-of-web}\n")
+    with pytest.raises(DataError, match=r"keys.yaml: the name 'key-1' is that of a key of --api-key"):
+        make_api_keys(["secret-one"], str(file))
+    assert len(make_api_keys(["secret-of-web"], str(file))) == 1

@@ -18,6 +18,7 @@ import httpx
 
 from attar.runtime.server import request_body
 from attar.runtime.server.errors import ApiError
+from attar.runtime.server.message_form import read_arguments
 from attar.runtime.server.protocol import ChatRequest, CompletionRequest
 from attar.runtime.server.request_body import parse
 from attar.runtime.server.responses import dump_json
@@ -193,6 +194,55 @@ def test_a_deep_schema_is_called_deep(server):
         f"{server}/v1/chat/completions", content=message_content("a", tools=tools), headers=JSON
     )
     refused(answer, 400, "invalid_value", "tools")
+
+
+def nested(levels, kind=dict):
+    value = "x"
+    for _ in range(levels):
+        value = {"a": value} if kind is dict else [value]
+    return value
+
+
+DEEP = {
+    "chat_template_kwargs": lambda deep: {"chat_template_kwargs": {"x": deep}},
+    "metadata": lambda deep: {"metadata": {"x": deep}},
+    "tools": lambda deep: {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]},
+    "messages": lambda deep: {"messages": [{"role": "user", "content": "a", "name": deep}]},
+    "structured_outputs": lambda deep: {"structured_outputs": {"json": {"const": deep}}},
+    "unknown": lambda deep: {"unknown": deep},
+}
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("field", DEEP)
+def test_no_field_is_nested_deeply(server, field, kind, caplog):
+    """On every path, in one line, and without a traceback in the log."""
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        **DEEP[field](nested(200, kind)),
+    }
+    for path in ("/v1/chat/completions", "/tokenize"):
+        detail = refused(httpx.post(server + path, json=asked), 400, "invalid_value", field)
+        assert "64 levels" in detail["message"] and len(detail["message"]) < 100
+    asked = {"model": "tiny", "input": "a", **DEEP[field](nested(200, kind))}
+    assert "64 levels" in refused(httpx.post(f"{server}/v1/responses", json=asked), 400)["message"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_input_items_are_not_nested_deeply(server):
+    asked = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": nested(99)}]}],
+    }
+    refused(httpx.post(f"{server}/v1/responses", json=asked), 400, "invalid_value", "input")
+
+
+@pytest.mark.parametrize("levels", [20, 200, 900])
+def test_deep_arguments_of_a_call_are_text(levels):
+    """They are a text in the body, and may have come from the model."""
+    text = json.dumps(nested(levels))
+    assert read_arguments(text) == (nested(levels) if levels <= 64 else {"arguments": text})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from attar.errors import AttarError
 from attar.runtime.results import Event, Usage
 from attar.runtime.server import run as running_module
 from attar.runtime.server.app import create_app
-from attar.runtime.server.connection import RepeatFilter, raise_file_limit
+from attar.runtime.server.connection import RepeatFilter, ShortTracebacks, raise_file_limit
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import SLOW, FakeBackend, FakeTokenizer
@@ -187,8 +187,28 @@ def test_a_log_line_comes_seldom():
 
     assert noise.filter(line("socket.accept() out of system resource"))
     assert not any(noise.filter(line("socket.accept() out of system resource")) for _ in range(1000))
+    access = logging.LogRecord("a", logging.INFO, "", 1, "a request", (), None)
+    assert all(noise.filter(access) for _ in range(3))
     assert noise.filter(line("something else")) and noise.filter(line("something else", ValueError))
     assert not noise.filter(line("something else", ValueError))
+
+
+def test_a_traceback_is_a_few_lines():
+    def one(depth):
+        return other(depth - 1)
+
+    def other(depth):
+        return one(depth) if depth else 1 / 0
+
+    try:
+        one(400)
+    except ZeroDivisionError as error:
+        record = logging.LogRecord(
+            "a", 40, "", 1, "a request failed", (), (type(error), error, error.__traceback__)
+        )
+    lines = ShortTracebacks().format(record).splitlines()
+    assert len(lines) == 42 and lines[0] == "a request failed" and lines[-1].startswith("ZeroDivisionError")
+    assert any("lines ..." in line for line in lines)
 
 
 def test_the_limit_of_files_is_raised_as_far_as_it_may():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
+from attar.runtime.server import app as app_module
 from attar.runtime.server.app import create_app
 from attar.runtime.server.responses_api.items import messages_of
 from attar.runtime.server.responses_api.protocol import InputItem
@@ -162,13 +164,28 @@ def test_responses_of_others_are_not_found():
 def test_the_store_is_bounded():
     store = ResponseStore(most=2, bytes=400)
     for number in range(4):
-        store.put("me", [{"n": number}], {"id": str(number)})
+        store.keep("me", [{"n": number}], {"id": str(number)})
     assert len(store) == 2 and store.get("me", "1") is None and store.get("me", "3") is not None
     assert store.get("you", "3") is None and not store.delete("you", "3")
-    store.put("me", [{"text": "x" * 350}], {"id": "large"})
+    store.keep("me", [{"text": "x" * 350}], {"id": "large"})
     assert len(store) == 1
-    store.put("me", [{"text": "x" * 500}], {"id": "too large"})
+    store.keep("me", [{"text": "x" * 500}], {"id": "too large"})
     assert store.get("me", "too large") is None and store.get("me", "large") is not None
+    assert store.bytes > 350 and store.delete("me", "large") and store.bytes == 0
+
+
+def test_a_caller_cannot_evict_another_s_responses(monkeypatch):
+    monkeypatch.setattr(app_module, "ResponseStore", partial(ResponseStore, 8))
+    keys = ("secret-one", "secret-two")
+    with scripted(api_key=keys) as (url, _, _):
+        one, two = ({"Authorization": f"Bearer {key}"} for key in keys)
+        mine = httpx.post(f"{url}/v1/responses", json={"model": "tiny", "input": "a"}, headers=one).json()
+        asked = {"model": "tiny", "input": "b", "max_output_tokens": 1}
+        with httpx.Client(headers=two) as http:
+            for _ in range(9):
+                last = http.post(f"{url}/v1/responses", json=asked).json()
+        for id, headers, status in ((mine, one, 200), (mine, two, 404), (last, two, 200)):
+            assert httpx.get(f"{url}/v1/responses/{id['id']}", headers=headers).status_code == status
 
 
 def test_the_end_tells_why():

@@ -21,7 +21,6 @@ Letters: V vocabulary.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,13 +33,14 @@ import torch
 from torch import Tensor
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
+from attar.runtime.fair_cache import FairCache
 from attar.runtime.sampling.json_schema import BLANKS, schema_grammar
 from attar.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64  # compiled grammars
+KEPT = 64  # compiled grammars of all tenants
 _SPECIAL = {
     **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
     "special": True,
@@ -176,8 +176,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._trie: tuple[LLTokenizer, int] | None = None
-        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._lock, self._trie_lock = Lock(), Lock()
+        self._compiled = FairCache[Matcher](KEPT)
+        self._trie_lock = Lock()
 
     def prepare(self) -> None:
         """Build the vocabulary trie ahead of the first grammar, because llguidance holds the interpreter lock
@@ -185,8 +185,12 @@ class Grammars:
         with suppress(ImportError, ValueError):
             self._vocabulary_trie()
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
+    def matcher(self, params: SamplingParams, tenant: str = "") -> Matcher | None:
         """In the initial state; None where the parameters have no grammar.
+
+        Args:
+            tenant: compiled grammars are shared inside a tenant only: the time to compile one would tell that
+                somebody has used it.
 
         Raises:
             MissingExtraError: llguidance is not installed.
@@ -196,14 +200,10 @@ class Grammars:
         guide = params.guide
         if guide is None:
             return None
-        with self._lock:
-            compiled = self._compiled.get(guide)
-        compiled = compiled or self._compile(*guide)  # outside the lock, it may take a second
-        with self._lock:
-            self._compiled[guide] = compiled
-            self._compiled.move_to_end(guide)
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+        compiled = self._compiled.get(tenant, guide)
+        if compiled is None:
+            compiled = self._compile(*guide)
+            self._compiled.put(tenant, guide, compiled)
         return compiled.copy(MaskTime())
 
     def _compile(self, name: str, text: str) -> Matcher:

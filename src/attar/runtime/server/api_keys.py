@@ -71,7 +71,11 @@ def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
     listed = read_api_keys(Path(file)) if file else ()
     known = {entry.key for entry in listed}
     others = [key for key in dict.fromkeys(plain) if key not in known]
-    return (*listed, *(ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
+    named = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)]
+    if twice := {entry.name for entry in listed} & {entry.name for entry in named}:
+        message = f"{file}: the name {min(twice)!r} is that of a key of --api-key"
+        raise DataError(message, hint="call it something else: limits and counts go by the name")
+    return (*listed, *named)
 
 
 def read_api_keys(file: Path) -> tuple[ApiKey, ...]:

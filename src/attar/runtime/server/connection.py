@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from attar.printable import PrintableFormatter
 from attar.runtime.server.api_keys import client_address
 from attar.runtime.server.settings import ServerSettings
 
@@ -25,6 +26,7 @@ _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: cl
 _FULL = _TIMEOUT.replace(b"408 Request Timeout", b"503 Service Unavailable\r\nRetry-After: 1")
 _SPARE_FILES = 128  # open files that are not connections
 _REPEAT_S = 10.0
+_TRACEBACK, _LINE = 40, 400  # lines of a traceback in the log, and characters of each
 
 
 class OpenConnection(Protocol):
@@ -174,8 +176,21 @@ def raise_file_limit(connections: int) -> int:
     return max(1, soft - _SPARE_FILES)
 
 
+class ShortTracebacks(PrintableFormatter):
+    """The first and the last lines of a traceback: one of a recursion has thousands."""
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """See logging."""
+        lines = super().formatException(ei).splitlines()
+        if len(lines) > _TRACEBACK:
+            left_out = f"  ... {len(lines) - _TRACEBACK} lines ..."
+            lines = [*lines[:10], left_out, *lines[10 - _TRACEBACK :]]
+        return "\n".join(line[:_LINE] for line in lines)
+
+
 class RepeatFilter(logging.Filter):
-    """Logs the same message once in ten seconds, so that a client cannot fill the disk."""
+    """Logs the same message once in ten seconds, so that a client cannot fill the disk; lines that are no
+    warnings always."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +198,8 @@ class RepeatFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
+        if record.levelno < logging.WARNING:
+            return True
         kind = record.exc_info[0] if record.exc_info else None
         now, message = time.monotonic(), f"{record.msg} {kind}"
         if now - self._seen.get(message, -_REPEAT_S) < _REPEAT_S:

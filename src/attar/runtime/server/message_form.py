@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
+from attar.runtime.server.levels import MAX_LEVELS, levels_exceed
 from attar.runtime.server.tool_calls.tool_use import as_words, listed_tools
 
 PlainMessage = dict[str, Any]
@@ -128,6 +129,8 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
     value = arguments
     with suppress(ValueError, RecursionError):
         value = json.loads(arguments or "{}", strict=False) if isinstance(arguments, str) else arguments
+    if levels_exceed(value, MAX_LEVELS):
+        value = arguments
     return value if isinstance(value, dict) else {"arguments": value}
 
 

@@ -20,15 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from attar.runtime.server.errors import ApiError, validation_error
+from attar.runtime.server.levels import MAX_LEVELS, levels_exceed
 from attar.runtime.server.protocol import IGNORED
 from attar.runtime.server.service import SMALL
 
 IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
-MAX_LEVELS = 64  # of a JSON schema
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
 _SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
+_IDS = ("prompt", "tokens")  # whose type has two levels
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -88,7 +89,7 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
     data = _json(raw)
     _check_values(data)
     _check_ids(data, max_ids)
-    _check_schema(data)
+    _check_levels(data)
     used = getattr(model, "USED", ())
     ignored = [name for name in IGNORED if data.get(name) is not None and name not in used]
     for name in IGNORED:
@@ -159,19 +160,10 @@ def _is_ids(items: list[Any]) -> bool:
     return all(isinstance(item, int | list) for item in items)
 
 
-def _check_schema(data: dict[str, Any]) -> None:
-    """Raise ApiError for a JSON schema that is nested too deeply to be compiled."""
-    for name in _SCHEMAS:
-        level: list[Any] = _children([data.get(name)])
-        for _ in range(MAX_LEVELS):
-            level = [part for value in level for part in _children(value)]
-            if not level:
-                break
-        else:
-            message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
-            raise ApiError(400, message, param=name, code="invalid_value")
-
-
-def _children(value: Any) -> list[Any]:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [part for part in parts if isinstance(part, dict | list)]
+def _check_levels(data: dict[str, Any]) -> None:
+    """Raise ApiError for a field that is nested too deeply: templates, grammars and answers walk over it."""
+    for name in data:
+        if name not in _IDS and levels_exceed([data[name]], MAX_LEVELS + 1):
+            subject = "a JSON schema" if name in _SCHEMAS else "a field"
+            message = f"{subject} may be nested {MAX_LEVELS} levels deep at most"
+            raise ApiError(400, message, param=name[:100], code="invalid_value")

@@ -25,12 +25,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from attar.errors import AttarError, OutputError
-from attar.printable import PrintableFormatter
 from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.connection import (
     Connection,
     Connections,
     RepeatFilter,
+    ShortTracebacks,
     log_loop_error,
     raise_file_limit,
 )
@@ -183,11 +183,12 @@ def listen(settings: ServerSettings, transport: ConnectionSettings | None = None
 
 
 def _log_to_stderr() -> None:
-    """Log a line per request as it is, and uvicorn's warnings."""
+    """Log a line per request as it is, and warnings, each once in a while."""
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
     for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
-    logging.getLogger("uvicorn.error").filters[:] = [RepeatFilter()]
+    for writer in (handler, *logging.getLogger("attar").handlers):
+        writer.setFormatter(ShortTracebacks())
+        writer.filters[:] = [RepeatFilter()]

@@ -65,7 +65,7 @@ class OddGrammars:
     def prepare(self) -> None:
         pass
 
-    def matcher(self, params: SamplingParams) -> OddTokens | None:
+    def matcher(self, params: SamplingParams, tenant: str = "") -> OddTokens | None:
         return None if params.guide is None else OddTokens(self.vocabulary)
 
 

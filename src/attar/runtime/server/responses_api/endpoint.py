@@ -36,7 +36,7 @@ async def respond_to(
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
-            store.put(owner, [*items, *items_of(response)], response)
+            store.keep(owner, [*items, *items_of(response)], response)
 
     def build() -> ResponseOutput:
         return ResponseOutput(chat.handler, service.answers, chat.parser(), repeated_fields(body), keep)
