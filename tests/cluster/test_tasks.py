@@ -9,7 +9,7 @@ from attar.cluster.journal import FILE, Appender, TaskJournal, read_lines, statu
 from attar.cluster.settings import ClusterSettings
 from attar.cluster.tasks import DONE, FAILED, LOST, SKIPPED, ClusterTask, TaskOutcome, run_tasks
 from attar.cluster.workers import WorkerProcesses
-from attar.errors import SettingsError
+from attar.errors import DataError, OutputError, SettingsError
 
 
 class Scripted:
@@ -76,6 +76,12 @@ def test_a_lost_task_starts_again_three_times_at_most(tmp_path):
     assert (a.state, a.attempts, b.state, b.attempts, b.message) == ("done", 3, "lost", 3, "why")
 
 
+def test_a_lost_task_starts_again_before_those_that_wait(tmp_path):
+    workers = Scripted({"a": [LOST, DONE], "c": [LOST, LOST, DONE]})
+    run([task("a"), task("b"), task("c"), task("d")], workers, tmp_path)
+    assert workers.order == ["a", "a", "b", "c", "c", "c", "d"]
+
+
 def test_needs_in_a_circle_are_a_bug_of_the_caller(tmp_path):
     with pytest.raises(ValueError, match="never start"):
         run([task("a", "b"), task("b", "a")], Scripted({}), tmp_path)
@@ -88,6 +94,34 @@ def test_a_torn_line_of_the_journal_is_closed_and_ignored(tmp_path):
     lines.write({"task": "b", "state": "started", "time": 2})
     lines.close()
     assert [status.task for status in statuses(read_lines(path))] == ["a", "b"]
+
+
+def test_each_line_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
+    path = tmp_path / FILE
+    sizes = []
+
+    def fsync(descriptor):
+        assert os.path.samestat(os.fstat(descriptor), path.stat())
+        sizes.append(path.stat().st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lines = Appender(path)
+    for number in range(3):
+        lines.write({"task": "a" * number})
+        assert len(sizes) == number + 1 and sizes[-1] == path.stat().st_size
+    lines.close()
+
+
+@pytest.mark.parametrize("content", ["keep\n", "keep", "[1]\n"])
+def test_a_foreign_file_is_no_journal(tmp_path, content):
+    path = tmp_path / FILE
+    path.write_text(content)
+    with pytest.raises(DataError, match="is no journal of attar's"):
+        Appender(path)
+    assert path.read_text() == content
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OutputError, match="is no file of attar's"):
+        Appender(tmp_path / "link")
 
 
 MODULE = """

@@ -121,3 +121,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="a file is in the way"), locked(tmp_path / "file" / "run"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "notes"])
+def test_a_foreign_lock_file_is_not_emptied(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("keep\n")
+    lock = tmp_path / "run" / LOCK
+    lock.parent.mkdir()
+    lock.symlink_to(victim) if kind == "link" else lock.write_text("keep\n")
+    with pytest.raises(OutputError, match=r"is no (file|lock) of attar's"), locked(tmp_path / "run"):
+        pass
+    assert victim.read_text() == lock.read_text() == "keep\n"
+    for old in ("", "123\n"):
+        lock.unlink()
+        lock.write_text(old)
+        with locked(tmp_path / "run"):
+            assert lock.read_text() == f"{os.getpid()}\n"

@@ -12,20 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import explain_os_errors
+from attar.checkpoint.atomic import explain_os_errors, open_own
 from attar.errors import DataError
 
 FILE = "journal.jsonl"
 
 
 class Appender:
-    """Appends lines to a file, each of them flushed. Raises OutputError."""
+    """Appends lines to a file, each of them flushed.
+
+    Raises:
+        OutputError: it cannot be written.
+        DataError: there is another file of that name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with explain_os_errors(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            size = os.fstat(self._descriptor).st_size
+            self._file = open_own(path)
+            self._descriptor = self._file.fileno()
+            size = self._file.seek(0, os.SEEK_END)
+            if size and os.pread(self._descriptor, 1, 0) not in b"{\n\0":
+                self.close()
+                raise DataError(
+                    f"{path}: is no journal of attar's", hint="move it away, or choose another -o"
+                )
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 os.write(self._descriptor, b"\n")
 
@@ -40,7 +51,7 @@ class Appender:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import explain_os_errors, hidden, try_lock, write_json
+from attar.checkpoint.atomic import explain_os_errors, hidden, open_own, try_lock, write_json
 from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.names import is_file_name, is_relative_name
@@ -144,17 +144,17 @@ def locked(run: Path) -> Iterator[None]:
             raise OutputError(
                 f"{error.filename}: a file is in the way", hint="choose another folder"
             ) from None
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not try_lock(descriptor):
-            process = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    with open_own(path) as lock:
+        process = lock.read(32).decode(errors="replace").strip()
+        if not try_lock(lock.fileno()):
             hint = "wait for it, stop it, or choose another folder with -o"
-            raise OutputError(f"{run}: another run is at work there (process {process})", hint=hint)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            message = f"{run}: another run is at work there (process {process or 'unknown'})"
+            raise OutputError(message, hint=hint)
+        if not (process + "0").isdecimal():
+            raise OutputError(f"{path}: is no lock of attar's", hint="move it away, or choose another folder")
+        os.ftruncate(lock.fileno(), 0)
+        os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,16 @@ def test_each_prompt_is_answered_once_in_order(tmp_path, prompts):
     ]
 
 
+def test_an_answer_is_in_the_journal_before_anything_is_counted(tmp_path, prompts, monkeypatch):
+    def broken(row):
+        raise OverflowError("a count")
+
+    monkeypatch.setattr(crew, "row_tokens", broken)
+    with ChatServer() as server, pytest.raises(OverflowError):
+        attar.collect(prompts, tmp_path / "data.jsonl", teacher=server.url, concurrency=1, **OPTIONS)
+    assert len(rows_of(tmp_path / "data.jsonl.journal")) == 1
+
+
 TROUBLE = ["ok", "slow", "429:0.2", "500", "half", "die", "broken", "empty", "503:date0", "429", "502"]
 
 

@@ -91,3 +91,12 @@ def test_a_budget_needs_prices():
         CostSettings(price_out=-1.0)
     with pytest.raises(SettingsError, match="budget"):
         CostSettings(price_in=1.0, budget=float("nan"))
+
+
+ODD = [None, [], "7", *({"prompt_tokens": count} for count in (10**400, "7", -1, 0.5))]
+
+
+@pytest.mark.parametrize("usage", ODD)
+def test_a_row_with_odd_counts_counts_by_its_bytes(usage):
+    messages = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "abc"}]
+    assert row_tokens({"messages": messages, "usage": usage}) == (4, 3)

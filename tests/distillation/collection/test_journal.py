@@ -106,3 +106,52 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
         monkeypatch.undo()
         journal.append(row("c"))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+FOREIGN = [b"keep\n", b"keep", b"one\ntwo\n", b'{"keep": 1}', b"\n", b'{"messages": 3}\n', b"[1]"]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_foreign_file_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "a.journal"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.journal:\d: not an answer"), open_journal(path):
+        pass
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 9, b'{"mess\0\0\0', b"{", b'{"messages": [{"role": "us'])
+def test_what_a_power_cut_leaves_is_cut_off(tmp_path, tail):
+    path = tmp_path / "a.journal"
+    write(path, row("a"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    with open_journal(path) as journal:
+        assert len(journal) == 1
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "folder"])
+def test_a_journal_is_a_file_of_its_own(tmp_path, kind):
+    path, victim = tmp_path / "a.journal", tmp_path / "victim.txt"
+    if kind != "broken link":
+        victim.write_text("keep\n")
+    path.symlink_to(victim) if "link" in kind else os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(OutputError, match=r"a\.journal: is no file of attar's"), open_journal(path):
+        pass
+    assert not victim.exists() if kind == "broken link" else victim.read_text() == "keep\n"
+
+
+def test_a_failed_flush_takes_the_row_back(tmp_path, monkeypatch):
+    path = tmp_path / "a.journal"
+    with open_journal(path) as journal:
+        journal.append(row("a"))
+
+        def broken(descriptor):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", broken)
+            with pytest.raises(OutputError, match="no space left"):
+                journal.append(row("b"))
+        assert "b" not in journal and len(path.read_bytes().splitlines()) == 1

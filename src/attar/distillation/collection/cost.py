@@ -18,6 +18,7 @@ from attar.distillation.collection.requests import TeacherRequest
 from attar.distillation.collection.settings import CollectSettings, CostSettings
 
 MILLION = 1e6
+_MOST_TOKENS = 1 << 40  # a row that says more is damaged
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,19 @@ def price(settings: CostSettings, prompt_tokens: int, answer_tokens: int) -> flo
 
 def row_tokens(row: Mapping[str, Any]) -> tuple[int, int]:
     """Prompt and answer tokens of a row; where the teacher did not count them, their bytes: a bound."""
-    usage = row.get("usage") or {}
+    usage = row.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
     *prompt, answer = row["messages"]
-    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     sizes = (
         sum(len(str(message.get("content")).encode()) for message in prompt),
         len(str(answer.get("content")).encode()),
     )
-    return tuple(size if count is None else int(count) for count, size in zip(counts, sizes, strict=True))  # type: ignore[return-value]
+    prompt_tokens, answer_tokens = (
+        count if isinstance(count, int) and 0 <= count <= _MOST_TOKENS else size
+        for count, size in zip(counts, sizes, strict=True)
+    )
+    return prompt_tokens, answer_tokens
 
 
 class Ledger:

@@ -125,10 +125,10 @@ class Crew:
             reply = await self._teacher.ask(request)
             if isinstance(reply, TeacherAnswer):
                 row = answer_row(request, reply, self._teacher.name)
+                self._journal.append(row)  # first: it is paid for
                 tokens = row_tokens(row)
                 cost, uncertain = price(self._settings.cost, *tokens), not row["usage"]
                 self._limits.settle(expected, sum(tokens))
-                self._journal.append(row)
                 self._count(*tokens)
             elif reply.charged:
                 cost, uncertain = most, True

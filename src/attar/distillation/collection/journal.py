@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import explain_os_errors, try_lock
+from attar.checkpoint.atomic import explain_os_errors, open_own, try_lock
 from attar.errors import DataError, OutputError
 
 SUFFIX = ".journal"
+_BEGIN = b'{"messages": ['
 
 
 class Journal:
@@ -28,7 +29,7 @@ class Journal:
         descriptor: of the open and locked file, for a journal that is written; None: read only.
 
     Raises:
-        DataError: a line before the last one is damaged.
+        DataError: a line is no answer, and not the last one, half-written.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
@@ -40,12 +41,12 @@ class Journal:
         for number, line in enumerate(data.splitlines(keepends=True), start=1):
             last = self._end + len(line) == len(data)
             row = _parsed(line)
-            if row is None and last:
+            if row is None and last and _is_begun(line):
                 break
             if row is None:
                 raise DataError(
                     f"{path}:{number}: not an answer of attar collect",
-                    hint="delete the line; it is asked again",
+                    hint="delete the line, which is asked again; or move the file away, if it is another one",
                 )
             self._lines.setdefault(row["id"], (self._end, len(line)))
             self._end += len(line)
@@ -108,22 +109,18 @@ def open_journal(path: Path) -> Iterator[Journal]:
     """A journal to write to, locked and repaired; an empty one leaves no file.
 
     Raises:
-        OutputError: another process writes to it, or the folder cannot be written.
+        OutputError: another process writes to it, it is a link, or the folder cannot be written.
         DataError: it is damaged.
     """
-    with explain_os_errors(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        _lock(descriptor, path)
-        journal = Journal(path, descriptor)
+    with open_own(path) as file:
+        _lock(file.fileno(), path)
+        journal = Journal(path, file.fileno())
         journal.repair()
         try:
             yield journal
         finally:
             if not journal:
                 path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -153,5 +150,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("messages"), list)
+    whole = isinstance(row, dict) and isinstance(row.get("id"), str) and _is_chat(row.get("messages"))
     return row if whole else None
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(isinstance(one, dict) for one in messages)
+
+
+def _is_begun(line: bytes) -> bool:
+    """Whether it may be the beginning of an answer's line; a power cut leaves zeros behind it. Any other line
+    was written by somebody else, and is not cut off."""
+    begun = line.rstrip(b"\0")
+    return begun[: len(_BEGIN)] == _BEGIN[: len(begun)]

@@ -70,7 +70,7 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
         return seconds
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):
         return None
     date = date if date.tzinfo else date.replace(tzinfo=UTC)
     return max((date - (now or datetime.now(UTC))).total_seconds(), 0.0)

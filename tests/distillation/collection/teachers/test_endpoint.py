@@ -1,7 +1,12 @@
 """An endpoint's answers and failures; the key goes nowhere but into the header."""
 
 import asyncio
+import gzip
+import json
 import logging
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,7 +21,7 @@ from attar.distillation.collection.teachers import TeacherAnswer
 from attar.distillation.collection.teachers.endpoint import EndpointTeacher, base_url
 from attar.errors import SettingsError, UsageError
 from attar.options import nest
-from tests.distillation.collection.chat_server import ChatServer, content_of
+from tests.distillation.collection.chat_server import ChatServer, completion, content_of
 
 KEY = "sk-very'secret/key+1234567890"
 
@@ -177,3 +182,191 @@ def test_a_key_over_plain_http_is_noticed(monkeypatch):
     exposed = {url: EndpointTeacher(url, settings).exposed_key for url in
                ("http://h/v1", "https://h/v1", "http://127.0.0.1:1/v1", "http://localhost/v1")}  # fmt: skip
     assert list(exposed.values()) == [True, False, False, False]
+
+
+@contextmanager
+def hostile(respond):
+    """An endpoint that writes what ``respond(handler, body)`` writes; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            self.close_connection = True
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            try:
+                respond(self, body)
+            except OSError:
+                self.server.broken = True  # the client left
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def reply_with(data, status=200, **headers):
+    def respond(handler, body):
+        handler.send_response(status)
+        handler.send_header("content-type", "application/json")
+        handler.send_header("content-length", str(len(data)))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return respond
+
+
+def answered(**changes):
+    """An answer with other fields, as JSON."""
+    whole = completion({"model": "m"}, "a b")
+    choice = whole["choices"][0]
+    choice["message"] |= changes.pop("message", {})
+    choice |= changes.pop("choice", {})
+    return json.dumps({**whole, **changes}).encode()
+
+
+def endless(status, head):
+    def respond(handler, body):
+        handler.send_response(status)
+        handler.send_header("transfer-encoding", "chunked")
+        handler.end_headers()
+        part = head
+        while True:
+            handler.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+            part = b"x" * (1 << 16)
+
+    return respond
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_endless_answer_is_none(status):
+    with hostile(endless(status, b'{"choices": [{"message": {"content": "')) as url:
+        reply = ask(url, max_tokens=16, timeout_s=60)
+    assert reply.message == "not an answer: more than 1,056,768 bytes, the most of --max-tokens"
+    assert (reply.effect, reply.charged) == ("retry", True)
+
+
+def test_a_long_answer_of_many_tokens_is_one():
+    content = "x" * (2 << 20)
+    with hostile(reply_with(answered(message={"content": content}))) as url:
+        assert ask(url, max_tokens=4096).content == content
+        assert "more than 1,049,088 bytes" in ask(url, max_tokens=1).message
+
+
+def test_a_compressed_answer_which_nobody_asked_for_is_none():
+    asked = []
+
+    def respond(handler, body):
+        asked.append(handler.headers["accept-encoding"])
+        reply_with(gzip.compress(bytes(50 << 20)), content_encoding="gzip")(handler, body)
+
+    with hostile(respond) as url:
+        reply = ask(url)
+    assert reply.message == "not an answer: compressed (gzip), which was not asked for"
+    assert asked == ["identity"]
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '{"choices": [{"message": {"content": ['])
+def test_a_deep_answer_is_a_failed_try(opening):
+    with hostile(reply_with(opening.encode() * 20_000)) as url:
+        reply = ask(url)
+    assert reply.effect == "retry" and "not an answer: RecursionError" in reply.message
+
+
+@pytest.mark.parametrize(
+    "data", [b"[]", b"3", b'"text"', b"null", b'{"choices": 5}', b"9" * 5000, b"\xff\xfe"]
+)
+def test_other_json_is_a_failed_try(data):
+    with hostile(reply_with(data)) as url:
+        reply = ask(url)
+    assert reply.effect == "retry" and reply.charged and reply.message.startswith("not a")
+
+
+COUNTS = [10**400, 10**15, -1, 1.5, True, "7", None, [], {"a": 1}]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_counts_that_cannot_be_are_not_believed(count):
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    with hostile(reply_with(answered(usage=usage, created=count if count != 10**400 else 10**300))) as url:
+        reply = ask(url, max_tokens=50)
+    assert (reply.content, reply.prompt_tokens, reply.completion_tokens) == (content_of("a b"), None, None)
+    assert reply.created is None
+
+
+@pytest.mark.parametrize(("prompt_tokens", "completion_tokens"), [(21, 50), (0, 0)])
+def test_counts_up_to_what_was_sent_and_asked_for_are_believed(prompt_tokens, completion_tokens):
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    with hostile(reply_with(answered(usage=usage))) as url:
+        reply = ask(url, max_tokens=50)
+        assert (reply.prompt_tokens, reply.completion_tokens) == (prompt_tokens, completion_tokens)
+    more = {"prompt_tokens": 22, "completion_tokens": 51}
+    with hostile(reply_with(answered(usage=more))) as url:
+        reply = ask(url, max_tokens=50)
+    assert (reply.prompt_tokens, reply.completion_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"usage": []},
+        {"usage": "many"},
+        {"choice": {"finish_reason": 5}},
+        {"message": {"reasoning_content": ["x"]}},
+        {"created": "today"},
+    ],
+)
+def test_an_answer_with_other_odd_fields_is_kept(changes):
+    with hostile(reply_with(answered(**changes))) as url:
+        reply = ask(url)
+    assert (reply.content, reply.finish_reason, reply.reasoning) == (content_of("a b"), "stop", "")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("other", ["port", "host"])
+def test_prompts_do_not_follow_a_redirect_to_another_place(status, other, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    got = []
+    with hostile(lambda handler, body: got.append(body)) as elsewhere:
+        there = elsewhere if other == "port" else elsewhere.replace("127.0.0.1", "localhost")
+        with hostile(reply_with(b"", status, location=f"{there}/{KEY}\x1b[2J")) as url:
+            reply = ask(url)
+    assert got == [] and reply.effect == "stop" and not reply.charged
+    assert reply.message.startswith(f"{status}: sends requests on to {there}/[key]\\u001b")
+    assert "--teacher" in reply.hint and "\x1b" not in reply.message
+
+
+def test_a_redirect_in_the_same_place_is_followed():
+    def respond(handler, body):
+        if handler.path.endswith("/"):
+            reply_with(answered())(handler, body)
+        else:
+            reply_with(b"", 307, location=f"{handler.path}/")(handler, body)
+
+    with hostile(respond) as url:
+        assert ask(url).content == content_of("a b")
+
+
+def test_an_endpoints_words_are_printable():
+    said = "\x1b]52;c;cm0=\x07\u202e\u2028 no \r\n error: forged"
+    with hostile(reply_with(json.dumps({"error": {"message": said}}).encode(), 400)) as url:
+        reply = ask(url)
+    assert reply.message == "400: \\u001b]52;c;cm0=\\u0007\\u202e no error: forged"
+
+
+@pytest.mark.parametrize(
+    "date", ["Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "Mon, 99 Jan 2026", "0" * 99]
+)
+def test_a_date_that_is_none(date):
+    with hostile(reply_with(b"{}", 429, retry_after=date)) as url:
+        reply = ask(url)
+    assert reply.effect == "retry" and (reply.retry_after or 0.0) == 0.0

@@ -4,12 +4,17 @@ The client's own retries are off: limits, retries and cost are counted in one pl
 comes from an environment variable, and leaves this file only in the header of a request: whatever the
 endpoint sends back is redacted, and exceptions of the client, which hold the request with its headers, are
 turned into :class:`TeacherFailure`.
+
+An endpoint is not trusted: the bytes of an answer are bounded by ``max_tokens`` (a compressed one, which was
+not asked for, is none), its counts by what was sent, and prompts do not follow a redirect to another host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +28,9 @@ from attar.distillation.collection.teachers import TeacherAnswer
 from attar.errors import MissingExtraError, SettingsError, UsageError
 
 _PATH = "/chat/completions"
+_BYTES, _BYTES_A_TOKEN = 1 << 20, 512
+"""Most bytes of an answer, for all of it and for each token that it may have."""
+_LATEST = 1 << 40  # seconds since 1970: what is later is no time
 _NOT_SENT = (
     "ConnectError",
     "ConnectTimeout",
@@ -79,6 +87,7 @@ class EndpointTeacher:
         self._key = "" if variable == "none" else os.environ.get(variable, "").strip()
         self._redactor = Redactor(self._key)
         self._timeout = settings.endpoint.timeout_s
+        self._most_tokens = settings.answers.max_tokens
         self._client: Any = None
 
     @property
@@ -94,9 +103,14 @@ class EndpointTeacher:
 
     def prepare(self) -> None:
         """Make the client."""
-        client_class = _client_class()
+        client_class, http_client_class = _client_classes()
         self._client = client_class(
-            base_url=self.url, api_key=self._key or "none", max_retries=0, timeout=self._timeout
+            base_url=self.url,
+            api_key=self._key or "none",
+            max_retries=0,
+            timeout=self._timeout,
+            default_headers={"Accept-Encoding": "identity"},
+            http_client=http_client_class(event_hooks={"response": [self._check]}),
         )
         self._client.organization = self._client.project = None  # variables for another host
 
@@ -109,19 +123,23 @@ class EndpointTeacher:
         messages: Any = list(request.messages)
         try:
             async with asyncio.timeout(self._timeout):
-                completion = await self._client.chat.completions.create(
+                response = await self._client.chat.completions.with_raw_response.create(
                     model=self.name, messages=messages, extra_body=body, extra_headers=headers
                 )
-            return self._answer(completion)
+            return self._answer(json.loads(response.http_response.content), request)
+        except _Refused as error:
+            return error.failure
         except openai.APIStatusError as error:
             return self._status_failure(error)
         except (TimeoutError, openai.APITimeoutError):
             return TeacherFailure(f"no answer within {self._timeout:g} s", "retry", charged=True)
         except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, _Refused):  # older clients wrap it
+                return error.__cause__.failure
             cause = type(error.__cause__).__name__
             message = self._redactor.error(f"connection failed: {error.__cause__ or error}")
             return TeacherFailure(message, "retry", charged=cause not in _NOT_SENT)
-        except (openai.OpenAIError, ValueError) as error:  # half an answer is no JSON
+        except (openai.OpenAIError, ValueError, RecursionError) as error:  # half an answer is no JSON
             message = self._redactor.error(f"not an answer: {type(error).__name__}: {error}")
             return TeacherFailure(message, "retry", charged=True)
 
@@ -140,27 +158,54 @@ class EndpointTeacher:
             licence=identify_service(self.url, self.name),
         )
 
-    def _answer(self, completion: Any) -> TeacherAnswer | TeacherFailure:
+    async def _check(self, response: Any) -> None:
+        """Look at a response before its body is read, and bound the body.
+
+        Raises:
+            _Refused: it is compressed, or a redirect to another host or port.
+        """
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            message = self._redactor.error(f"not an answer: compressed ({encoding}), which was not asked for")
+            raise _Refused(TeacherFailure(message, "retry", charged=True))
+        if response.has_redirect_location:
+            self._check_redirect(response.status_code, response.request.url, response.headers["location"])
+        response.stream = _bounded(response.stream, _BYTES + _BYTES_A_TOKEN * self._most_tokens)
+
+    def _check_redirect(self, status: int, asked: Any, location: str) -> None:
+        try:
+            target = asked.join(location)
+            same = (target.scheme, target.host, target.port) == (asked.scheme, asked.host, asked.port)
+        except Exception:  # no address; what the client raises depends on its version
+            same = False
+        if not same:
+            text = f"{status}: sends requests on to {location}; no prompt is sent there"
+            hint = "give that address as --teacher, if it is the one you mean"
+            raise _Refused(TeacherFailure(self._redactor.error(text), "stop", hint=hint))
+
+    def _answer(self, content: Any, request: TeacherRequest) -> TeacherAnswer | TeacherFailure:
         """The first choice; whatever lacks one is half an answer."""
         try:
-            content = completion.to_dict()
             choice = content["choices"][0]
             message = choice["message"]
-            text, reason = message.get("content") or "", choice.get("finish_reason") or "stop"
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            usage = content.get("usage") or {}
+            usage = content.get("usage")
+            counts = usage if isinstance(usage, dict) else {}
             answer = TeacherAnswer(
-                content=self._text(text),
-                finish_reason=self._text(reason),
-                reasoning=self._text(reasoning),
-                prompt_tokens=_count(usage.get("prompt_tokens")),
-                completion_tokens=_count(usage.get("completion_tokens")),
-                created=_count(content.get("created")),
+                content=self._text(message.get("content") or ""),
+                finish_reason=self._text_or(choice.get("finish_reason"), "stop"),
+                reasoning=self._text_or(message.get("reasoning_content") or message.get("reasoning"), ""),
+                prompt_tokens=_count(counts.get("prompt_tokens"), request.most_prompt_tokens),
+                completion_tokens=_count(counts.get("completion_tokens"), self._most_tokens),
+                created=_count(content.get("created"), _LATEST),
             )
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             message = self._redactor.error(f"not a chat completion: {type(error).__name__}: {error}")
             return TeacherFailure(message, "retry", charged=True)
         return answer
+
+    def _text_or(self, value: Any, otherwise: str) -> str:
+        """A text beside the answer, which is kept without it."""
+        return self._text(value) if isinstance(value, str) and value else otherwise
 
     def _text(self, value: Any) -> str:
         """Text without the key, and without halves of surrogate pairs."""
@@ -189,12 +234,42 @@ class EndpointTeacher:
         )
 
 
-def _client_class() -> Any:
+def _client_classes() -> tuple[Any, Any]:
+    """The client, and what it sends requests with."""
     try:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError:
         raise MissingExtraError("openai", "collect") from None
-    return AsyncOpenAI
+    return AsyncOpenAI, DefaultAsyncHttpxClient
+
+
+class _Refused(Exception):  # noqa: N818 (it carries the failure through the client)
+    """A response that is not read."""
+
+    def __init__(self, failure: TeacherFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def _bounded(stream: Any, most: int) -> Any:
+    """The stream of a response that ends with :class:`_Refused` after ``most`` bytes."""
+    # of the client's own library, which has had two names
+    base: Any = next(kind for kind in type(stream).__mro__ if kind.__name__ == "AsyncByteStream")
+
+    class Bounded(base):  # type: ignore[misc]
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            read = 0
+            async for part in stream:
+                read += len(part)
+                if read > most:
+                    message = f"not an answer: more than {most:,} bytes, the most of --max-tokens"
+                    raise _Refused(TeacherFailure(message, "retry", charged=True))
+                yield part
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
 
 
 def _reason(error: Any) -> str:
@@ -204,6 +279,6 @@ def _reason(error: Any) -> str:
     return str(message or error.message)
 
 
-def _count(value: Any) -> int | None:
-    """A whole number; None where the endpoint sends something else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _count(value: Any, most: int) -> int | None:
+    """A whole number; None where the endpoint sends something else, or more than there can be."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most else None
