@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import attar
 from attar.checkpoint import produce
 from attar.checkpoint.card import Card
 from attar.checkpoint.inspect import inspect
@@ -18,6 +20,7 @@ from attar.checkpoint.parts import part_of
 from attar.checkpoint.paths import resolve
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf.container import read_gguf
+from attar.formats.gguf.provenance import provenance_config, provenance_metadata
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
 
@@ -143,6 +146,42 @@ def test_an_unknown_architecture_is_shown_all_the_same(tmp_path: Path) -> None:
 def test_the_licence_of_a_file(folder: Path, tmp_path: Path) -> None:
     file = write_gguf(folder, tmp_path / "m.gguf", extra={"general.license": "apache-2.0"})
     assert as_parent(open_checkpoint(file), "weights").licence["ids"] == ["apache-2.0"]
+
+
+@pytest.mark.parametrize(
+    ("front", "ids"),
+    [
+        ("license: mit", ["mit"]),
+        ("license: llama3.2\nbase_model: meta-llama/Llama-3.2-1B", ["llama3.2"]),
+        ("license: [mit, gemma]", ["mit", "gemma"]),
+        ("license: nobody-knows", ["unknown"]),
+    ],
+)
+def test_a_file_without_its_card_keeps_licences_and_origins(front, ids, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text(f"---\n{front}\n---\n")
+    out = tmp_path / "out" / "x.gguf"
+    attar.export(tmp_path / "m", out, format="gguf", type="F16", imatrix="none")
+    alone = tmp_path / "alone.gguf"
+    shutil.copyfile(out, alone)
+    opened = open_checkpoint(alone)
+    assert opened.card is None
+    assert as_parent(opened, "weights").licence["ids"] == ids
+
+
+def test_keys_of_origins_come_back() -> None:
+    keys = provenance_metadata(["mit", "gemma"], ["org/one", "org/two"])
+    assert keys["general.license"] == "other" and keys["general.base_model.1.name"] == "two"
+    assert provenance_config(keys) == {
+        "license": ["other", "mit", "gemma"],
+        "base_model": ["org/one", "org/two"],
+    }
+    assert provenance_config(provenance_metadata(["mit"], ["org/one"])) == {
+        "license": "mit",
+        "base_model": "org/one",
+    }
+    senseless = {"general.license": 3, "general.license.name": 4, "general.base_model.count": 10**9}
+    assert provenance_config({**senseless, "general.base_model.0.repo_url": 5}) == {}
 
 
 def test_commands_and_outputs_name_the_file(file: Path, tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ def identify(checkpoint: Checkpoint) -> dict[str, Any]:
         line for each finding.
     """
     front = _front_matter(checkpoint.path / "README.md")
-    names = [checkpoint.name.split("@")[0], *_words(front.get("base_model"))]
+    bases = [*_words(front.get("base_model")), *_words(checkpoint.config.get("base_model"))]
+    names = [checkpoint.name.split("@")[0], *bases]
     findings = list(_card(checkpoint)) or [
         *_tags("README.md", [*_words(front.get("license")), *_words(front.get("license_name"))], names),
         *_tags("config.json", _words(checkpoint.config.get("license")), names),
@@ -253,6 +254,13 @@ def identify(checkpoint: Checkpoint) -> dict[str, Any]:
     if not any(finding.declared for finding in findings):
         ids.insert(0, UNKNOWN)
     return {"ids": list(dict.fromkeys(ids)), "evidence": [finding.evidence for finding in findings]}
+
+
+def hub_tags(ids: Sequence[str]) -> list[str]:
+    """Tags of licences as a README has them, those of ``unknown`` left out; each once."""
+    known = entries()
+    tags = ((known[name].get("tags") or [known[name].get("like", name)])[0] for name in ids if name in known)
+    return list(dict.fromkeys(tags))
 
 
 def identify_service(url: str, model: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from attar.checkpoint.units import bytes_text
 
 FILE = "README.md"
 MODELFILE = "Modelfile"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_LICENCES = {
     **{name: name for name in ("apache-2.0", "mit", "llama2", "llama3", "llama3.1", "llama3.2", "llama3.3")},
     **{name: name for name in ("llama4", "gemma")},
@@ -109,7 +109,7 @@ def _section(title: str, body: str) -> str:
 
 def _front(card: Card, folder: Path) -> dict[str, Any]:
     """The front matter for the hub."""
-    bases = [name for name in dict.fromkeys(map(_bare, _roots(card.parents))) if _HUB_NAME.fullmatch(name)]
+    bases = [name for name in dict.fromkeys(map(_bare, _roots(card.parents))) if HUB_NAME.fullmatch(name)]
     ids = list(dict.fromkeys(source.get("id", "") for source in card.licence.get("sources", ())))
     names = dict.fromkeys(_HUB_LICENCES.get(name, "other") for name in ids)
     front: dict[str, Any] = {}

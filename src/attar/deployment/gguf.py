@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import atomic
+from attar.checkpoint.licences import hub_tags
 from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.processes import Processes
-from attar.checkpoint.readme import MODELFILE
+from attar.checkpoint.readme import HUB_NAME, MODELFILE
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.checkpoint.units import byte_count
 from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
@@ -37,6 +38,7 @@ from attar.formats.gguf import blocks, container, imatrix
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
 from attar.formats.gguf.placement import pieces
+from attar.formats.gguf.provenance import provenance_metadata
 from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
@@ -117,6 +119,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     metadata = {
         **described(view.config, file_stem(source)),
         **source_metadata(tokenizer, settings.pretokenizer or None),
+        **_provenance(source),
     }
     weighted = bool(importance.entries) or settings.rounding != "nearest"
     kinds = choose_kinds(source, view, placed, settings, metadata, weighted, output.processes, progress)
@@ -140,6 +143,14 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     ]
     output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
+
+
+def _provenance(source: Checkpoint) -> dict[str, Any]:
+    """Licences and origins of a checkpoint's weights."""
+    sources = duties_of(source).sources
+    models = dict.fromkeys(entry.model.partition("@")[0] for entry in sources if entry.role == "weights")
+    bases = [name for name in models if HUB_NAME.fullmatch(name)]
+    return provenance_metadata(hub_tags([entry.id for entry in sources]), bases)
 
 
 def write_modelfile(file: Path, metadata: dict[str, Any], source: Checkpoint) -> None:

@@ -28,6 +28,7 @@ from attar.formats.gguf.config import hf_config
 from attar.formats.gguf.container import GGUF, read_gguf
 from attar.formats.gguf.generation import generation_config
 from attar.formats.gguf.placement import pieces
+from attar.formats.gguf.provenance import provenance_config
 from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
@@ -139,9 +140,7 @@ def _config(opened: GGUF) -> dict[str, Any]:
     config = hf_config(opened.metadata, opened.tensors, opened.load)
     if any(TYPES[tensor.kind].block > 1 for tensor in opened.tensors.values()):
         config["dtype"] = "float32"
-    licence = opened.metadata.get("general.license")
-    if isinstance(licence, str) and licence:
-        config["license"] = licence
+    config |= provenance_config(opened.metadata)
     return {**config, "quantization_config": {"quant_method": METHOD}}
 
 
