@@ -1,13 +1,17 @@
 """The train walk: learns, resumes to the same bytes, stops early, and says what to try when it diverges."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from attar import interruption
 from attar.data.packing import PADDING, Batches
 from attar.errors import NumericsError, SettingsError
+from attar.interruption import StoppedError
 from attar.models import device
 from attar.walks import optimizers
 from attar.walks.objectives import next_token
@@ -98,6 +102,61 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, optimi
     for name, value in state(whole).items():
         assert torch.equal(value, state(resumed)[name]), name
     assert again == history
+
+
+class Stops:
+    """A loss that signals its own process in some of its calls."""
+
+    def __init__(self, *calls, number=signal.SIGINT):
+        self.calls, self.count, self.number = calls, 0, number
+
+    def __call__(self, model, tokens):
+        self.count += 1
+        if self.count in self.calls:
+            os.kill(os.getpid(), self.number)
+        return loss(model, tokens)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_stopped_run_ends_its_step_and_goes_on_from_there(tmp_path, optimizer, number, code):
+    settings = replace(SETTINGS, optimizer=optimizer, checkpoint_every=50)  # more than there are steps
+    undisturbed, model, again = Toy(), Toy(), Toy()
+    wanted = train(undisturbed, loss, ROWS, settings, work=tmp_path / "a")
+    with pytest.raises(StoppedError) as stopped:
+        train(model, Stops(5, number=number), ROWS, settings, work=tmp_path / "b")
+    assert stopped.value.exit_code == code
+    counting = Stops()
+    history = train(again, counting, ROWS, settings, work=tmp_path / "b")
+    assert counting.count == settings.steps - 5
+    assert history.curve == wanted.curve and history.tokens == wanted.tokens
+    assert all(torch.equal(value, undisturbed.state_dict()[name]) for name, value in state(again).items())
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    def twice(model, tokens):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one must have ended this step")
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        train(Toy(), twice, ROWS, SETTINGS, work=tmp_path)
+    assert not isinstance(ended.value, StoppedError) and list(tmp_path.glob("state-*")) == []
+
+
+def test_a_state_is_written_by_time_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "SAVE_S", 0.0)
+
+    def third(model, tokens, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        if calls[0] == 3:
+            raise Killed
+        return loss(model, tokens)
+
+    with pytest.raises(Killed):
+        train(Toy(), third, ROWS, replace(SETTINGS, checkpoint_every=50), work=tmp_path)
+    assert [path.name for path in tmp_path.glob("state-*")] == ["state-00000002"]
 
 
 def test_learns_and_reports_a_curve(tmp_path):

@@ -123,7 +123,8 @@ def _record(out: Path, measurements: dict[str, Any]) -> None:
         with_new_readme(card.with_measurements(**measurements), out).write(out)
     elif card := load("attar.checkpoint.open:open_checkpoint")(out).card:
         card_path = load("attar.deployment.stage:card_beside")(out)
-        load("attar.checkpoint.atomic:write_json")(card_path, card.with_measurements(**measurements).to_dict())
+        content = card.with_measurements(**measurements).to_dict()
+        load("attar.checkpoint.atomic:write_json")(card_path, content)
 
 
 def _lines(outs: Sequence[str], sizes: Sequence[int], run: RunRecord | None) -> list[str]:

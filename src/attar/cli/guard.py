@@ -1,6 +1,6 @@
 """From an exception to one or two lines on stderr and an exit code.
 
-0 success, 1 failure, 2 wrong usage, 130 interrupted.
+0 success, 1 failure, 2 wrong usage, 130 interrupted (143 by SIGTERM, in a training).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
     except BrokenPipeError:  # the reader of stdout has exited, as in `attar inspect MODEL | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if not launched():  # the launcher says it
             print_lines(f"stopped; to go on: {_command_line()}" if resumes else "stopped")
-        raise typer.Exit(130) from None
+        raise typer.Exit(getattr(error, "exit_code", 130)) from None
     except Exception as error:
         if debug:
             print_lines(traceback.format_exc().rstrip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -145,6 +146,7 @@ def main() -> None:
     if "--debug" not in sys.argv:
         warnings.simplefilter("ignore")
     if launched():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it, and sends SIGTERM
         end_with_launcher()
     sys.exit(call(sys.argv[1:]))
 

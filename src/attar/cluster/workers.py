@@ -12,6 +12,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -19,6 +20,9 @@ from typing import IO, Any
 
 from attar.cluster.tasks import DONE, FAILED, LOST, ClusterTask, TaskOutcome
 from attar.errors import AttarError
+
+GRACE_S = 30.0
+"""Seconds that a process at work gets to end its step."""
 
 
 @dataclass
@@ -69,11 +73,16 @@ class WorkerProcesses:
         return TaskOutcome(task, LOST, message=f"its process {ready.process.pid} {_ended(code)}")
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; those at work have ``GRACE_S`` to write the state of a training."""
         for worker in self._workers:
-            worker.process.kill() if worker.task is not None else worker.process.stdin.close()  # type: ignore[union-attr]
+            worker.process.terminate() if worker.task is not None else worker.process.stdin.close()  # type: ignore[union-attr]
+        deadline = time.monotonic() + GRACE_S
         for worker in self._workers:
-            worker.process.wait()
+            try:
+                worker.process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
         self._workers.clear()
 
     def _start(self) -> _Worker:
@@ -100,7 +109,8 @@ def serve() -> None:
     """The loop of a worker: ends when its driver does, since the pipe then closes."""
     answers: IO[bytes] = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # Ctrl-C reaches the driver too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets Ctrl-C, and sends SIGTERM
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         for line in sys.stdin.buffer:
             record = json.loads(line)
             outcome = perform(record["id"], record["function"], record["arguments"])

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from attar.checkpoint import atomic
 from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError, SettingsError
+from attar.interruption import Interruption, StateFile, interruptible
 from attar.models.device import bf16_products, free_memory, trim_memory
 from attar.models.experts import Experts
 from attar.models.parts import weight_of
@@ -109,6 +110,7 @@ class BlockView:
         module: the block, float32, its original weights.
         names: full names of the selected Linears.
         modules: the Linear and Conv1D modules by those names.
+        state: the state of the training, after each step; one that was stopped begins with it.
     """
 
     module: nn.Module
@@ -116,6 +118,7 @@ class BlockView:
     modules: dict[str, nn.Module]
     count: int
     _runner: _BlockRunner
+    state: StateFile = field(default_factory=StateFile)
 
     def inputs(self, number: int) -> Tensor:
         """Hidden states (B, S, D) after the blocks solved so far."""
@@ -244,7 +247,8 @@ def sweep(
                 elif processes.agreed(file.exists()):
                     runner.restore(solver, file)
                 elif hasattr(solver, "solve_block"):
-                    runner.solve_whole(cast(BlockSolver, solver), groups, file)
+                    with interruptible() as interruption:
+                        runner.solve_whole(cast(BlockSolver, solver), groups, file, interruption)
                 else:
                     runner.solve(cast(Solver, solver), groups, file)
             processes.wait()  # for the first one's file
@@ -448,17 +452,21 @@ class _BlockRunner:
             held.add(*arguments)
         return held
 
-    def solve_whole(self, solver: BlockSolver, groups: list[list[str]], file: Path) -> None:
+    def solve_whole(
+        self, solver: BlockSolver, groups: list[list[str]], file: Path, interruption: Interruption
+    ) -> None:
         """Solve the block as a whole."""
         originals = cast(HiddenStates, self.originals)
         self._replace(originals, self._outputs(self.block.module, originals))
         names = [name for group in groups for name in group]
         modules = {name: self.modules[name] for name in names}
-        view = BlockView(self.block.module, names, modules, len(self.store), self)
+        state = StateFile(file.with_name("learning.pt"), interruption)
+        view = BlockView(self.block.module, names, modules, len(self.store), self, state)
         solved = solver.solve_block(view)
         for name in names:
             _put(self.modules[name], solved[name].weight, solved[name].tensors)
         _write(file, {name: solved[name] for name in names})
+        state.remove()
         self._replace(self.store, self._outputs(self.block.module, self.store))
 
     def skip(self, file: Path) -> None:

@@ -10,9 +10,10 @@ loop. A sparse model brings its masks (masks.py). Under ``--launch``, ``torchrun
 processes share the rows of each step, and with FSDP2 the model too (distributed.py); a step is the same
 however many they are.
 
-Every ``checkpoint_every`` steps the whole state (weights, optimizers, random number generators, curve) is
-written and renamed (states.py). A killed run resumes from the last state with the same batches and ends with
-the same bytes; where another number of processes goes on, with the same up to the rounding of sums.
+Every ``checkpoint_every`` steps, every five minutes, and at the step in which Ctrl-C or SIGTERM comes, the
+whole state (weights, optimizers, random number generators, curve) is written and renamed (states.py,
+interruption.py). A stopped or killed run resumes from the last state with the same batches and ends with the
+same bytes; where another number of processes goes on, with the same up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +39,7 @@ from attar.checkpoint.processes import SHARD
 from attar.data.examples import Examples
 from attar.data.packing import Batches
 from attar.errors import NumericsError, SettingsError
+from attar.interruption import Interruption, interruptible
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import distributed, optimizers, states
@@ -55,6 +58,7 @@ class TrainHistory:
         waited: held-out losses since the best one.
         stopped: the run ended early because the held-out loss did not fall.
         precision: of the products: ``bf16`` or ``fp32``.
+        unlogged: losses since the last row of the curve.
     """
 
     step: int = 0
@@ -64,6 +68,7 @@ class TrainHistory:
     stopped: bool = False
     tokens: int = 0
     precision: str = ""
+    unlogged: list[float] = field(default_factory=list)
 
 
 class BatchSource(Protocol):
@@ -104,6 +109,7 @@ def train(
 
     Raises:
         NumericsError: the loss or the gradient is not finite.
+        StoppedError: Ctrl-C or SIGTERM came; the state is written.
     """
     accelerator = _accelerator(model)
     work = _shared(accelerator, work)
@@ -127,7 +133,8 @@ def train(
             source = Batches(rows, settings.batch_size, settings.seed)
         else:
             source = rows
-        history = _steps(run, loss, source, settings, held_out, progress, what)
+        interruption = stack.enter_context(interruptible())
+        history = _steps(run, loss, source, settings, held_out, interruption, progress, what)
         if settings.patience:
             run.restore_best()
     accelerator.free_memory()
@@ -140,13 +147,13 @@ def _steps(
     source: BatchSource,
     settings: TrainSettings,
     held_out: Callable[[nn.Module], float] | None,
+    interruption: Interruption,
     progress: Progress,
     what: str,
 ) -> TrainHistory:
     """The steps, from the newest state on."""
     history = run.resume()
     history.precision = settings.precision
-    losses: list[float] = []
     start = time.monotonic()
     first = history.step
     with progress.task(what, total=settings.steps, done=history.step) as task:
@@ -154,17 +161,21 @@ def _steps(
             value, tokens = _step(run, loss, source, history.step, settings)
             history.step += 1
             history.tokens += tokens
-            losses.append(value)
+            history.unlogged.append(value)
             numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
             last = history.step == settings.steps
             if last or history.step % _log_every(settings) == 0:
-                history.curve.append({"step": history.step, "loss": sum(losses) / len(losses)})
-                losses = []
+                mean = sum(history.unlogged) / len(history.unlogged)
+                history.curve.append({"step": history.step, "loss": mean})
+                history.unlogged.clear()
             if held_out is not None and (last or _due(history.step, settings.evaluate_every)):
                 numbers["held-out"] = _measure(run, held_out, history, settings)
-            if last or history.stopped or _due(history.step, settings.checkpoint_every):
-                run.save(history)
             task.advance(**numbers)
+            if run.agreed(interruption):
+                run.save(history)
+                interruption.saved()
+            elif last or history.stopped or _due(history.step, settings.checkpoint_every):
+                run.save(history)
     return history
 
 
@@ -202,8 +213,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _log_every(settings: TrainSettings) -> int:
-    """Every how many steps the curve has a row: a divisor of ``checkpoint_every``, so that a resumed run
-    has the same curve."""
+    """Every how many steps the curve has a row."""
     return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
 
 
@@ -324,6 +334,19 @@ class _TrainRun:
     def gathering(self, *, last: bool) -> Any:
         """For a pass: gradients of several processes are averaged once a step, after the last one."""
         return nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
+
+    def agreed(self, interruption: Interruption) -> bool:
+        """Whether a state is due in some process: they write it together, and end together. Of a training
+        without states, whether it must end."""
+        if self.work is None:
+            return bool(interruption.signal)
+        if self.accelerator.num_processes == 1:
+            return interruption.due()
+        asked = [float(interruption.due()), float(interruption.signal)]
+        due, stopped = self.accelerator.reduce(torch.tensor(asked, device=self.accelerator.device), "sum")
+        if stopped and not interruption.signal:  # that of another process
+            interruption.signal = SIGTERM
+        return bool(due)
 
     def save(self, history: TrainHistory) -> None:
         """Write the state whole, then delete the one before."""

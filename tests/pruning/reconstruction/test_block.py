@@ -1,12 +1,15 @@
 """Training of a block against its original outputs: gradients, masks, the choice on held-out rows."""
 
 import copy
+import os
+import signal
 
 import pytest
 import torch
 from torch import nn
 
 from attar.errors import NumericsError
+from attar.interruption import StateFile, StoppedError, interruptible
 from attar.pruning.reconstruction.block import BlockReconstructor, _share, _split
 
 K, HIDDEN, T = 12, 20, 64
@@ -15,6 +18,8 @@ K, HIDDEN, T = 12, 20, 64
 class View:
     """A block of two Linears with a non-linearity; the pruned model's hidden states differ from the original
     one's."""
+
+    state = StateFile()
 
     def __init__(self, batches=20, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -150,3 +155,28 @@ def test_the_seed_is_the_order_of_the_batches():
         for seed in (0, 0, 1)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("stop_at", [7, 22])  # in the first rate, and in the second
+def test_a_stopped_block_goes_on_from_its_step(tmp_path, stop_at):
+    view = View()
+    weights = pruned(view)
+    wanted = reconstructor(view, weights, epochs=1, rates=(0.01, 0.03)).solve_block(view)
+
+    class Stops(StateFile):
+        done = 0
+
+        def step(self, state):
+            Stops.done += 1
+            if Stops.done == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().step(state)
+
+    with interruptible() as stop, pytest.raises(StoppedError):
+        view.state = Stops(tmp_path / "learning.pt", stop)
+        reconstructor(view, weights, epochs=1, rates=(0.01, 0.03)).solve_block(view)
+    view.state = Stops(tmp_path / "learning.pt")
+    solved = reconstructor(view, weights, epochs=1, rates=(0.01, 0.03)).solve_block(view)
+    assert Stops.done == 2 * 18  # of 20 batches two are held out
+    for name, solution in solved.items():
+        assert torch.equal(solution.weight, wanted[name].weight) and solution.report == wanted[name].report

@@ -1,12 +1,16 @@
 """Learned rounding: gradients against a slow formula, block errors against round to nearest, codes that are
 the weight."""
 
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import SettingsError
+from attar.interruption import StateFile, StoppedError, interruptible
 from attar.models.anatomy import discover
 from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.grids import IntGrid, TileParameters
@@ -36,6 +40,8 @@ GRIDS = {
 
 class View:
     """One block of a tiny model with its real calls; batches of two sequences, and one of a single one."""
+
+    state = StateFile()
 
     def __init__(self, family, batches=5):
         model = tiny_models.build(family)
@@ -226,6 +232,8 @@ def test_finds_the_rounding_that_brute_force_finds():
     """Three weights whose inputs always agree: only the sum of the weights counts."""
 
     class Sum:
+        state = StateFile()
+
         def __init__(self):
             self.linear = nn.Linear(4, 1, bias=False)
             self.linear.weight = nn.Parameter(torch.tensor([[0.3, 0.4, 0.44, 7.0]]), requires_grad=False)
@@ -316,3 +324,33 @@ def test_inputs_are_not_modified(llama):
     rounding.step(rounded, torch.ones_like(rounded), 0.3)
     assert torch.equal(weight, before) and torch.equal(start.codes, codes)
     assert isinstance(rounding.quantized().parameters, TileParameters)
+
+
+@pytest.mark.parametrize("update", ["sign", "adam"])
+def test_a_stopped_block_goes_on_from_its_step(llama, tmp_path, update):
+    grids = dict.fromkeys(llama.names, IntGrid(4, group_size=16))
+    options = {"iterations": 8, "batch": 2, "update": update}
+    wanted = autoround(llama, grids, **options)
+
+    class Stops(StateFile):
+        done = 0
+
+        def step(self, state):
+            Stops.done += 1
+            if Stops.done == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().step(state)
+
+    try:
+        with interruptible() as stop, pytest.raises(StoppedError):
+            llama.state = Stops(tmp_path / "learning.pt", stop)
+            autoround(llama, grids, **options)
+        llama.state = Stops(tmp_path / "learning.pt")
+        learned = autoround(llama, grids, **options)
+    finally:
+        llama.state = StateFile()
+    assert Stops.done == 8
+    assert (learned.first, learned.best) == (wanted.first, wanted.best)
+    for name, codes in learned.quantized.items():
+        assert torch.equal(codes.codes, wanted.quantized[name].codes)
+        assert torch.equal(codes.parameters.scale, wanted.quantized[name].parameters.scale)

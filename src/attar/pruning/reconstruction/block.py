@@ -72,10 +72,16 @@ class BlockReconstructor:
             first = best = self._loss(view, held)
             if not first < float("inf"):
                 raise NumericsError(f"the loss of the pruned block of {view.names[0]} is {first}")
-            kept, chosen = start, 0.0
-            for rate in self.rates:
+            kept, chosen, stored_state = start, 0.0, view.state.load() or {}
+            if stored_state:
+                best, kept, chosen = (stored_state[name] for name in ("best", "kept", "chosen"))
+            for number, rate in enumerate(self.rates):
+                if number < stored_state.get("rate", 0):
+                    continue
                 _load(parameters, start)
-                self._train(view, parameters, training, rate)
+                resumed = stored_state if number == stored_state.get("rate") else {}
+                others = {"rate": number, "best": best, "kept": kept, "chosen": chosen}
+                self._train(view, parameters, training, rate, resumed, others)
                 _round(view.modules, stored)
                 loss = self._loss(view, held)
                 if loss < best:
@@ -89,17 +95,36 @@ class BlockReconstructor:
         return tensors["weight"]
 
     def _train(
-        self, view: BlockView, parameters: Sequence[nn.Parameter], batches: Sequence[int], rate: float
+        self,
+        view: BlockView,
+        parameters: Sequence[nn.Parameter],
+        batches: Sequence[int],
+        rate: float,
+        resumed: Mapping[str, Any],
+        others: Mapping[str, Any],
     ) -> None:
-        """Adam over the batches in random order, ``epochs`` times; the rate rises, then falls to zero."""
+        """Adam over the batches in random order, ``epochs`` times; the rate rises, then falls to zero.
+
+        Args:
+            resumed: the state of an earlier call, or empty.
+            others: what a state has besides.
+        """
         masks = [parameter.detach() != 0 if parameter.dim() == 2 else None for parameter in parameters]
         groups = [{"params": [one], "lr": rate * _size(one)} for one in parameters]
         optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
         steps = self.epochs * len(batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))
         generator = torch.Generator().manual_seed(self.seed)
+        if resumed:
+            _load(parameters, resumed["parameters"])
+            optimizer.load_state_dict(resumed["optimizer"])
+            scheduler.load_state_dict(resumed["scheduler"])
+        step = 0
         for _ in range(self.epochs):
             for at in torch.randperm(len(batches), generator=generator).tolist():
+                step += 1
+                if step <= resumed.get("step", 0):
+                    continue
                 optimizer.zero_grad()
                 self._error(view, batches[at]).backward()
                 for parameter, mask in zip(parameters, masks, strict=True):
@@ -107,6 +132,15 @@ class BlockReconstructor:
                         parameter.grad.mul_(mask)
                 optimizer.step()
                 scheduler.step()
+                view.state.step(
+                    lambda step=step: {  # type: ignore[misc]
+                        **others,
+                        "step": step,
+                        "parameters": _copies(parameters),
+                        "optimizer": optimizer.state_dict(),
+                        "scheduler": scheduler.state_dict(),
+                    }
+                )
 
     def _loss(self, view: BlockView, batches: Sequence[int]) -> float:
         """The mean loss over some batches."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -117,9 +117,11 @@ def autoround(
     peak = 1.0 / iterations if learning_rate is None else learning_rate
     with _originals(view.modules), torch.enable_grad():
         candidates = [_state(roundings)]
-        lowest = float("inf")
-        best = candidates[0]
-        for step in range(iterations):
+        lowest, best, done = float("inf"), candidates[0], 0
+        if stored := view.state.load():
+            lowest, best, done = stored["lowest"], stored["best"], stored["step"]
+            _resume(roundings, rows, stored)
+        for step in range(done, iterations):
             placed = _put_weights(view.modules, roundings)
             loss = _descend(view, rows, fast)
             if not loss < float("inf"):
@@ -131,6 +133,14 @@ def autoround(
                 if slope is not None and not isinstance(view.modules[name], nn.Linear):
                     slope = slope.T
                 roundings[name].step(rounded, slope, peak * (1.0 - step / iterations))
+            view.state.step(
+                lambda done=step + 1, lowest=lowest, best=best: {  # type: ignore[misc]
+                    **_resumable(roundings, rows),
+                    "lowest": lowest,
+                    "best": best,
+                    "step": done,
+                }
+            )
         candidates += [best, _state(roundings)]
         losses = [_whole_loss(view, roundings, state) for state in candidates]
         kept = min(range(len(losses)), key=losses.__getitem__)
@@ -380,6 +390,20 @@ def _load(roundings: Mapping[str, LearnedRounding], state: LearnedState) -> None
     for name, one in roundings.items():
         for part, kept in zip(one.learned, state[name], strict=True):
             part.data.copy_(kept)
+
+
+def _resumable(roundings: Mapping[str, LearnedRounding], rows: _Rows) -> dict[str, Any]:
+    """What the next step depends on."""
+    optimizers = {name: vars(one.update) for name, one in roundings.items() if isinstance(one.update, _Adam)}
+    return {"learned": _state(roundings), "adam": optimizers, "drawn": rows.generator.get_state()}
+
+
+def _resume(roundings: Mapping[str, LearnedRounding], rows: _Rows, stored: Mapping[str, Any]) -> None:
+    """The inverse of :func:`_resumable`, in place."""
+    _load(roundings, stored["learned"])
+    for name, values in stored["adam"].items():
+        vars(roundings[name].update).update(values)
+    rows.generator.set_state(stored["drawn"])
 
 
 @contextmanager
