@@ -253,13 +253,19 @@ MISFITS = {  # what is wrong with a folder, and what the line says
     "transposed": (lambda model: damaged(model, transposed), "up_proj.weight is [64, 96], but"),
     "cut": (lambda model: damaged(model, cut), "up_proj.weight is [96, 32], but"),
     "stray": (lambda model: damaged(model, stray), "extra.weight has no place in the model"),
-    "codes": (lambda model: damaged(model, codes), "is I8, but config.json has no quantization_config"),
+    "codes": (
+        lambda model: damaged(model, codes),
+        "(I8) is of a quantized weight, but config.json has no",
+    ),
     "fewer layers": (lambda model: rewrite(model, num_hidden_layers=1), "has no place in the model"),
     "more layers": (
         lambda model: rewrite(model, num_hidden_layers=10**9),
-        "1000000000 layers, but there are",
+        "num_hidden_layers is 1000000000, but must be",
     ),
-    "vocabulary": (lambda model: rewrite(model, vocab_size=10**12), "but the config asks for [1000000000000"),
+    "vocabulary": (
+        lambda model: rewrite(model, vocab_size=10**12),
+        "vocab_size is 1000000000000, but must be",
+    ),
     "{} tokenizer": (lambda model: small_tokenizer(model, "{}"), "the tokenizer cannot be loaded"),
     "cut tokenizer": (
         lambda model: small_tokenizer(model, '{"version": "1.0", "model'),

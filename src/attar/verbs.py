@@ -541,7 +541,7 @@ def check_output(out: str | Path, force: bool) -> None:
 def _dense(model: ModelSource) -> Checkpoint:
     """An open checkpoint; a packed one is refused before transformers is imported."""
     checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(source_of(model))
-    load("attar.formats.quantization_config:refuse_packed")(checkpoint)
+    load("attar.formats.readers:refuse_packed")(checkpoint)
     return checkpoint
 
 

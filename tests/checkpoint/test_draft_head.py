@@ -10,7 +10,7 @@ from attar.checkpoint.readme import render_readme
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
-from attar.models.fit import check_fit
+from attar.models.fit import admit
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.loading import load
 
@@ -50,7 +50,7 @@ def test_its_readme_says_how_to_use_it(head):
         assert other not in text
 
 
-@pytest.mark.parametrize("use", [load_model, load_tokenizer, check_fit, load])
+@pytest.mark.parametrize("use", [load_model, load_tokenizer, admit, load])
 def test_where_a_model_is_wanted_a_head_is_refused_in_one_line(head, use):
     from attar.checkpoint.open import open_checkpoint
 

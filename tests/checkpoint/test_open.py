@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from attar.checkpoint import check_finite, open_checkpoint
+from attar.checkpoint.open import open_anyway
 from attar.checkpoint.tensors import TORCH
 from attar.errors import CheckpointError, NumericsError
 from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
@@ -36,7 +37,7 @@ def test_every_dtype(make, dtype):
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 2 if dtype == "BOOL" else 100, (48,), generator=generator, dtype=torch.uint8)
     tensor = raw.view(getattr(torch, TORCH[dtype])).reshape(2, -1)
-    checkpoint = open_checkpoint(make(tensors={"a": torch.ones(3), "x": tensor}))
+    checkpoint = open_anyway(make(tensors={"a": torch.ones(3), "x": tensor}))
     loaded = checkpoint.load("x")
     assert checkpoint.tensors["x"].dtype == dtype
     assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
@@ -140,14 +141,13 @@ def test_index_that_names_a_missing_shard(make):
         open_checkpoint(folder)
 
 
-def test_index_that_promises_a_tensor_the_shard_lacks(make):
+def test_index_that_promises_a_tensor_no_shard_has(make):
     folder = make()
     index = sharded(folder)
     content = json.loads(index.read_text())
     content["weight_map"]["model.extra"] = "model-00001-of-00005.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"00001-of-00005\.safetensors: lacks tensor 'model\.extra'"):
-        open_checkpoint(folder)
+    assert "model.extra, which no shard has" in open_checkpoint(folder).notes[0]
 
 
 def test_index_that_leaves_the_folder(make):
@@ -165,7 +165,7 @@ def test_tensor_in_two_shards(make):
     sharded(folder)
     shard = folder / "model-00002-of-00005.safetensors"
     save_file({"model.norm.weight": torch.ones(8)}, shard)
-    with pytest.raises(CheckpointError, match="is also in"):
+    with pytest.raises(CheckpointError, match=r"00001-of-00005.*, with other values, in model-00002"):
         open_checkpoint(folder)
 
 

@@ -150,6 +150,7 @@ def test_quantized_checkpoints_come_back_dense(folder, monkeypatch, original):
     edit_config(
         folder, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}
     )
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(1)}))
     dense = {name: tensor.clone() for name, tensor in original.state_dict().items()}
     monkeypatch.setattr("attar.models.single_experts.stacked_state", lambda checkpoint: dict(dense))
     loaded = load_model(folder, dtype=torch.float32)
@@ -250,9 +251,7 @@ def test_empty_model_of_a_bad_config():
 
 def test_tokenizer_of_another_model(folder):
     edit_config(folder, vocab_size=300)
-    assert "token 319, but config.json's vocab_size is 300" in message_of(
-        load_tokenizer, folder, kind=CheckpointError
-    )
+    assert "token 319" in message_of(load_tokenizer, folder, kind=CheckpointError)
 
 
 def test_tokenizer_that_is_missing_or_broken(folder):

@@ -14,7 +14,7 @@ from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.models import single_experts as reading
 from attar.models.anatomy import discover
 from attar.models.experts import unstack
-from attar.models.fit import check_fit
+from attar.models.fit import admit
 from attar.models.load import load_model
 from attar.models.single_experts import single_experts
 from attar.quantization.plan import plan
@@ -250,8 +250,8 @@ def test_the_card_names_the_rarest_expert(tmp_path):
 @pytest.mark.parametrize("family", ["llama4", "granitemoe", "mixtral"])
 def test_a_checkpoint_fits_however_it_stores_its_experts(tmp_path, family):
     source = open_checkpoint(tiny_models.save(tiny_models.build(family), tmp_path / "model"))
-    check_fit(source)
+    admit(source)
     name = next(name for name in source.tensors if "expert" in name or "linear" in name)
     del source.tensors[name]
     with pytest.raises((CheckpointError, ModelError), match="no tensor for"):
-        check_fit(source)
+        admit(source)

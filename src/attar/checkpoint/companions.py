@@ -6,8 +6,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from attar.checkpoint.atomic import explain_os_errors
+from attar.checkpoint.atomic import explain_os_errors, write_json
+from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.names import check_links
+from attar.errors import CheckpointError
+
+CONFIG = "config.json"
+CODE_KEYS = ("auto_map", "custom_pipelines", "custom_pipeline")
+"""Keys of JSON files that name Python files of the same folder."""
+LARGEST = 1 << 20  # bytes of a JSON file of settings
 
 TOKENIZER = (
     "added_tokens.json",
@@ -76,17 +83,40 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     Returns the names copied, relative to the folder, sorted; files of these names in ``target`` are
     replaced.
 
+    Where config.json of ``target`` names Python files, all of those of ``source`` are copied, too; elsewhere
+    (transformers has the family itself) no copied file names any.
+
     Raises:
         CheckpointError: one is a link out of the folder.
         OutputError: no space, or no permission.
     """
-    names = _matches(source, TOKENIZER + TEXTS)
+    code = CONFIG in _code_files(target)
+    names = _matches(source, (*TOKENIZER, *TEXTS, *(("*.py",) if code else ())))
     check_links(source, names)
     with explain_os_errors(target):
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+        for name in () if code else _code_files(target):
+            content = {key: value for key, value in read_json(target / name).items() if key not in CODE_KEYS}
+            write_json(target / name, content)
     return names
+
+
+def _code_files(folder: Path) -> list[str]:
+    """The JSON files of a folder that name Python files."""
+    return [name for name in _matches(folder, ("*.json",)) if _names_code(folder / name)]
+
+
+def _names_code(path: Path) -> bool:
+    """Whether a JSON file has one of the keys; one that is no object has none."""
+    if path.stat().st_size > LARGEST:  # a vocabulary, no settings
+        return False
+    try:
+        content = read_json(path)
+    except CheckpointError:
+        return False
+    return any(key in content for key in CODE_KEYS)
 
 
 def _matches(folder: Path, patterns: tuple[str, ...]) -> list[str]:

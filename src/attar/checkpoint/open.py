@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
+from attar.checkpoint.config_numbers import odd_number
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.names import is_file_name
-from attar.checkpoint.tensors import TensorInfo, check_finite, read_header, read_tensor
+from attar.checkpoint.normal_form import normal_form
+from attar.checkpoint.oddities import NOTE, REFUSED, Oddity
+from attar.checkpoint.tensors import TensorInfo, check_finite, read_tensor
 from attar.checkpoint.units import bytes_text
+from attar.checkpoint.weight_files import INDEX, SINGLE, read_tensors
 from attar.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     import torch
-
-SINGLE = "model.safetensors"
-MEDUSA = "medusa_lm_head.safetensors"
-INDEX = "model.safetensors.index.json"
 
 OPENERS = {".gguf": "attar.formats.gguf.open:open_gguf"}
 """``module:function`` that opens models of another format, by file suffix; formats/ is above."""
@@ -46,6 +45,9 @@ class Checkpoint:
         card: the content of ``attar.json``, or None for a model that attar did not make.
         tensors: every stored tensor by name: shards in the order of their names, tensors in the order of
             their bytes.
+        oddities: what is odd about it (:mod:`attar.checkpoint.oddities`); config and tensors are without.
+        as_stored: all tensors of the files have their names there.
+        fits: :func:`attar.models.fit.admit` has compared it with its family and its tokenizer.
     """
 
     path: Path
@@ -53,6 +55,9 @@ class Checkpoint:
     config: dict[str, Any]
     card: Card | None
     tensors: dict[str, TensorInfo]
+    oddities: tuple[Oddity, ...] = ()
+    as_stored: bool = True
+    fits: bool = False
 
     def __repr__(self) -> str:
         architecture = next(iter(self.config.get("architectures") or ()), "")
@@ -62,6 +67,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of it, a line each."""
+        return [odd.text for odd in self.oddities if odd.verdict == NOTE]
 
     @cached_property
     def weight_files(self) -> list[Path]:
@@ -111,9 +121,20 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
         model: a folder, a file ``NAME.gguf``, a hub id, ``attar:tiny``, or a checkpoint that is open already.
 
     Raises:
-        CheckpointError: the model is missing, incomplete or damaged; names the file.
+        CheckpointError: the model is missing, incomplete or damaged; names the file. Or headers and
+            config.json contradict each other in a way that the table of oddities refuses.
         ModelError: a single-file model of an unknown family.
     """
+    checkpoint = open_anyway(model)
+    for odd in checkpoint.oddities:
+        if odd.verdict == REFUSED:
+            raise odd.error(checkpoint.path)
+    return checkpoint
+
+
+def open_anyway(model: str | Path | Checkpoint) -> Checkpoint:
+    """Open what the table of oddities refuses as well, to describe it. Arguments and errors as
+    :func:`open_checkpoint`."""
     if isinstance(model, Checkpoint):
         return model
     folder = paths.resolve(model)
@@ -121,10 +142,14 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
     if opener:
         module, function = opener.split(":")
         opened: Checkpoint = getattr(import_module(module), function)(folder)
-        return replace(opened, name=str(model)) if str(model).startswith("attar:") else opened
+        number = odd_number(opened.config)
+        name = str(model) if str(model).startswith("attar:") else opened.name
+        return replace(opened, name=name, oddities=() if number is None else (number,))
     config = read_config(folder)
-    tensors = _scan(folder, _weight_map(folder))
-    return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)
+    tensors, odd = read_tensors(folder)
+    form = normal_form(config, tensors)
+    name, card = paths.model_name(model, folder), Card.read(folder)
+    return Checkpoint(folder, name, form.config, card, form.tensors, (*odd, *form.oddities), form.as_stored)
 
 
 def _opener(path: Path) -> str | None:
@@ -167,71 +192,3 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     if "medusa_num_heads" in config:
         return {"model_type": "medusa", "architectures": ["MedusaModel"], **config}
     return config
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name to file name; None for a single file."""
-    if (folder / SINGLE).is_file() or (folder / MEDUSA).is_file():
-        return None
-    if (folder / INDEX).is_file():
-        return _index(folder)
-    raise _no_weights(folder)
-
-
-def _no_weights(folder: Path) -> CheckpointError:
-    """The error for a folder without readable weights; names the files that are there instead."""
-    if any(folder.glob("model-*-of-*.safetensors")):
-        return CheckpointError(f"{folder}: shards without {INDEX}", hint="copy the index file as well")
-    pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-    if pickles:
-        return CheckpointError(
-            f"{folder}: its weights are pickled ({pickles[0]}), which may run code when opened",
-            hint="where you trust them, convert them first: from_pretrained, then save_pretrained",
-        )
-    return CheckpointError(
-        f"{folder}: no {SINGLE} and no {INDEX}", hint="the weights are missing; copy them too"
-    )
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name to file name, from the index; every file named must exist."""
-    path = folder / INDEX
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: no weight_map", hint="copy or download the file again")
-    for name in _shards(weight_map):
-        if not is_file_name(name):
-            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
-            raise CheckpointError(
-                f"{path}: {tensor[:80]!r} is in {str(name)[:80]!r}, which is not a file name"
-            )
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{path}: names the shard {name}, which is missing", hint="copy it too")
-    return weight_map
-
-
-def _shards(weight_map: dict[str, Any]) -> list[Any]:
-    """The distinct file names of the index, sorted; the first value that is no text, if any, before them."""
-    others = [name for name in weight_map.values() if not isinstance(name, str)]
-    return others[:1] + sorted({name for name in weight_map.values() if isinstance(name, str)})
-
-
-def _scan(folder: Path, weight_map: dict[str, str] | None) -> dict[str, TensorInfo]:
-    """Every tensor of the files; refuses a repeated name, and a tensor of the index that is missing."""
-    tensors: dict[str, TensorInfo] = {}
-    single = SINGLE if (folder / SINGLE).is_file() else MEDUSA
-    for file in [folder / name for name in ([single] if weight_map is None else _shards(weight_map))]:
-        for entry in read_header(file):
-            if entry.name in tensors:
-                raise CheckpointError(
-                    f"{file}: tensor {entry.name!r} is also in {tensors[entry.name].file.name}"
-                )
-            nbytes = entry.end - entry.begin
-            tensors[entry.name] = TensorInfo(entry.name, entry.dtype, entry.shape, nbytes, file, entry.begin)
-    for name, shard in (weight_map or {}).items():
-        if name not in tensors or tensors[name].file.name != shard:
-            raise CheckpointError(
-                f"{folder / shard}: lacks tensor {name!r}, which {INDEX} places there",
-                hint="index and shards are of different versions; copy them again",
-            )
-    return tensors

@@ -10,10 +10,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    from attar.checkpoint.open import Checkpoint
 
 PARTS = ("embedding", "attention", "mlp", "norm", "head", "other")
 
@@ -39,7 +41,7 @@ _GGUF = {
 _DERIVED = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
 """llama.cpp's tensors that follow from the config: bytes without parameters."""
 
-_AUXILIARY = re.compile(
+AUXILIARY = re.compile(
     r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
 )
@@ -86,28 +88,20 @@ class ParameterCount:
 
 
 def count(checkpoint: Checkpoint) -> ParameterCount:
-    """Count parameters and bytes of a checkpoint. Reads no tensors but ``weight_shape`` (16 bytes).
-
-    A head that is tied to the embedding but stored counts its bytes without parameters.
-    """
+    """Count parameters and bytes of a checkpoint. Reads no tensors but ``weight_shape`` (16 bytes)."""
     quantization = checkpoint.config.get("quantization_config")
     codes = _code_counter(checkpoint, quantization) if isinstance(quantization, dict) else None
-    tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    tensors = checkpoint.tensors.items()
-    embeddings = [info.weight_shape for name, info in tensors if part_of(name) == "embedding"]
     sums = {part: [0, 0] for part in PARTS}
     packed = [0, 0, 0]
     for name, info in checkpoint.tensors.items():
         part = part_of(name)
-        auxiliary = codes is not None and bool(_AUXILIARY.search(name))
+        auxiliary = codes is not None and bool(AUXILIARY.search(name))
         coded = codes(info) if codes and not auxiliary else None
         numbers = math.prod(info.shape) if coded is None else coded
         if auxiliary or _DERIVED.match(name):
             numbers = 0
         if coded is not None or (auxiliary and not name.endswith("weight_shape")):
             packed = [packed[0] + (coded is not None), packed[1] + numbers, packed[2] + info.nbytes]
-        if part == "head" and tied and info.weight_shape in embeddings:
-            numbers = 0
         sums[part] = [sums[part][0] + numbers, sums[part][1] + info.nbytes]
     parts = tuple(ModelPart(part, *sums[part]) for part in PARTS if sums[part][1])
     return ParameterCount(parts, ModelPart("quantized", packed[1], packed[2]), packed[0])

@@ -41,7 +41,7 @@ from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import GGUF, HEAD_FORMATS, VERSION, ExportSettings
 from attar.errors import DataError, ModelError, SettingsError
 from attar.models.draft_heads.kind import is_draft_head
-from attar.models.fit import check_fit
+from attar.models.fit import admit
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def export(
     writer = _writer(settings.format)
     if settings.format not in HEAD_FORMATS:
         _refuse_head(source, settings.format)
-        check_fit(source)
+        source = admit(source, progress, causal=settings.format == "gguf")
     writer.refuse(source, settings)
     if settings.text_rows:
         settings = fit(settings, source, progress)

@@ -38,6 +38,7 @@ from attar.distillation.students.text import ScoringText
 from attar.distillation.tasks import task_of
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
+from attar.models.fit import admit
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.stored import precision_note, stored_precision
 from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
@@ -78,9 +79,8 @@ def distill(
     Raises:
         AttarError: see errors.py; no output is left.
     """
-    source = open_checkpoint(teacher)
-    load_tokenizer(source)  # refused before the weights are read
-    given = open_checkpoint(settings.student.student) if settings.student.student else None
+    source = admit(teacher, progress, text=True)
+    given = admit(settings.student.student, progress) if settings.student.student else None
     base = source if given is None else given
     settings = fit(settings, source, progress)
     writes = settings.for_drafting or settings.teacher_share > 0.0
@@ -192,15 +192,14 @@ def recover(
     """
     if teacher is None:
         settings.check_alone()
-    source = open_checkpoint(model)
-    original = open_checkpoint(teacher) if teacher is not None and settings.reads_teacher else None
+    source = admit(model, progress, text=True)
+    original = admit(teacher, progress) if teacher is not None and settings.reads_teacher else None
     settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
     task = task_of(source.config, settings)
     tokens = tokenizer_pair(source, original or source, settings, task.name)
-    load_tokenizer(source)  # refused before the weights are read
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)
     if guide is not None:

@@ -12,10 +12,9 @@ from typing import Any
 import regex
 
 from attar.checkpoint.jsonfile import read_json
-from attar.errors import CheckpointError, ModelError
+from attar.errors import CheckpointError
 
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-MODELOPT_FILE = "hf_quant_config.json"
 """Files that older writers made in place of ``quantization_config``, and the method of those that name
 none."""
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
@@ -32,44 +31,12 @@ def read_quantization_config(checkpoint: Any) -> Mapping[str, Any] | None:
     config = checkpoint.config.get("quantization_config")
     if config:
         return config  # type: ignore[no-any-return]
-    scaled = any(name.endswith(".weight_scale") for name in checkpoint.tensors)
-    if scaled and (checkpoint.path / MODELOPT_FILE).is_file():
-        return _modelopt(read_json(checkpoint.path / MODELOPT_FILE))
     if not any(name.endswith(".qweight") for name in checkpoint.tensors):
         return None
     for name, method in OLD_FILES.items():
         if (checkpoint.path / name).is_file():
             return {"quant_method": method, **read_json(checkpoint.path / name)}
     return None
-
-
-def _modelopt(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """ModelOpt's own file, which its older folders have alone, in the terms of config.json."""
-    inner = content.get("quantization")
-    if not isinstance(inner, Mapping):
-        raise CheckpointError(f"{MODELOPT_FILE}: quantization is {inner!r}, not an object")
-    cached = inner.get("kv_cache_quant_algo")
-    return {
-        "quant_method": "modelopt",
-        "ignore": inner.get("exclude_modules") or [],
-        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False} if cached == "FP8" else None,
-    }
-
-
-def refuse_packed(checkpoint: Any) -> None:
-    """Raise where a checkpoint is quantized: rounding a second time would add one error to another.
-
-    Raises:
-        ModelError: names the file or folder, and how to go on.
-    """
-    config = read_quantization_config(checkpoint)
-    if config:
-        name = checkpoint.spelling
-        raise ModelError(
-            f"{name} is quantized already ({config.get('quant_method', 'unknown method')})",
-            hint="start from the dense model it was made from; or decode it first: "
-            f"attar export {name} -o DENSE --format dense",
-        )
 
 
 def matches_start(pattern: str, name: str) -> bool:

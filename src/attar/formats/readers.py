@@ -93,6 +93,22 @@ def quant_method(checkpoint: Any) -> str | None:
     return str(name)
 
 
+def refuse_packed(checkpoint: Any) -> None:
+    """Raise where a checkpoint is quantized: rounding a second time would add one error to another.
+
+    Raises:
+        ModelError: names the file or folder, and how to go on.
+    """
+    method = quant_method(checkpoint)
+    if method is not None:
+        name = checkpoint.spelling
+        raise ModelError(
+            f"{name} is quantized already ({method})",
+            hint="start from the dense model it was made from; or decode it first: "
+            f"attar export {name} -o DENSE --format dense",
+        )
+
+
 def reader(checkpoint: Any) -> FormatReader:
     """The reader of a checkpoint.
 

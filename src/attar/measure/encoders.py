@@ -34,6 +34,7 @@ from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, torch_dtype
 from attar.measure.uncertainty import mean_stderr, ratio_stderr
 from attar.models.classifiers import class_names_of, is_classifier
+from attar.models.fit import admit
 from attar.models.inputs import model_inputs
 from attar.models.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
@@ -112,7 +113,7 @@ def load_encoder(model: str | Path | Checkpoint, settings: EvaluateSettings) -> 
         raise SettingsError("runner", settings.runner, "transformers with an encoder")
     if settings.tasks:
         raise SettingsError("tasks", settings.tasks, "left out with an encoder")
-    checkpoint = open_checkpoint(model)
+    checkpoint = admit(model, text=True)
     loaded = load_model(
         checkpoint, dtype=torch_dtype(settings.dtype, settings.device), device=settings.device
     )

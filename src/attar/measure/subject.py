@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.checkpoint import Checkpoint
 from attar.errors import MemoryNeededError, ModelError, SettingsError
 from attar.formats.readers import Decoded, quant_method
 from attar.measure.settings import DTYPES
+from attar.models.fit import admit
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.runtime.loading import Loaded
 from attar.runtime.loading import load as load_runner
@@ -121,7 +122,7 @@ def load_subject(
     if isinstance(model, Subject):
         return model
     check_device(device)
-    checkpoint = open_checkpoint(model)
+    checkpoint = admit(model, text=True)
     formats: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
     if runner == "blocks":
         return _block_by_block(checkpoint, dtype, device)

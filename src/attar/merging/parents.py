@@ -22,6 +22,7 @@ from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import ModelReference
 from attar.merging.planning.model import ModelView
 from attar.models.adapter_files import CONFIG, WEIGHTS
+from attar.models.fit import fitting
 
 
 @dataclass
@@ -80,7 +81,9 @@ class ParentModels:
     def _checkpoint(self, model: str) -> Checkpoint:
         if model not in self._checkpoints:
             path = self.results.get(model) or self.named.get(model, model)
-            self._checkpoints[model] = open_checkpoint(path)
+            checkpoint = fitting(open_checkpoint(path))
+            self.notes.extend(f"{model}: {note}" for note in checkpoint.notes)
+            self._checkpoints[model] = checkpoint
         return self._checkpoints[model]
 
 

@@ -6,6 +6,7 @@ files.
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -25,23 +26,42 @@ OWN_CODE_HINT = "attar runs no code that comes with a checkpoint; convert it to 
 
 
 def load_config(path: Path, config: Mapping[str, Any]) -> Any:
-    """The transformers config of a folder; ``config`` is its parsed config.json."""
+    """The transformers config of an open checkpoint.
+
+    Args:
+        path: its folder.
+        config: its config, which is config.json's but for what the opening has set right.
+
+    Raises:
+        ModelError: transformers does not know the family.
+        CheckpointError: it refuses the config.
+    """
     _check_known(config, str(path / "config.json"))
-    with quiet():
-        try:
-            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise CheckpointError(f"{path / 'config.json'}: {first_line(error)}") from error
+    try:
+        parsed = parse_config(config)
+    except ModelError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error.message}", hint=error.hint) from error
+    parsed._name_or_path = str(path)
+    return parsed
 
 
 def parse_config(config: Mapping[str, Any]) -> Any:
     """A transformers config from a parsed config.json."""
     _check_known(config, "config")
+    plain = _plain_floats(copy.deepcopy(dict(config)))
+    if plain["model_type"] == "mistral" and "layer_types" in plain:  # as AutoConfig has it
+        plain["model_type"] = "ministral"
     with quiet():
         try:
-            return CONFIG_MAPPING[config["model_type"]].from_dict(_plain_floats(dict(config)))
+            return CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
         except Exception as error:
             raise ModelError(f"config of {config['model_type']}: {first_line(error)}") from error
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has the family and the class that a config names."""
+    kind = getattr(transformers, config["architectures"][0], None)
+    return config["model_type"] in CONFIG_MAPPING and isinstance(kind, type)
 
 
 def _plain_floats(value: Any) -> Any:

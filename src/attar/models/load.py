@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,14 @@ from attar.models.experts import unstack
 from attar.models.fit import report_misfits
 from attar.models.plain_tokenizer import TOKENIZER_FILES
 from attar.models.tokenizer_file import follow_file
+from attar.models.tokenizer_rows import within_rows
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
 logger = logging.getLogger(__name__)
 GENERATION = "generation_config.json"
+SENTENCEPIECE = ("sentencepiece", "google.protobuf")
 LARGER = (
     "a larger machine, or what works block by block: quantize, merge, export, prune to zeros, "
     "evaluate --runner blocks"
@@ -75,7 +78,7 @@ def load_model(
     from attar.models.single_experts import is_apart, stacked_state
 
     packed = readers.quant_method(checkpoint)
-    if packed is not None or is_apart(checkpoint):
+    if packed is not None or is_apart(checkpoint) or not checkpoint.as_stored:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": stacked_state(checkpoint)}
@@ -204,22 +207,16 @@ def empty_model(config: Mapping[str, Any] | Any, *, unstacked: bool = False) -> 
 
 
 def load_tokenizer(model: str | Path | Checkpoint) -> Any:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model. Where it has added tokens that the model has no row for, it is a
+    :class:`attar.models.tokenizer_rows.TokenizerWithinRows`.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it has more tokens than the model embeddings.
+        CheckpointError: there is none, it cannot be read, or its vocabulary is larger than the model's.
     """
     checkpoint = _opened(model)
-    path = checkpoint.path
-    tokenizer = read_tokenizer(path)
     rows = _vocabulary_rows(checkpoint.config)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if rows is not None and largest >= rows:
-        raise CheckpointError(
-            f"{path}: the tokenizer has token {largest}, but config.json's vocab_size is {rows}",
-            hint="the tokenizer belongs to another model",
-        )
-    return tokenizer
+    tokenizer = read_tokenizer(checkpoint.path)
+    return tokenizer if rows is None else within_rows(tokenizer, rows, checkpoint.path)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -237,7 +234,7 @@ def read_tokenizer(path: Path) -> Any:
             loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             differs = type(loaded) is not TokenizersBackend and follow_file(loaded, path)
         except Exception as error:
-            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+            raise _unreadable(path, first_line(error)) from error
     if differs and path.suffix != ".gguf":  # the folder in the cache of a GGUF file, which nobody else reads
         _warn_other_tokens(str(path / "tokenizer.json"), type(loaded).__name__)
     return loaded
@@ -247,6 +244,20 @@ def read_tokenizer(path: Path) -> Any:
 def _warn_other_tokens(file: str, kind: str) -> None:
     """Once per process and file."""
     logger.warning("%s makes other tokens than transformers' %s, which builds its own splitting", file, kind)
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    """The error for a tokenizer that transformers cannot load, with its real cause."""
+    pieces = [name for name in ("tokenizer.model", "spiece.model") if (path / name).is_file()]
+    missing = [name for name in SENTENCEPIECE if find_spec(name) is None]
+    if pieces and not (path / "tokenizer.json").is_file() and missing:
+        return CheckpointError(
+            f"{path}: {pieces[0]} without tokenizer.json needs the packages sentencepiece and protobuf",
+            hint="pip install sentencepiece protobuf; or copy a tokenizer.json there",
+        )
+    if "trust_remote_code" in reason:
+        reason = "its class is Python code of the folder's own, which attar does not run"
+    return CheckpointError(f"{path}: the tokenizer cannot be loaded: {reason}")
 
 
 def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:

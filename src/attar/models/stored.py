@@ -19,6 +19,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
+from attar.checkpoint.normal_form import stated_tie
+from attar.checkpoint.oddities import oddity
 from attar.errors import CheckpointError, ModelError
 from attar.formats.readers import quant_method
 
@@ -31,17 +33,21 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
     module tree shows).
 
     Raises:
-        CheckpointError: a parameter has no stored tensor, and ``strict``.
+        CheckpointError: a parameter has no stored tensor, a head that is not tied neither, and ``strict``.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=True)]
     stored_by_name = stored_of(model, names, checkpoint)
     missing = [name for name in names if name not in stored_by_name]
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    for name in [name for name in missing if name in tied]:
+    ties = getattr(model, "_tied_weights_keys", None) or {}
+    for name in [name for name in missing if name in ties]:
         renamed = _renamed(tuple(model.get_parameter(name).shape), stored_by_name, checkpoint)
         if renamed is not None:
             stored_by_name[name] = renamed
-    absent = [name for name in missing if name not in tied]
+    absent = [name for name in missing if name not in stored_by_name]
+    if strict and absent and absent == [name for name in absent if name in ties]:
+        flag = stated_tie(checkpoint.config)
+        stated = f"not set, so false for {checkpoint.config['model_type']}" if flag is None else "false"
+        raise oddity("no head", head=absent[0], flag=stated).error(checkpoint.path)
     stacked = _stacked(model, absent, checkpoint) if strict else None
     if stacked is not None:
         family = getattr(model, "config", None)

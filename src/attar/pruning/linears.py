@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError, SettingsError
-from attar.formats.quantization_config import refuse_packed
+from attar.formats.readers import refuse_packed
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.parts import matches, weight_of

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.atomic import hidden
-from attar.checkpoint.open import open_checkpoint
 from attar.data.auto import fit
 from attar.errors import UsageError
+from attar.models.fit import admit
 from attar.models.load import save_model
 from attar.models.plan_space import plan_space
 from attar.models.stored import precision_note, stored_precision
@@ -94,7 +94,7 @@ def scan(
     Raises:
         AttarError: bad input; ``path`` belongs to another model, text or setting.
     """
-    source = open_checkpoint(model)
+    source = admit(model, progress, text=True)
     settings = fit(settings, source, progress)
     space = plan_space(source.config, stored_precision(source))
     for structure, reason in space.refused.items():

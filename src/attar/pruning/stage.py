@@ -11,7 +11,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.models.load import load_tokenizer
+from attar.models.fit import admit
 from attar.progress import SILENT, Progress
 from attar.pruning.experts.prune import prune_experts
 from attar.pruning.linears import pruned_linears
@@ -43,14 +43,14 @@ def prune(
     Raises:
         AttarError: see errors.py; no output is left.
     """
-    source = open_checkpoint(model)
+    text = not isinstance(settings.options, ZerosSettings) or sees_text(settings)
+    source = admit(model, progress, text=text)
     if isinstance(settings.options, ZerosSettings):
         pruned_linears(source, settings.options)  # refused before any work
-    if not isinstance(settings.options, ZerosSettings) or sees_text(settings):
-        load_tokenizer(source)
+    if text:
         settings = fit(settings, source, progress)
-    text = fingerprint(settings.data)
-    with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
+    read = fingerprint(settings.data)
+    with produce(out, "prune", settings, VERSION, [source], text=read, force=force, key=key) as output:
         METHODS[settings.method](PruneTask(source, settings, output, progress))
         copy_companions(source.path, output.folder)
     return open_checkpoint(out)

@@ -14,7 +14,7 @@ from torch import nn
 from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
-from attar.formats.quantization_config import refuse_packed
+from attar.formats.readers import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy import discover
 from attar.models.load import empty_model

@@ -24,7 +24,7 @@ from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
-from attar.models.fit import check_fit
+from attar.models.fit import admit
 from attar.models.load import load_tokenizer
 from attar.models.single_experts import single_experts
 from attar.models.stored import stored_precision
@@ -72,10 +72,8 @@ def quantize(
         NumericsError: a layer or the whole result failed its gate; names the layer.
         AttarError: see errors.py; no partial output is left.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint = admit(model, progress, text=settings.check_tokens > 0)
     settings = _with_zeros(settings, checkpoint, progress)
-    if not checkpoint.config.get("quantization_config"):
-        check_fit(checkpoint, text=settings.check_tokens > 0)
     ordered = _stores_order(settings)
     first = plan(checkpoint, settings.storage, group_order=ordered)  # refuses before any work is done
     for layer in first.sites.values():

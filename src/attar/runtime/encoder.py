@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.checkpoint import Checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import ModelError, SettingsError
 
@@ -55,9 +55,10 @@ class Encoder:
     """
 
     def __init__(self, model: str | Path | Checkpoint, *, pooling: str = "auto", device: str = "cpu") -> None:
-        from attar.models.load import load_model, load_tokenizer  # takes transformers with it
+        from attar.models.fit import admit  # takes transformers with it
+        from attar.models.load import load_model, load_tokenizer
 
-        checkpoint = open_checkpoint(model)
+        checkpoint = admit(model, text=True)
         config = checkpoint.config
         self.name, self.scores = checkpoint.name, _is_classifier(config)
         labels = _labels(config)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.checkpoint import Checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.checkpoint.parts import count
@@ -24,7 +24,7 @@ from attar.kernels.decode import ModelWeights, pool_bytes
 from attar.kernels.product import default_threads
 from attar.memory import check_memory
 from attar.models.device import pick_device
-from attar.models.draft_heads.kind import refuse_draft_head
+from attar.models.fit import admit
 from attar.models.plain_config import end_tokens
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
@@ -100,8 +100,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
         as :class:`attar.runtime.llm.LLM`.
     """
     settings = RunnerSettings(**options)
-    checkpoint = open_checkpoint(model)
-    refuse_draft_head(checkpoint)
+    checkpoint = admit(model, causal=True)
     _check_room(checkpoint, settings)
     why = obstacle(checkpoint, settings)
     runner: Compiled | Modules | None = None
@@ -206,9 +205,6 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
         loaded = load_model(
             checkpoint, dtype=torch_dtype(settings.dtype, settings.device), device=settings.device
         )
-    if not loaded.can_generate():
-        kind = type(loaded).__name__
-        raise ModelError(f"{checkpoint.name} is a {kind}, which does not predict next tokens")
     shape = probe(loaded)
     token_bytes = shape.token_numbers * loaded.dtype.itemsize
     if settings.hidden_layers:

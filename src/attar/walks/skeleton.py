@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from attar.checkpoint.tensors import read_tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.device import bf16_products
@@ -336,21 +337,27 @@ def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
 
 def stored_rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
     """The used rows of a stored matrix, read in chunks so that the whole matrix is never in memory (a
-    packed one is decoded as a whole)."""
+    packed one is decoded as a whole).
+
+    Args:
+        used: numbers of the rows, in order.
+    """
+    info = checkpoint.tensors[name]
+    if len(used) and int(used.max()) >= info.shape[0]:
+        raise CheckpointError(f"the data has token {int(used.max())}, but {name} has {info.shape[0]} rows")
     if getattr(checkpoint, "decodes", False):
         decoded: Tensor = checkpoint.load(name)[used]
         return decoded
-    info = checkpoint.tensors[name]
-    chunks = []
+    row, chunks = info.nbytes // max(info.shape[0], 1), []
     for start in range(0, info.shape[0], chunk):
         inside = used[(used >= start) & (used < start + chunk)] - start
         if len(inside):
-            with safe_open(info.file, framework="pt") as opened:
-                chunks.append(opened.get_slice(name)[start : start + chunk][inside])
-    rows = torch.cat(chunks)
-    if len(rows) != len(used):
-        raise CheckpointError(f"the data has token {int(used.max())}, but {name} has {info.shape[0]} rows")
-    return rows
+            rows = min(chunk, info.shape[0] - start)
+            part = replace(
+                info, shape=(rows, *info.shape[1:]), nbytes=rows * row, offset=info.offset + start * row
+            )
+            chunks.append(read_tensor(part)[inside])
+    return torch.cat(chunks)
 
 
 def _remap(module: Any, used: Tensor) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.open import SINGLE, check_finite, open_checkpoint
+from attar.checkpoint.open import SINGLE, check_finite
 from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
@@ -41,6 +41,7 @@ from attar.merging.adapters.low_rank import low_rank
 from attar.merging.adapters.settings import VERSION, ExtractSettings
 from attar.merging.planning.model import ModelView
 from attar.models.adapter_files import CONFIG, WEIGHTS
+from attar.models.fit import admit
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def extract(
         NumericsError: a weight is NaN or infinite.
         OutputError: ``out`` exists or cannot be written.
     """
-    tuned, start = open_checkpoint(model), open_checkpoint(base)
+    tuned, start = admit(model, progress), admit(base, progress)
     models = pair_models(_dense(tuned), _dense(start))
     with produce(out, "extract", settings, VERSION, [tuned, start], force=force, key=key) as output:
         output.command = output.command.replace(" --model ", " --base ", 1)
