@@ -280,3 +280,38 @@ def test_per_layer_lists_follow_the_layers():
     shorter = keep_layers(model, [1, 2])
     assert shorter.config.layer_types == ["sliding_attention", "full_attention"]
     assert shorter.config.eos_token_id == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kept", "expected"),
+    [
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1], "decoder_sparse_step": 1},
+            [1, 2],
+            {"mlp_only_layers": [0], "decoder_sparse_step": 1},
+        ),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 2},
+            [1, 2],
+            {"mlp_only_layers": [1], "decoder_sparse_step": 1},
+        ),
+        ("glm4_moe", {"first_k_dense_replace": 1}, [1, 2], {"first_k_dense_replace": 0}),
+        ("glm4_moe", {"first_k_dense_replace": 2}, [0, 2], {"first_k_dense_replace": 1}),
+        ("llama4", {"interleave_moe_layer_step": 2}, [1, 2], {"moe_layers": [0]}),
+    ],
+)
+def test_mixtures_and_dense_layers_keep_their_kind(family, changes, kept, expected, tmp_path):
+    """The config says by number which layers are mixtures: the numbers move with the layers."""
+    model = tiny_models.build(family, **changes)
+    shorter = keep_layers(model, kept)
+    assert {key: getattr(shorter.config, key) for key in expected} == expected
+    reloaded(shorter, tmp_path)
+    layers = model.model.layers
+    rows = tiny_models.tokens(model)
+    model.model.layers = type(layers)(layers[number] for number in kept)
+    model.config.num_hidden_layers, model.config.use_cache = 2, False
+    if hasattr(model.config, "layer_types"):
+        model.config.layer_types = shorter.config.layer_types
+    assert_equal_logits(shorter, model, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,11 +14,15 @@ from attar.checkpoint.draft_head import draft_head_of
 from attar.checkpoint.geometry import ModelGeometry, geometry
 from attar.checkpoint.licences import Duties, duties
 from attar.checkpoint.lineage import as_parent
-from attar.checkpoint.open import Checkpoint, open_checkpoint
+from attar.checkpoint.oddities import WORKS
+from attar.checkpoint.open import Checkpoint, open_anyway
 from attar.checkpoint.parts import ModelPart, ParameterCount, code_bits, count
 from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
+
+JUDGE = "attar.models.fit"
+"""Module whose ``judged`` compares a checkpoint with its family; by name, because models/ is above."""
 
 DESCRIBERS = {".gguf": "attar.formats.gguf.open"}
 """Modules that describe single-file models, by suffix: ``describe``, and ``open_unknown`` for an unknown
@@ -40,6 +45,7 @@ class Inspection:
         draft_head: kind, target and sizes, and its acceptance at each position as the card has it; None for a
             model.
         container: types and metadata of a single-file model; None for a folder.
+        oddities: what a user should know of it, and why verbs refuse it: verdict, text and hint of each.
         stage: the verb that made it; ``original`` without a card.
         command: a command line that makes it again.
         lineage: the checkpoint itself as a record with all its ancestors.
@@ -62,6 +68,7 @@ class Inspection:
     zeros: dict[str, Any] | None
     draft_head: dict[str, Any] | None
     container: dict[str, Any] | None
+    oddities: tuple[dict[str, str], ...]
     stage: str
     command: str
     lineage: Parent
@@ -84,7 +91,7 @@ class Inspection:
 
 
 def inspect(model: str | Path | Checkpoint) -> Inspection:
-    """Inspect a model. Reads headers and small files; no weights.
+    """Inspect a model, also one that verbs refuse. Reads headers and small files; no weights.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or damaged.
@@ -115,6 +122,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         zeros=_zeros(card),
         draft_head=_draft_head(checkpoint, card),
         container=container,
+        oddities=tuple(_oddities(checkpoint)),
         stage=card.stage,
         command=card.command,
         lineage=itself,
@@ -126,7 +134,7 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint; a single file of an unknown family is described without its config."""
     try:
-        return open_checkpoint(model)
+        return open_anyway(model)
     except ModelError:
         assert not isinstance(model, Checkpoint), "an open checkpoint has a known family"
         path = resolve(model)
@@ -134,6 +142,16 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
             raise
         opened: Checkpoint = import_module(DESCRIBERS[path.suffix.lower()]).open_unknown(path)
         return opened
+
+
+def _oddities(checkpoint: Checkpoint) -> Iterator[dict[str, str]]:
+    """What :mod:`attar.checkpoint.oddities` has of it; draft heads and unknown files have no family to be
+    compared with."""
+    known = checkpoint.path.is_dir() and draft_head_of(checkpoint.config, checkpoint.tensors) is None
+    judged = import_module(JUDGE).judged(checkpoint) if known else checkpoint.oddities
+    for odd in judged:
+        if odd.verdict != WORKS:
+            yield {"verdict": odd.verdict, "text": odd.text, "hint": odd.hint}
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:

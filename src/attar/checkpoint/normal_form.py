@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.config_numbers import TOKENS, odd_number
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.oddities import Oddity, oddity
 from attar.checkpoint.parts import AUXILIARY
+from attar.checkpoint.quantization_files import with_quantization
 from attar.checkpoint.tensors import TensorInfo
 from attar.checkpoint.weight_files import more, same_bytes
 
@@ -54,9 +56,13 @@ class NormalForm:
     as_stored: bool = True
 
 
-def normal_form(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> NormalForm:
-    """The normal form of a config and the tensors of its files, with what is odd about them."""
-    form = NormalForm(config, tensors)
+def normal_form(config: dict[str, Any], tensors: dict[str, TensorInfo], folder: Path) -> NormalForm:
+    """The normal form of a config and the tensors of its files, with what is odd about them.
+
+    Raises:
+        CheckpointError: an older writer's file of a quantization is no JSON object.
+    """
+    form = NormalForm(with_quantization(config, tensors, folder), tensors)
     odd = odd_number(config)
     if odd is not None:
         form.oddities.append(odd)
@@ -124,12 +130,8 @@ def _settle_further(form: NormalForm) -> None:
 def _settle_codes(form: NormalForm) -> None:
     """Codes need a ``quantization_config``, and one without codes means nothing."""
     stated = form.config.get("quantization_config")
-    if not stated and form.config.get("compression_config"):
-        stated = {"quant_method": "compressed-tensors", **form.config["compression_config"]}
-        form.config = {**form.config, "quantization_config": stated}
-        form.oddities.append(oddity("older key"))
     coded = next((info for info in form.tensors.values() if _holds_codes(info)), None)
-    if coded is not None and not stated and "qweight" not in coded.name:
+    if coded is not None and not stated:
         form.oddities.append(oddity("codes without config", tensor=coded.name, dtype=coded.dtype))
     elif coded is None and stated and _means_codes(stated):
         method = stated["quant_method"]

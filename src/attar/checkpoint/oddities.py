@@ -89,10 +89,9 @@ ODDITIES: dict[str, OddityRule] = {
     "config without codes": OddityRule(
         NOTE, "quantization_config names {method}, but no tensor holds codes: read as a dense model"
     ),
-    "older key": OddityRule(WORKS, "the quantization is under compression_config"),
     # config.json
     "number": OddityRule(
-        REFUSED, "config.json: {key} is {value}, but must be {allowed}", "the file is damaged, or made so"
+        REFUSED, "the config's {key} is {value}, but must be {allowed}", "the file is damaged, or made so"
     ),
     "too many layers": OddityRule(
         REFUSED, "config.json says {layers} layers, but there are {tensors} tensors", ANOTHER_MODEL
@@ -100,6 +99,7 @@ ODDITIES: dict[str, OddityRule] = {
     "token without row": OddityRule(NOTE, "{key} is {value}, but the embedding has {rows} rows: left out"),
     "code files": OddityRule(WORKS, "config.json names Python files, but transformers has the family itself"),
     # tensors and the architecture
+    "misfit": OddityRule(REFUSED, "{reason}", "{hint}"),
     "passed over": OddityRule(NOTE, "{tensor} is no part of a {architecture}, and changes nothing"),
     # the tokenizer
     "token beyond the rows": OddityRule(

@@ -128,7 +128,7 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
     checkpoint = open_anyway(model)
     for odd in checkpoint.oddities:
         if odd.verdict == REFUSED:
-            raise odd.error(checkpoint.path)
+            raise odd.error(checkpoint.source)
     return checkpoint
 
 
@@ -147,7 +147,7 @@ def open_anyway(model: str | Path | Checkpoint) -> Checkpoint:
         return replace(opened, name=name, oddities=() if number is None else (number,))
     config = read_config(folder)
     tensors, odd = read_tensors(folder)
-    form = normal_form(config, tensors)
+    form = normal_form(config, tensors, folder)
     name, card = paths.model_name(model, folder), Card.read(folder)
     return Checkpoint(folder, name, form.config, card, form.tensors, (*odd, *form.oddities), form.as_stored)
 

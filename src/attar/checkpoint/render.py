@@ -72,6 +72,8 @@ def _facts(inspection: Inspection) -> Iterator[str]:
         yield _fact("quantized", _codes(inspection.quantization))
     if inspection.zeros:
         yield _fact("zeros", _zeros(inspection.zeros))
+    for odd in inspection.oddities:
+        yield _fact(odd["verdict"], odd["text"])
 
 
 def _fact(label: str, text: str) -> str:

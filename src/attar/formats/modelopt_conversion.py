@@ -24,7 +24,6 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats import compressed_tensors, layouts, modelopt
 from attar.formats.compressed_tensors import K_SCALE, V_SCALE, ConfigGroup
 from attar.formats.modelopt import ALGORITHMS, INPUT_SCALE
-from attar.formats.quantization_config import read_quantization_config
 from attar.formats.rules import NVFP4, ActivationRule, WeightRule, format_of, texts
 
 TensorHeaders = list[tuple[str, str, tuple[int, ...]]]
@@ -152,7 +151,7 @@ class ToCompressedTensors:
             for name in source.tensors
             if self._reader.is_coded(name)
         }
-        config = self._config(read_quantization_config(source) or {})
+        config = self._config(source.config.get("quantization_config") or {})
         self.config = {**source.config, "quantization_config": config}
 
     def headers(self, info: Any) -> TensorHeaders:

@@ -22,7 +22,7 @@ from torch import Tensor
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, WeightLayout, dequantize
 from attar.formats.packed_reader import PackedReader, check_codes
-from attar.formats.quantization_config import CONV1D, read_quantization_config
+from attar.formats.quantization_config import CONV1D
 from attar.formats.rules import WeightRule, whole_number
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
@@ -75,7 +75,7 @@ class QweightReader(PackedReader):
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
-        self.config = dict(read_quantization_config(checkpoint) or {})
+        self.config = dict(checkpoint.config.get("quantization_config") or {})
 
     @abstractmethod
     def rule(self, module: str) -> WeightRule:

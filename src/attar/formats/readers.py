@@ -13,7 +13,6 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt, mxfp4
 from attar.formats.coded import Coded, UniformWeight, uniform_of_codes, uniform_weight
 from attar.formats.gguf import reader as gguf
-from attar.formats.quantization_config import read_quantization_config
 from attar.formats.rules import WeightRule
 
 
@@ -81,8 +80,8 @@ def quant_method(checkpoint: Any) -> str | None:
     Raises:
         ModelError: attar cannot read it.
     """
-    config = read_quantization_config(checkpoint)
-    if config is None:
+    config = checkpoint.config.get("quantization_config")
+    if not config:
         return None
     name = config.get("quant_method")
     if name not in READERS:

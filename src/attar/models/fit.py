@@ -18,10 +18,10 @@ from torch import nn
 
 from attar.checkpoint.companions import CODE_KEYS, tokenizer_files
 from attar.checkpoint.geometry import geometry
-from attar.checkpoint.oddities import ANOTHER_MODEL, ANOTHER_VERSION, Oddity, oddity
+from attar.checkpoint.oddities import ANOTHER_MODEL, ANOTHER_VERSION, REFUSED, Oddity, oddity
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.weight_files import more
-from attar.errors import CheckpointError, ModelError
+from attar.errors import AttarError, CheckpointError, ModelError
 from attar.formats.readers import Decoded, quant_method
 from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.plain_config import FAMILIES, HEAD, plain_shapes
@@ -80,6 +80,17 @@ def fitting(checkpoint: Checkpoint) -> Checkpoint:
     odd = [] if model is None else _check_tensors(view, model)
     odd += _check_tokenizer(checkpoint) if tokenizer_files(checkpoint.path) else []
     return replace(checkpoint, oddities=(*checkpoint.oddities, *odd), fits=True)
+
+
+def judged(checkpoint: Checkpoint) -> tuple[Oddity, ...]:
+    """What is odd about an open checkpoint, what is refused included; raises nothing."""
+    if any(odd.verdict == REFUSED for odd in checkpoint.oddities):
+        return checkpoint.oddities
+    try:
+        return fitting(checkpoint).oddities
+    except AttarError as error:
+        reason = error.message.removeprefix(f"{checkpoint.path}: ")
+        return (*checkpoint.oddities, oddity("misfit", reason=reason, hint=error.hint or ""))
 
 
 def _without_code(checkpoint: Checkpoint) -> Checkpoint:

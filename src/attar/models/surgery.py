@@ -264,14 +264,33 @@ def _renumbered(state: Mapping[str, Tensor], anatomy: Anatomy, numbers: Sequence
 
 
 def _per_layer_lists(model: Any, anatomy: Anatomy, numbers: Sequence[int]) -> dict[str, Any]:
-    """The config's lists of an entry for each layer, for the layers that stay."""
-    return {
+    """The config's lists of an entry for each layer, and its numbers of layers, for the layers that stay."""
+    config = text_config(model)
+    lists = {
         key: [value[number] for number in numbers]
-        for key, value in text_config(model).to_dict().items()
+        for key, value in config.to_dict().items()
         if isinstance(value, (list, tuple))
         and len(value) == len(anatomy.blocks)
         and ("layer" in key or key in NEURONS)
     }
+    return lists | _layer_numbers(config, len(anatomy.blocks), numbers)
+
+
+def _layer_numbers(config: Any, count: int, numbers: Sequence[int]) -> dict[str, Any]:
+    """Config entries that say by number which layers are mixtures of experts, and which are dense."""
+    changes: dict[str, Any] = {}
+    dense, mixtures = getattr(config, "mlp_only_layers", None), getattr(config, "moe_layers", None)
+    if dense is not None:
+        step = getattr(config, "decoder_sparse_step", 1) or 1
+        old = [number for number in range(count) if number in dense or (number + 1) % step]
+        changes = {"mlp_only_layers": [new for new, number in enumerate(numbers) if number in old]}
+        changes |= {"decoder_sparse_step": 1} if hasattr(config, "decoder_sparse_step") else {}
+    if mixtures is not None:
+        changes["moe_layers"] = [new for new, number in enumerate(numbers) if number in mixtures]
+    first = getattr(config, "first_k_dense_replace", None)
+    if isinstance(first, int):
+        changes["first_k_dense_replace"] = sum(number < first for number in numbers)
+    return changes
 
 
 def _head_changes(

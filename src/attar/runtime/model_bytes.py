@@ -17,7 +17,6 @@ from typing import Any
 
 from attar.checkpoint import Checkpoint
 from attar.formats import readers
-from attar.formats.quantization_config import read_quantization_config
 from attar.formats.readers import Decoded
 from attar.kernels.decode import TILE
 from attar.kernels.memory import PAGE
@@ -98,7 +97,7 @@ def _integer_grid(checkpoint: Checkpoint) -> bool:
     method = readers.quant_method(checkpoint)
     if method != "compressed-tensors":
         return method in _INTEGER_GRIDS
-    groups = (read_quantization_config(checkpoint) or {}).get("config_groups") or {}
+    groups = (checkpoint.config.get("quantization_config") or {}).get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, dict)]
     return all(grid.get("type", "int") == "int" for grid in weights)
 

@@ -318,3 +318,18 @@ def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models):
             run(actual, part)
     structure.hidden = hidden
     assert torch.equal(run(actual, part), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("gemma3", "attn_logit_softcapping"),
+        ("llama3", "final_logit_softcapping"),
+        ("llama3", "query_pre_attn_scalar"),
+    ],
+)
+def test_keys_of_other_families_are_not_applied(family, key, models):
+    """Gemma 3's config has the cap of Gemma 2's scores, and Llama's may have any: their modules read none."""
+    model, ids = models(family, **{key: 0.5}), tokens()
+    result = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    torch.testing.assert_close(result, logits_of(model, ids), **CLOSE)

@@ -33,6 +33,8 @@ FAMILIES = (*DENSE, *expert_weights.FAMILIES)
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ACTIVATIONS |= {"swiglu 7.0 1.702": "clamped_swiglu"}
+CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
+"""Families that transformers computes with soft caps; others may have the keys in their config."""
 SINKS = "self_attn.sinks"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
@@ -142,9 +144,9 @@ def model_weights(
         kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),
         eps=config.rms_norm_eps,
-        scale=(getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)) ** -0.5,
-        soft_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
-        final_soft_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        scale=(_of(config, CAPPED_LOGITS, "query_pre_attn_scalar") or _head_dim(config)) ** -0.5,
+        soft_cap=_of(config, CAPPED_SCORES, "attn_logit_softcapping"),
+        final_soft_cap=_of(config, CAPPED_LOGITS, "final_logit_softcapping"),
         embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else 1.0,
         activation=ACTIVATIONS[_activation(config)],
         wide_norms=config.model_type in expert_weights.WIDE_NORMS,
@@ -152,6 +154,11 @@ def model_weights(
     if source.unused():
         raise ModelError(f"the compiled runner has no place for {', '.join(source.unused()[:3])}")
     return model
+
+
+def _of(config: Any, families: Sequence[str], key: str) -> float:
+    """A number of the config, in these families; 0 elsewhere, and where it is null."""
+    return float(getattr(config, key, None) or 0.0) if config.model_type in families else 0.0
 
 
 @dataclass
