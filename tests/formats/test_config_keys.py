@@ -179,8 +179,8 @@ def test_what_makes_no_sense_is_refused_by_key(form, changes, key, tmp_path):
 def test_modelopts_own_file_alone(tmp_path):
     tensors = {"weight": torch.randn(16, 16).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.5)}
     older = modelopt.hf_quant_config({MODULE: "FP8"}, ["lm_head"], kv_cache=False)
-    stored(tmp_path, None, tensors)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(older))
+    stored(tmp_path, None, tensors)
     decoded = Decoded(open_checkpoint(tmp_path)).load(WEIGHT)
     assert torch.equal(decoded.float(), tensors["weight"].float() * 0.5)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": "FP8"}))
