@@ -172,7 +172,7 @@ def test_completion_logprobs_and_echo():
 
 
 def test_offsets_count_characters_of_the_text():
-    """Not the letters of ``bytes:\\xc3``, special tokens that the text leaves out, or a blank that it drops."""
+    """Not the letters of ``bytes:\\xc3``, special tokens that are left out, or a blank that is dropped."""
     client, _ = serve()
     body = complete(client, prompt="h\u00e9", logprobs=0, echo=True, max_tokens=1).json()["choices"][0]
     assert body["text"] == "h\u00e9H" and body["logprobs"]["text_offset"] == [0, 0, 1, 1, 2]

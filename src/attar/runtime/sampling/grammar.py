@@ -109,7 +109,12 @@ class Matcher:
     def complete(self) -> bool:
         """Whether it does, and nothing can follow."""
         mask = self._mask
-        return mask.may_end and mask.failure is None and not bool(mask.tokens.any())
+        return self._may_end and mask.failure is None and not bool(mask.tokens.any())
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the text may end here."""
+        return self._mask.may_end
 
     def allowed(self, ends: Sequence[int] = ()) -> Tensor:
         """Tokens that may come next. Returns bool (V,), a new tensor where there are ends.
@@ -125,7 +130,7 @@ class Matcher:
         if not ends:
             return self._mask.tokens
         tokens = self._mask.tokens.clone()
-        tokens[list(ends)] |= self._mask.may_end
+        tokens[list(ends)] |= self._may_end
         return tokens
 
     def check(self) -> None:

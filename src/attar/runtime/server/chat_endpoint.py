@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attar.runtime.results import Event, Sample, TokenLogprob, gather
+from attar.runtime.sampling.json_schema import UnsupportedSchemaError
 from attar.runtime.server.answer import AnswerForm, AnswerParser
 from attar.runtime.server.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons, sources_of
 from attar.runtime.server.errors import ApiError
@@ -68,7 +69,9 @@ async def start_chat(
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = service.params(chat_params, body)
     schema = None if params.json_schema is None else str(params.json_schema)
-    params = replace(params, **service.answers.constraints(tools, service.tokenizer.special_token, schema))
+    with naming_tools(tools):
+        fields = service.answers.constraints(tools, service.tokenizer.special_token, schema)
+    params = replace(params, **fields)
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)
@@ -83,12 +86,18 @@ def naming_tools(tools: ToolUse | None) -> Iterator[None]:
     """The client wrote tools: an error of the grammar made of them names these."""
     try:
         yield
+    except UnsupportedSchemaError as error:
+        raise _wrong_tools(str(error)) from error
     except ApiError as error:
         if tools is None or error.param != "grammar":
             raise
         reason = error.message.rpartition("enforced (")[2].removesuffix(")")
-        message = f"Invalid value for 'tools': a call of them cannot be held to their parameters ({reason})"
-        raise ApiError(error.status, message, param="tools", code=error.code or "invalid_value") from error
+        raise _wrong_tools(reason, error.status, error.code) from error
+
+
+def _wrong_tools(reason: str, status: int = 400, code: str | None = None) -> ApiError:
+    message = f"Invalid value for 'tools': a call of them cannot be held to their parameters ({reason})"
+    return ApiError(status, message, param="tools", code=code or "invalid_value")
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolUse | None, form: AnswerForm) -> ChatOptions:

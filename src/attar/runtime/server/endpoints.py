@@ -202,7 +202,7 @@ def _prompt_logprobs(events: list[Event]) -> tuple[TokenLogprob | None, ...]:
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, in characters; a token with the rest of a character begins with it.
+    """Where tokens begin in their text, in characters; a token with the rest of a character begins with it.
 
     Args:
         text: all of it, which tells the tokens that it leaves out; None: not known yet.

@@ -32,7 +32,7 @@ TOOLS = {
         "additionalProperties": False,
     },
 }
-XML_TOOLS = {"count": TOOLS["count"]}
+COUNT = {"count": TOOLS["count"]}
 
 
 def written(grammar, seed, tokenizer):
@@ -52,11 +52,10 @@ def written(grammar, seed, tokenizer):
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_text_of_the_grammar_is_calls_of_the_tools(name):
     tokenizer = tiny_models.tokenizer()
-    tools = XML_TOOLS if name == "qwen_xml" else TOOLS
     counts = set()
     for seed in range(6):
-        grammar = call_grammar(FORMATS[name], tools, parallel=True)
-        parser = FORMATS[name].parser(tools)
+        grammar = call_grammar(FORMATS[name], TOOLS, parallel=True)
+        parser = FORMATS[name].parser(TOOLS)
         answer = join_pieces([*parser.add(written(grammar, seed, tokenizer)), *parser.finish()])
         assert answer.calls and not answer.text, answer
         counts.add(len(answer.calls))
@@ -76,8 +75,9 @@ def test_one_call_where_no_more_are_allowed():
 
 
 def test_an_answer_of_a_schema_is_allowed_too():
-    answer = '{"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}'
-    grammar = call_grammar(FORMATS["hermes"], XML_TOOLS, parallel=False, answer=answer)
+    yes = {"properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+    answer = json.dumps({"type": "object"} | yes)
+    grammar = call_grammar(FORMATS["hermes"], COUNT, parallel=False, answer=answer)
     texts = [written(grammar, seed, tiny_models.tokenizer()) for seed in range(12)]
     assert any(text.startswith("<tool_call>") for text in texts)
     assert any("yes" in text and "tool" not in text for text in texts)
@@ -108,7 +108,7 @@ def test_marks_that_are_special_tokens_are_written_as_such():
     tokenizer = tiny_models.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     token = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    grammar = call_grammar(FORMATS["mistral"], XML_TOOLS, parallel=True, token_of={"[TOOL_CALLS]": token}.get)
+    grammar = call_grammar(FORMATS["mistral"], COUNT, parallel=True, token_of={"[TOOL_CALLS]": token}.get)
     matcher = Grammars(tokenizer, len(tokenizer)).matcher(SamplingParams(grammar=grammar))
     assert matcher.allowed().nonzero().flatten().tolist() == [token]
 
@@ -118,7 +118,7 @@ def test_marks_in_the_middle_of_a_call_are_special_tokens():
     marks = ["<|channel|>", "<|constrain|>", "<|message|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     ids = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in marks}
-    grammar = call_grammar(FORMATS["harmony"], XML_TOOLS, parallel=True, token_of=ids.get)
+    grammar = call_grammar(FORMATS["harmony"], COUNT, parallel=True, token_of=ids.get)
     matcher = Grammars(tokenizer, len(tokenizer)).matcher(SamplingParams(grammar=grammar))
     seen = []
     while not matcher.complete and len(seen) < 200:
@@ -129,5 +129,5 @@ def test_marks_in_the_middle_of_a_call_are_special_tokens():
         matcher.consume(seen[-1])
     assert [token for token in seen if token in ids.values()] == list(ids.values())
     text = tokenizer.decode(seen, skip_special_tokens=False)
-    parser = FORMATS["harmony"].parser(XML_TOOLS)
+    parser = FORMATS["harmony"].parser(COUNT)
     assert [call.name for call in join_pieces([*parser.add(text), *parser.finish()]).calls] == ["count"]

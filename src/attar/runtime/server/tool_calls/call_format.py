@@ -10,15 +10,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attar.runtime.sampling.json_schema import BLANKS
+from attar.runtime.sampling.json_schema import SchemaRules, UnsupportedSchemaError, resolve
 from attar.runtime.server.tool_calls.parser import CallParser
+from attar.runtime.server.tool_calls.tag_value import value_rules
 
 MAX_CALLS = 16  # of one answer that a grammar holds
 
+_OF_OBJECTS = frozenset(
+    (
+        *(
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "not",
+            "if",
+            "then",
+            "else",
+            "const",
+            "enum",
+            "minProperties",
+            "maxProperties",
+        ),
+        *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        "unevaluatedProperties",
+    )
+)
+_PYTHON_NAME, _TAG_NAME = re.compile(r"[A-Za-z_][\w.-]*"), re.compile(r"[^<>\s](?:[^<>\n]*[^<>\s])?")
 _SPECIAL = re.compile(r"(<\|\w+\|>)")
 
 TokenOf = Callable[[str], int | None]
@@ -80,6 +101,9 @@ def call_grammar(
         parallel: several calls are allowed.
         token_of: special tokens are written as such.
         answer: a JSON schema of an answer without calls, which then is allowed, too.
+
+    Raises:
+        UnsupportedSchemaError: the grammar cannot hold calls to the parameters of a tool.
     """
     more = form.most_calls - 1 if parallel else 0
     many = f"({_literal(form.between)} call){{0,{more}}}" if more else ""
@@ -88,78 +112,86 @@ def call_grammar(
     rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
     for index, (name, parameters) in enumerate(tools.items()):
         before, after = _literal(form.before.format(name=name), token_of), _literal(form.after)
-        body, extra = _ARGUMENTS[form.arguments](index, parameters or {})
+        body, extra = _ARGUMENTS[form.arguments](f"arguments{index}", _object_schema(parameters))
         rules += extra
         rules.append(f"call{index}: {_mark(form.mark, token_of)} {before} {body} {after}")
     if answer is not None:
-        rules.append(f"answer: %json {_schema_text(json.loads(answer))}")
+        schema = json.loads(answer)
+        answers = SchemaRules(schema, "answer_json")
+        rules += [f"answer: {answers.value(schema)}", *answers.rules]
     start = "start: calls" if answer is None else "start: calls | answer"
     return "\n".join([start, *rules])
 
 
-def _json_arguments(index: int, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _object_schema(parameters: Any) -> Mapping[str, Any]:
+    """The parameters of a tool as the schema of an object; without one, of any object."""
+    schema = {"type": "object", **(parameters or {})}
+    if schema["type"] != "object":
+        raise UnsupportedSchemaError(f"parameters of type {str(schema['type'])[:40]!r}")
+    return schema
+
+
+def _json_arguments(name: str, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
     """One object of the schema."""
-    return f"arguments{index}", [f"arguments{index}: %json {_schema_text(parameters)}"]
+    rules = SchemaRules(parameters, name)
+    return rules.value(parameters), rules.rules
 
 
-def _python_arguments(index: int, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _python_arguments(name: str, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
     """``name=value, ...``: those that are required, then any of the others, in the schema's order; values are
     JSON, whose words the parser knows.
 
         more0: (", " optional0)? more1        any of the optional ones from the first on, after another
     """
-    required, properties = parameters.get("required") or [], parameters.get("properties") or {}
-    names = sorted(properties, key=lambda name: name not in required)
-    rules = []
-    for number, name in enumerate(names):
-        rule = f"arguments{index}_{number}"
-        rules += [f"{rule}: {_literal(name + '=')} {rule}_json"]
-        schema = _with_definitions(properties[name], parameters)
-        rules += [f"{rule}_json: %json {_schema_text(schema, any_value=True)}"]
-    count, comma = sum(name in required for name in names), _literal(", ")
-    optional = [f"arguments{index}_{number}" for number in range(count, len(names))]
+    properties, required = _members(parameters)
+    names = sorted(properties, key=lambda key: key not in required)
+    values, rules = SchemaRules(parameters, f"{name}_json"), list[str]()
+    for number, key in enumerate(names):
+        if _PYTHON_NAME.fullmatch(key) is None:
+            raise UnsupportedSchemaError(f"the parameter {key[:40]!r}, which is no name of Python")
+        rules.append(f"{name}_{number}: {_literal(key + '=')} {values.value(properties[key])}")
+    rules += values.rules
+    count, comma = sum(key in required for key in names), _literal(", ")
+    optional = [f"{name}_{number}" for number in range(count, len(names))]
     for number, rule in enumerate(optional):
-        following = f"more{index}_{number + 1}" if number + 1 < len(optional) else ""
-        rules.append(f"more{index}_{number}: ({comma} {rule})? {following}")
-        rules.append(f"first{index}_{number}: {rule} {following}")
+        following = f"{name}_more{number + 1}" if number + 1 < len(optional) else ""
+        rules.append(f"{name}_more{number}: ({comma} {rule})? {following}")
+        rules.append(f"{name}_first{number}: {rule} {following}")
     if count:
-        all_required = f" {comma} ".join(f"arguments{index}_{number}" for number in range(count))
-        return f"{all_required} more{index}_0" if optional else all_required, rules
-    firsts = " | ".join(f"first{index}_{number}" for number in range(len(optional)))
+        all_required = f" {comma} ".join(f"{name}_{number}" for number in range(count))
+        return f"{all_required} {name}_more0" if optional else all_required, rules
+    firsts = " | ".join(f"{name}_first{number}" for number in range(len(optional)))
     return f"({firsts})?" if firsts else "", rules
 
 
-def _xml_parameters(index: int, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The parameters of a call in tags, in the schema's order: each text, or JSON of its own schema."""
-    required = parameters.get("required") or []
-    names, rules = [], []
-    for number, (name, schema) in enumerate((parameters.get("properties") or {}).items()):
-        rule = f"arguments{index}_{number}"
-        kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-        lead, close = _literal(f"<parameter={name}>\n"), _literal("\n</parameter>\n")
-        if kind == "string":
-            rules.append(f"{rule}: {lead} /[^<]*/ {close}")
-        else:
-            rules.append(f"{rule}: {lead} {rule}_json {close}")
-            rules.append(f"{rule}_json: %json {_schema_text(schema)}")
-        names.append(rule if name in required else f"{rule}?")
-    return " ".join(names), rules
+def _xml_parameters(name: str, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The parameters of a call in tags, in the schema's order."""
+    properties, required = _members(parameters)
+    tags, rules = [], []
+    for number, (key, schema) in enumerate(properties.items()):
+        if not _TAG_NAME.fullmatch(key):
+            raise UnsupportedSchemaError(f"the parameter {key[:40]!r}, which is no name of a tag")
+        value, of_value = value_rules(f"{name}_{number}", schema, parameters)
+        rules += [f"{name}_{number}: {_literal(f'<parameter={key}>' + chr(10))} {value}", *of_value]
+        tags.append(f"{name}_{number}" if key in required else f"{name}_{number}?")
+    return " ".join(tags), rules
 
 
 _ARGUMENTS = {"json": _json_arguments, "xml": _xml_parameters, "python": _python_arguments}
 
 
-def _with_definitions(schema: Any, parameters: Mapping[str, Any]) -> Any:
-    """The schema of one parameter, with the definitions that it may refer to."""
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return {**shared, **schema} if isinstance(schema, Mapping) else schema
+def _members(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], Collection[str]]:
+    """The schemas of the parameters by name, and the names that are required.
 
-
-def _schema_text(schema: Any, any_value: bool = False) -> str:
-    """A schema for llguidance, with bounded blanks; without one, any object, or any value at all."""
-    anything: dict[str, Any] = {} if any_value else {"type": "object"}
-    whole = dict(schema) if isinstance(schema, Mapping) and schema else anything
-    return json.dumps(whole | {"x-guidance": {"whitespace_pattern": BLANKS}})
+    Raises:
+        UnsupportedSchemaError: words about the object as a whole, for forms that write each parameter alone.
+    """
+    parameters = resolve(parameters, parameters)
+    others = sorted(set(parameters) & _OF_OBJECTS)
+    if others:
+        raise UnsupportedSchemaError(f"{', '.join(others)} of parameters")
+    required = parameters.get("required") or ()
+    return dict.fromkeys(required, True) | dict(parameters.get("properties") or {}), required
 
 
 def _mark(text: str, token_of: TokenOf) -> str:

@@ -14,14 +14,20 @@ The type of a value is known only from the schema, so the arguments of a paramet
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from attar.runtime.sampling.json_schema import UnsupportedSchemaError, resolve
 from attar.runtime.server.tool_calls.marks import split_at_mark
 from attar.runtime.server.tool_calls.parser import CallParser
+from attar.runtime.server.tool_calls.tag_value import END as END_OF_VALUE
+from attar.runtime.server.tool_calls.tag_value import read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
-PARAMETER, VALUE_END = "<parameter=", "</parameter>"
+PARAMETER, VALUE_TAG, VALUE_END = "<parameter=", "</parameter>", re.compile(END_OF_VALUE)
 MAX_NAME = 200  # characters of a tag
 
 
@@ -32,6 +38,7 @@ class QwenXmlCalls(CallParser):
         super().__init__(tools)
         self._held, self._state, self._tag = "", "text", ""
         self._name, self._count = "", 0
+        self._searched = 0  # characters of a value in which its end is not
 
     def read(self, piece: str) -> None:
         states = {
@@ -51,6 +58,8 @@ class QwenXmlCalls(CallParser):
             self.put_text(self._held)
         elif self._state == "function":
             self.put_text(self._tag + self._held)
+        elif self._state == "value" and self._held.rstrip().endswith(VALUE_TAG):
+            self._put_value(self._held.rstrip().removesuffix(VALUE_TAG))
 
     def _read_text(self, text: str) -> str:
         before, mark, after = split_at_mark(text, (OPEN, FUNCTION))
@@ -95,27 +104,35 @@ class QwenXmlCalls(CallParser):
         return after
 
     def _read_between(self, text: str) -> str:
-        _, mark, after = split_at_mark(text, (PARAMETER, END))
+        _, mark, after = split_at_mark(text, (PARAMETER, END, CLOSE))
         if mark == PARAMETER:
             self._state = "parameter"
-        elif mark == END:
+        elif mark:
             self.put_arguments("}" if self._count else "{}")
-            self._state = "after"
+            self._state = "after" if mark == END else "text"
         else:
             self._held = after
             return ""
         return after
 
     def _read_value(self, text: str) -> str:
-        value, mark, after = split_at_mark(text, (VALUE_END,))
-        if not mark:
-            self._held = text
+        end = VALUE_END.search(text, self._searched)
+        if end is None:  # the tag has not come, or what follows it has not
+            tag = text.rfind(VALUE_TAG, self._searched)
+            self._held, self._searched = text, tag if tag >= 0 else max(len(text) - len(VALUE_TAG), 0)
             return ""
-        written = json.dumps(_typed(value, _schema_of(self.tools[self._name], self._tag)), ensure_ascii=False)
+        self._searched = 0
+        self._put_value(text[: end.start()])
+        return text[end.end() :]
+
+    def _put_value(self, value: str) -> None:
+        parameters = self.tools[self._name]
+        value = value.removeprefix("\n").removesuffix("\n")  # of the tags
+        read = read_value(value, _schema_of(parameters, self._tag), parameters)
+        written = json.dumps(read, ensure_ascii=False)
         lead = ", " if self._count else "{"
         self.put_arguments(f"{lead}{json.dumps(self._tag, ensure_ascii=False)}: {written}")
         self._count, self._state = self._count + 1, "between"
-        return after
 
     def _read_after(self, text: str) -> str:
         """Nothing between ``</function>`` and ``</tool_call>``."""
@@ -129,17 +146,9 @@ class QwenXmlCalls(CallParser):
 
 def _schema_of(parameters: Any, name: str) -> Any:
     """The schema of a parameter; None where there is none."""
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return properties.get(name) if isinstance(properties, dict) else None
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """A value of the schema's type: text as it is, without the line breaks of its tags; else JSON."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+    with suppress(UnsupportedSchemaError):
+        parameters = resolve(parameters, parameters)
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return parameters.get("additionalProperties") if schema is None else schema
