@@ -74,6 +74,24 @@ def flatten(settings: Any) -> dict[str, Any]:
     return values
 
 
+def differing(settings: Any) -> dict[str, Any]:
+    """The options that are not their defaults, those of nested settings included: the others may be left out
+    of a command line or a recipe."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            values |= differing(value)
+        elif field.init and value != default_of(field):
+            values[field.name] = value
+    return values
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field, or ``dataclasses.MISSING``."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def nest(cls: type[T], values: Mapping[str, Any]) -> T:
     """Settings from flat options; what is absent keeps its default.
 

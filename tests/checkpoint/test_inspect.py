@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from attar.checkpoint import Card, Parent
+from attar.checkpoint.card import plain
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.inspect import inspect
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.units import bytes_text, count_text
+from attar.options import flatten
+from attar.quantization.settings import quantize_settings
 from tests import tiny_models
 from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
 
@@ -200,9 +203,21 @@ def test_a_configuration_of_many_lines_keeps_the_tree_whole(make):
     replace(card, command="attar merge merge.yml -o merged").write(folder)
     lines = inspect(folder).render().splitlines()
     start = lines.index("Lineage")
-    assert lines[start + 1] == "  merged  merge: config of 3 lines, seed 0"
+    assert lines[start + 1] == "  merged  merge: config of 3 lines"
     assert lines[start + 2].startswith("  └─ base")
     assert lines[lines.index("To make it again") + 1] == "  attar merge merge.yml -o merged"
+
+
+def test_the_lineage_shows_what_differs_from_the_defaults(make):
+    folder = make("small")
+    settings = plain(flatten(quantize_settings(method="rtn", group_size=64)))
+    parent = Parent(role="weights", name="base", stage="original")
+    unknown = Parent(role="weights", name="other", stage="anneal", settings={"heat": 3}, parents=(parent,))
+    Card(name="small", stage="quantize", settings=settings, parents=(unknown,)).write(folder)
+    lines = inspect(folder).render().splitlines()
+    start = lines.index("Lineage")
+    assert lines[start + 1] == "  small  quantize: scheme W4A16, group_size 64, method rtn"
+    assert lines[start + 2] == "  └─ other  anneal: heat 3"
 
 
 def test_json_and_text_tell_the_lineage(make):

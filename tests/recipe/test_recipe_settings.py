@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from attar.checkpoint.output import command_line
 from attar.errors import RecipeError, SettingsError, UsageError
 from attar.quantization.settings import quantize_settings
 from attar.recipe.settings import (
@@ -194,3 +197,35 @@ def test_every_settings_class_of_attar(cls: type) -> None:
     ] * len(common)
     assert all(f"| `{setting.name}` |" in table for setting in settings_of(cls))
     assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+CHANGES = {
+    "distill": {"steps": 7, "objective": "jsd", "final": 0.5},
+    "prune": {"method": "wanda", "sparsity": 0.6, "data": "a name"},
+    "recover": {"steps": 9, "accept_licence": ("gemma", "llama3"), "reason": "a letter"},
+    "quantize": {"method": "qat", "scheme": "W3A16", "group_size": 64, "steps": 3},
+    "merge": {"config": "merge.yml", "seed": 4},
+    "export": {"format": "gguf", "type": "Q4_K_M", "overrides": ("a=Q6_K",)},
+}
+
+
+@pytest.mark.parametrize("verb", STAGES)
+def test_a_command_with_what_differs_gives_the_same_settings(verb: str) -> None:
+    cls = STAGES[verb].settings_class()
+    known = {setting.name: setting for setting in settings_of(cls)}
+    settings = parse(cls, CHANGES[verb], PythonOrigin(verb))
+    words = shlex.split(command_line(verb, plain(settings, defaults=False), (), Path("out")))[4:]
+    assert {word[2:].replace("-", "_") for word in words[::2]} == set(CHANGES[verb])
+    given: dict[str, Any] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        name = flag[2:].replace("-", "_")
+        given[name] = [*given.get(name, []), value] if known[name].many else value
+    assert parse(cls, given, CommandOrigin(verb)) == settings
+
+
+def test_no_default_is_lost_by_leaving_none_out() -> None:
+    """Commands leave out options that are null, so no other value may be the default of those."""
+    for spec in STAGES.values():
+        for setting in settings_of(spec.settings_class()):
+            nullable = type(None) in getattr(setting.kind, "__args__", ())
+            assert not nullable or setting.default is None, setting.name

@@ -106,6 +106,42 @@ def test_the_resolved_recipe_reads_back() -> None:
     assert parse_recipe(again.to_yaml(), overrides=["evaluate=false"]).to_dict()["evaluate"] is False
 
 
+STAGES_OF_ALL_KINDS = """
+model: a
+seed: 5
+stages:
+  - {stage: prune, method: heads, ratio: 0.25, seed: 0}
+  - {stage: prune}
+  - {stage: recover, teacher: prune, steps: 7, accept_licence: [gemma], reason: a letter}
+  - {stage: recover, from: prune-2}
+  - {stage: quantize, name: rtn, method: rtn, data: auto, from: prune}
+  - {stage: quantize, method: autoround}
+  - {stage: export, format: dense}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT,
+        STAGES_OF_ALL_KINDS,
+        "{model: a, evaluate: false, stages: [{stage: prune}]}",
+        *(path.read_text() for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))),
+    ],
+)
+def test_the_written_recipe_reads_back_without_its_defaults(text: str) -> None:
+    recipe = parse_recipe(text, str(Path(__file__).parents[2] / "recipes/x.yaml"))
+    again = parse_recipe(recipe.written())
+    assert again.to_dict() == recipe.to_dict()
+    assert [entry.settings for entry in again.stages] == [entry.settings for entry in recipe.stages]
+    assert len(recipe.written().splitlines()) < len(recipe.to_yaml().splitlines()) / 2
+
+
+def test_a_written_recipe_is_what_one_would_write() -> None:
+    text = "model: a\nstages:\n- stage: prune\n  ratio: 0.3\n- stage: quantize\n"
+    assert parse_recipe(text).written() == text
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -41,7 +41,7 @@ from attar.checkpoint.processes import (
 )
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
-from attar.options import flatten
+from attar.options import differing, flatten
 
 _LOCK = "lock"
 
@@ -131,6 +131,7 @@ def produce(
     ):
         if needed:
             atomic.check_space(folder, needed)
+        changed = settings if isinstance(settings, dict) else differing(settings)
         settings = plain(settings if isinstance(settings, dict) else flatten(settings))
         fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         records = zip(parents, fingerprints, strict=True)
@@ -138,7 +139,7 @@ def produce(
         lineage = compact([*checkpoints, *data])
         key = key or stage_key(stage, version, settings, lineage, text)
         resumed = _claim(work, stage, key)
-        command = command_line(stage, settings, parents, final)
+        command = command_line(stage, plain(changed), parents, final)
         shared = atomic.hidden(final, "work")
         if own != final:
             wait_for_claim(final, key, shared)
@@ -211,7 +212,7 @@ def finished(out: Path | str, key: str) -> bool:
 def command_line(
     stage: str, settings: dict[str, Any], parents: Sequence[tuple[Checkpoint, str]], out: Path
 ) -> str:
-    """The shell command that repeats the stage: verb, first parent, and every setting as an option."""
+    """The shell command that repeats the stage: verb, first parent, and the given settings as options."""
     words = ["attar", stage, *(checkpoint.spelling for checkpoint, _ in parents[:1]), "-o", out.name]
     for checkpoint, role in parents[1:]:
         if checkpoint is parents[0][0]:  # distill has one model for weights and signal

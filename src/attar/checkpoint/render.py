@@ -6,18 +6,24 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.card import Parent
 from attar.checkpoint.licences import UNKNOWN, Duties, age_in_days
 from attar.checkpoint.parts import ModelPart
 from attar.checkpoint.units import bytes_text, count_text
+from attar.errors import AttarError
+from attar.options import differing, nest, option_fields
 from attar.printable import printable
 
 if TYPE_CHECKING:
     from attar.checkpoint.inspect import Inspection
 
 WIDTH = 100
+STAGES = "attar.recipe.stages"
+"""Module with the settings of each verb; by name, because recipe/ is above this package."""
+
 _STALE_DAYS = 365
 
 
@@ -178,11 +184,31 @@ def _branches(parents: Sequence[Parent], indent: str) -> Iterator[str]:
 def _node(parent: Parent) -> str:
     teacher = " (teacher)" if parent.role == "signal" else ""
     settings = [
-        f"{name} {_short(value)}" for name, value in parent.settings.items() if value not in (None, [], "")
+        f"{name} {_short(value)}"
+        for name, value in _changed(parent).items()
+        if value not in (None, [], (), "")
     ]
     licence = [f"licence {' and '.join(parent.licence['ids'])}"] if parent.licence.get("ids") else []
     details = ", ".join(settings if parent.parents else licence)
     return _shortened(f"{parent.name}{teacher}  {parent.stage}{': ' if details else ''}{details}")
+
+
+def _changed(parent: Parent) -> dict[str, Any]:
+    """The main settings of a stage, and those that are not their defaults today; all of an unknown stage."""
+    spec = import_module(STAGES).STAGES.get(parent.stage)
+    if spec is None:
+        return parent.settings
+    cls = spec.settings_class()
+    known = {option.field.name for option in option_fields(cls)}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in parent.settings.items()
+    }
+    try:
+        changed = differing(nest(cls, {name: value for name, value in values.items() if name in known}))
+    except (AttarError, TypeError, ValueError):
+        return parent.settings
+    main = ("scheme", "method", "format", "ratio", "" if "method" in known else "steps")
+    return {name: value for name, value in values.items() if name in changed or name in main}
 
 
 def _short(value: Any) -> str:
@@ -190,7 +216,7 @@ def _short(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, str) and "\n" in value:  # the YAML of a merge
         return f"of {len(value.splitlines())} lines"
-    return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
 
 
 def _shortened(line: str) -> str:

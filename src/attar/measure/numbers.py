@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 NOTHING = "–"
+NOISE = 1e-6  # nats a token: a model differs by less from itself in another engine
 NORMAL_95 = 1.96  # standard errors on either side of an estimate hold 95 % of a normal distribution
 
 
@@ -19,6 +20,11 @@ def significant(value: float | None, digits: int = 3) -> str:
     if not -5 <= exponent < 7:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{max(digits - 1 - exponent, 0)}f}"
+
+
+def nats(value: float | None, digits: int = 3) -> str:
+    """A KL; below what float32 and a float16 cache can tell from 0, as that bound."""
+    return f"<{NOISE:.0e}".replace("e-0", "e-") if value and value < NOISE else significant(value, digits)
 
 
 def fixed(value: float | None, decimals: int = 0) -> str:

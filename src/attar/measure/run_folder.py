@@ -59,7 +59,12 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run: its stages in order, and its environment."""
+    """A run: its stages in order, and its environment.
+
+    Attributes:
+        written: the recipe as YAML, without what are defaults; "" in records of earlier versions.
+        date: when it was measured, ``2026-11-27``; "" where that is not known.
+    """
 
     stages: tuple[StageRecord, ...]
     folder: Path | None = None
@@ -68,6 +73,8 @@ class RunRecord:
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     finished: bool = True
+    written: str = ""
+    date: str = ""
 
     @property
     def original(self) -> StageRecord:
@@ -135,9 +142,9 @@ def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json"
         raise DataError(f"{where}: 'stages' must be a list with one stage at least")
     stages = tuple(_stage(entry, number, where) for number, entry in enumerate(entries))
     mappings = {name: _mapping(data.get(name)) for name in ("recipe", "machine", "versions")}
-    return RunRecord(
-        stages, folder, str(data.get("attar", "")), **mappings, finished=bool(data.get("finished", True))
-    )
+    attar, written, date = (str(data.get(name) or "") for name in ("attar", "written", "date"))
+    finished = bool(data.get("finished", True))
+    return RunRecord(stages, folder, attar, **mappings, finished=finished, written=written, date=date)
 
 
 def _stage(entry: Any, number: int, where: str) -> StageRecord:

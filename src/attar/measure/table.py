@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from attar.measure.numbers import NOTHING, count, fixed, percent, significant, times, with_interval
+from attar.measure.numbers import NOTHING, count, fixed, nats, percent, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 from attar.printable import one_line, printable
 
@@ -61,8 +61,8 @@ BITS = Column(
 )
 PARAMETERS = Column("parameters", "of the dense model", _number("parameters", count))
 PERPLEXITY = Column("perplexity", "exp of the mean loss on held-out text", _aligned("perplexity"))
-KL = Column("KL", "mean KL(original || this), nats per token", _number("kl_mean", significant))
-KL_P99 = Column("KL p99", "99th percentile of the tokens' KL", _number("kl_p99", significant))
+KL = Column("KL", "mean KL(original || this), nats per token", _number("kl_mean", nats))
+KL_P99 = Column("KL p99", "99th percentile of the tokens' KL", _number("kl_p99", nats))
 TOP1 = Column(
     "top-1 %", "tokens where both models predict the same next token", _number("top1_agreement", _percent)
 )

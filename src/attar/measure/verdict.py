@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attar.measure.numbers import percent, significant, times, with_interval
+from attar.measure.numbers import nats, percent, significant, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 
@@ -22,7 +22,7 @@ def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
         kept, stderr, measure = stage.number("top1_agreement"), None, "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]
     parts.append(f"keeps {with_interval(kept, stderr)} % of {measure}" if kept is not None else None)
-    parts.append(f"KL {significant(kl, 2)} nats" if kl is not None else None)
+    parts.append(f"KL {nats(kl, 2)} nats" if kl is not None else None)
     if kept is None and kl is None and stage.number("perplexity") is not None:
         parts.append(f"perplexity {significant(stage.number('perplexity'))}")
     return ", ".join(part for part in parts if part) or "nothing was measured"
@@ -47,10 +47,10 @@ def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
         return None
     share = (low - high) / (low - start)
     if share < 0:
-        return f"{stage.name} lost more: KL went from {significant(low, 2)} to {significant(high, 2)} nats."
+        return f"{stage.name} lost more: KL went from {nats(low, 2)} to {nats(high, 2)} nats."
     return (
         f"{stage.name} won back {percent(share)} % of what pruning lost: "
-        f"KL {significant(start, 2)} before, {significant(low, 2)} pruned, {significant(high, 2)} recovered."
+        f"KL {nats(start, 2)} before, {nats(low, 2)} pruned, {nats(high, 2)} recovered."
     )
 
 
@@ -83,5 +83,5 @@ def _kl_difference(run: RunRecord, stage: StageRecord, other: StageRecord) -> st
     share = percent(abs(1 - ours / theirs))
     return (
         f"At the same bits, {stage.name} costs {share} % {word} KL than {other.name}: "
-        f"{significant(ours, 2)} against {significant(theirs, 2)} nats on top of {parent.name}."
+        f"{nats(ours, 2)} against {nats(theirs, 2)} nats on top of {parent.name}."
     )

@@ -39,7 +39,7 @@ from attar.merging.parents import ParentModels, open_parents
 from attar.merging.planning.prepare import PreparedMerge, prepare_any
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
-from attar.options import flatten
+from attar.options import differing
 from attar.progress import SILENT, Progress
 
 FILE = "merge.yml"
@@ -177,7 +177,7 @@ class _MergeRun:
 
     def command(self, out: Path) -> str:
         """The command that repeats the merge, with the configuration in the result's folder."""
-        rest = {name: value for name, value in plain(flatten(self.settings)).items() if name != "config"}
+        rest = {name: value for name, value in plain(differing(self.settings)).items() if name != "config"}
         return command_line("merge", rest, (), out).replace("attar merge", f"attar merge {FILE}", 1)
 
 

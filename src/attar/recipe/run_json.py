@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.recipe.machine import machine
 from attar.recipe.plan import RecipePlan, RecipeStep
-from attar.recipe.runfolder import ORIGINAL_RECEIPT, RUN, Receipt, own_folders, read_receipt
+from attar.recipe.runfolder import ORIGINAL_RECEIPT, RECEIPTS, RUN, Receipt, own_folders, read_receipt
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
 
@@ -28,7 +29,9 @@ def write_run(
     announced = [step.folder.name for step in plan.steps]
     content = {
         "attar": versions["attar"],
+        "date": _date(plan.out),
         "recipe": plan.recipe.to_dict(),
+        "written": plan.recipe.written(),
         "machine": machine(),
         "versions": versions,
         "stages": entries,
@@ -39,6 +42,12 @@ def write_run(
     assert isinstance(written, dict)
     write_json(plan.out / RUN, written)
     return written
+
+
+def _date(out: Path) -> str:
+    """The day of the last stage or measurement, in UTC: ``2026-11-27``; "" before the first."""
+    times = [path.stat().st_mtime for path in (out / RECEIPTS).glob("*.json")]
+    return datetime.fromtimestamp(max(times), UTC).date().isoformat() if times else ""
 
 
 def entries(plan: RecipePlan, count: int) -> list[dict[str, Any]]:

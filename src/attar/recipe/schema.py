@@ -124,11 +124,37 @@ class Recipe:
             "stages": stages,
         }
 
+    def written(self) -> str:
+        """The recipe as YAML with what differs from the defaults; reading it gives the same recipe."""
+        content: dict[str, Any] = {"model": self.model}
+        content |= {"data": self.data} if self.data != "auto" else {}
+        content |= {"seed": self.seed} if self.seed else {}
+        evaluate = False if self.evaluate is None else self._differing(self.evaluate)
+        content |= {"evaluate": evaluate} if evaluate != {} else {}
+        content["stages"] = [self._written_stage(number) for number in range(len(self.stages))]
+        return _dump(content)
+
+    def _written_stage(self, number: int) -> dict[str, Any]:
+        entry, done = self.stages[number], list(self.stages[:number])
+        shown = {"stage": entry.stage} | ({"name": entry.name} if entry.name != entry.stage else {})
+        if not STAGES[entry.stage].merges and entry.source != _default_source(done):
+            shown["from"] = entry.source
+        if entry.teacher not in (None, _unpruned(entry.source, done)):
+            shown["teacher"] = str(entry.teacher)
+        return shown | self._differing(entry.settings)
+
+    def _differing(self, settings: Any) -> dict[str, Any]:
+        """Settings that are not their defaults; those of the recipe are the defaults of every stage."""
+        common, changed = {"data": self.data, "seed": self.seed}, plain(settings, defaults=False)
+        return {
+            name: value
+            for name, value in plain(settings).items()
+            if (value != common[name] if name in common else name in changed)
+        }
+
     def to_yaml(self) -> str:
         """:meth:`to_dict` as YAML."""
-        import yaml
-
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
+        return _dump(self.to_dict())
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -276,8 +302,7 @@ def _stage(
     if verb.merges:
         return _merge(item, name, done, defaults, path)
     common = (*_COMMON, "teacher") if verb.teacher else _COMMON
-    models = [entry.name for entry in done if entry.makes_model]
-    source = _reference(keys, "from", done, models[-1] if models else ORIGINAL)
+    source = _reference(keys, "from", done, _default_source(done))
     teacher = _reference(keys, "teacher", done, _unpruned(source, done)) if verb.teacher else None
     what = f"stage {name!r}"
     settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common)
@@ -321,7 +346,12 @@ def _reference(keys: Mapping[str, YamlEntry], key: str, done: list[StageEntry], 
     return value
 
 
-def _unpruned(source: str, done: list[StageEntry]) -> str:
+def _default_source(done: Sequence[StageEntry]) -> str:
+    """The last stage that made a model; the original without any."""
+    return next((entry.name for entry in reversed(done) if entry.makes_model), ORIGINAL)
+
+
+def _unpruned(source: str, done: Sequence[StageEntry]) -> str:
     """The model before the prunings that made ``source``; the original without any."""
     by_name = {entry.name: entry for entry in done}
     name = source

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
 from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
-from attar.options import flatten, listed, misplaced, nest, option_fields
+from attar.options import default_of, differing, flatten, listed, misplaced, nest, option_fields
 from attar.yaml import scalar
 
 T = TypeVar("T")
@@ -81,9 +81,7 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
         SettingField(
             name=option.field.name,
             kind=option.kind,
-            default=option.field.default
-            if option.field.default_factory is dataclasses.MISSING
-            else option.field.default_factory(),
+            default=default_of(option.field),
             help=str(option.field.metadata.get("help", "")),
             choices=tuple(option.field.metadata.get("choices", ())),
             title=variants_heading(option.by, option.variants) if option.by else option.title,
@@ -120,11 +118,10 @@ def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> 
         raise origin.wrong(error.field, error.value, error.allowed, error.hint) from None
 
 
-def plain(settings: Any) -> dict[str, Any]:
-    """Settings as a dict of JSON values (tuples become lists)."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in flatten(settings).items()
-    }
+def plain(settings: Any, *, defaults: bool = True) -> dict[str, Any]:
+    """Settings as a dict of JSON values (tuples become lists); without ``defaults`` those that differ."""
+    values = flatten(settings) if defaults else differing(settings)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def title(settings: Any) -> str:

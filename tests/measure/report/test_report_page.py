@@ -96,6 +96,23 @@ def test_report_says_what_was_measured(run: RunRecord) -> None:
         assert words in text
 
 
+def test_the_recipe_is_folded_and_shows_what_was_written() -> None:
+    data = {**fake_run(), "written": "model: attar:tiny\n", "date": "2026-11-27"}
+    html = page(run_from_dict(data), "model: attar:tiny\nall: defaults\n")
+    assert "all: defaults" not in html and "2026-11-27" in html
+    folded = re.search(r"<details>(?:(?!</details>).)*model: attar:tiny\n</pre></details>", html, re.S)
+    assert folded is not None
+    assert "all: defaults" in page(run_from_dict(fake_run()), "model: attar:tiny\nall: defaults\n"), (
+        "of before"
+    )
+
+
+def test_a_figure_and_its_interval_stay_together() -> None:
+    data = fake_run()
+    data["stages"][-1]["measurements"].update(quality_kept=0.91, quality_kept_stderr=0.02)
+    assert "keeps 91\u00a0±\u00a04\u00a0% of" in page(run_from_dict(data))
+
+
 def test_speed_notes_say_what_was_timed() -> None:
     """One round has no spread, and only transformers' speed is marked as such."""
     data = fake_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,27 @@ def write_report(run_dir: str | Path) -> Path:
 def page(run: RunRecord, recipe: str | None = None) -> str:
     """The whole page."""
     name = _name(run)
+    return document(f"{name}: {verdict(run)}", [_top(run, name), _sections(run, recipe)], foot(run.attar))
+
+
+def document(title: str, content: Child, foot: str) -> str:
+    """A page of a report, with its style sheets."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name_="color-scheme", content="light dark"),
-        el("title", f"{name}: {verdict(run)}"),
+        el("title", title),
         el("style", style("picture"), style("page")),
     )
-    body = el("body", el("main", _top(run, name), _sections(run, recipe)), el("footer", _foot(run)))
+    body = el("body", el("main", content), el("footer", foot))
     return "<!doctype html>\n" + el("html", head, "\n", body, lang="en") + "\n"
+
+
+def kicker(*parts: str) -> Markup:
+    """The line above the title: what was run, on which model, when."""
+    words = "".join(f" · {part}" for part in parts if part)
+    return el("p", el("span", "attar", class_="mark-name"), words, class_="kicker")
 
 
 def _top(run: RunRecord, name: str) -> Markup:
@@ -62,11 +74,22 @@ def _top(run: RunRecord, name: str) -> Markup:
         )
     )
     results = [el("li", sentence) for sentence in findings(run)]
-    kicker = el("p", el("span", "attar", class_="mark-name"), f" · {name}", class_="kicker")
+    folder = run.folder.resolve().name if run.folder else ""
+    above = kicker(name, folder, run.date)
     warnings = [el("p", note, class_="warning") for note in run.not_held_out()]
     return el(
-        "header", kicker, el("h1", verdict(run)), el("ul", results) if results else None, unfinished, warnings
+        "header",
+        above,
+        el("h1", _unbroken(verdict(run))),
+        el("ul", results) if results else None,
+        unfinished,
+        warnings,
     )
+
+
+def _unbroken(sentence: str) -> str:
+    """A figure and its interval stay on one line."""
+    return re.sub(r"(\d) ± ([\d.]+) %", "\\1\u00a0±\u00a0\\2\u00a0%", sentence)
 
 
 def _sections(run: RunRecord, recipe: str | None) -> Markup:
@@ -78,7 +101,7 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
             quality,
             "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic.",
         ),
-        _section("Every stage", stage_table(run)),
+        _section("Every stage", stage_table(run, run.last)),
         _section(
             "Error of every layer",
             layer_pictures(run),
@@ -122,8 +145,17 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
         ),
         _section("Lineage", lineage_tree(run)),
         _section("Where it ran", _facts(run)),
-        _section("Recipe", el("pre", recipe, class_="recipe") if recipe else None),
+        _section("Recipe", _recipe(run, recipe)),
     )
+
+
+def _recipe(run: RunRecord, text: str | None) -> Markup | None:
+    """As it was written, folded; of a run of an earlier version the file with all defaults."""
+    shown = run.written or text
+    if not shown:
+        return None
+    summary = el("summary", f"{len(shown.splitlines())} lines; other settings have their defaults")
+    return el("details", summary if run.written else el("summary", "show"), el("pre", shown, class_="recipe"))
 
 
 def _section(title: str, content: Child, note: str | None = None) -> Markup | None:
@@ -146,7 +178,6 @@ def _name(run: RunRecord) -> str:
     return str(model or run.original.text("model") or run.original.name)
 
 
-def _foot(run: RunRecord) -> str:
-    return (
-        f"Written by attar {run.attar}".strip() + ". This file holds everything it shows and loads nothing."
-    )
+def foot(version: str) -> str:
+    """The line below everything."""
+    return f"Written by attar {version}".strip() + ". This file holds everything it shows and loads nothing."

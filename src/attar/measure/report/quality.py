@@ -1,17 +1,19 @@
 """The picture of size against quality: every stage, with arrows from parent to child.
 
-x: bytes, logarithmic. y: KL to the original, logarithmic, lower is better; a KL of 0 (the original in exact
-arithmetic) has a line of its own below. Without KL, y is the perplexity.
+x: bytes, logarithmic. y: KL to the original, logarithmic, lower is better, over four decades at most: smaller
+ones (the original's, which is the noise of float32) have a line of their own below. Without KL, y is the
+perplexity.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from attar.checkpoint.atomic import write_bytes
-from attar.measure.numbers import megabytes, percent, significant
+from attar.measure.numbers import NOISE, megabytes, nats, percent
 from attar.measure.report.labels import LabelBox, place_labels, text_width
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import (
@@ -26,18 +28,20 @@ from attar.measure.report.svg import (
     polyline,
     style,
     text,
+    tick_text,
     verb_class,
 )
 from attar.measure.run_folder import RunRecord, StageRecord
 
 RADIUS = 6.0
-ZERO_BAND = 44.0  # pixels between the lowest KL on the axis and the line of KL 0
+ZERO_BAND = 44.0  # pixels between the lowest KL on the axis and the line of those below it
+DECADES = 4  # of KL on the axis at most
 NAME, NOTE = 13.0, 11.0  # font sizes of a label's two lines
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, None without such a stage."""
+    """The plot's rectangle and its axes; ``zero`` is the pixel row of KLs up to ``floor``, None without."""
 
     left: float
     top: float
@@ -46,11 +50,12 @@ class Frame:
     x: Axis
     y: Axis
     zero: float | None
+    floor: float
 
     def at(self, stage: StageRecord, key: str) -> PixelPoint:
         """The pixel of a stage."""
         value = stage.number(key) or 0.0
-        row = self.zero if value == 0 and self.zero is not None else self.y(value)
+        row = self.zero if value <= self.floor and self.zero is not None else self.y(value)
         return self.x((stage.number("bytes") or 0.0) / 1e6), row
 
 
@@ -117,12 +122,22 @@ def quality_svg(run: RunRecord, width: float = 880, height: float = 460, front: 
 def _frame(shown: list[StageRecord], key: str, width: float, height: float) -> Frame:
     left, top, right, bottom = 64.0, 46.0, width - 20.0, height - 48.0
     values = [stage.number(key) or 0.0 for stage in shown]
-    zero = bottom - 14 if key == "kl_mean" and 0.0 in values else None
+    floor = _floor(values) if key == "kl_mean" else 0.0
+    zero = bottom - 14 if key == "kl_mean" and min(values) <= floor else None
     low = bottom if zero is None else zero - ZERO_BAND
     margin = 0.1 if width >= 600 else 0.12
     x = fit([(stage.number("bytes") or 0.0) / 1e6 for stage in shown], left, right, log=True, margin=margin)
-    y = fit([value for value in values if value > 0], low, top, log=True, margin=0.12)
-    return Frame(left, top, right, bottom, x, y, zero)
+    y = fit([value for value in values if value > floor], low, top, log=True, margin=0.12)
+    return Frame(left, top, right, bottom, x, y, zero, floor if any(values) else 0.0)
+
+
+def _floor(values: Sequence[float]) -> float:
+    """The power of ten below which KLs share a line: that of noise, or so many decades below the highest."""
+    highest = max(values)
+    if highest <= NOISE:  # nothing but noise
+        return 0.0
+    lowest: float = 10.0 ** (math.ceil(math.log10(highest)) - DECADES)
+    return max(NOISE, lowest)
 
 
 def _axes(run: RunRecord, frame: Frame, key: str, height: float) -> Markup:
@@ -136,7 +151,8 @@ def _axes(run: RunRecord, frame: Frame, key: str, height: float) -> Markup:
     if frame.zero is not None:
         middle = (low + frame.zero) / 2
         parts.append(line(frame.left, frame.zero, frame.right, frame.zero, class_="zero"))
-        parts.append(text(frame.left - 8, frame.zero + 4, "0", anchor="end", class_="tick"))
+        below = f"<{tick_text(frame.floor)}" if frame.floor else "0"
+        parts.append(text(frame.left - 8, frame.zero + 4, below, anchor="end", class_="tick"))
         parts.append(text(frame.left - 14, middle + 4, "⋮", anchor="middle", class_="tick"))
     return join(parts)
 
@@ -186,9 +202,7 @@ def _note(run: RunRecord, stage: StageRecord, *, short: bool = False) -> str:
     agreed = f"top-1 {percent(kept)} %" if kept is not None else None
     if short:
         return agreed or size
-    return ", ".join(
-        part for part in (size, f"KL {significant(kl, 2)}" if kl is not None else None, agreed) if part
-    )
+    return ", ".join(part for part in (size, f"KL {nats(kl, 2)}" if kl is not None else None, agreed) if part)
 
 
 def _labels(

@@ -18,23 +18,27 @@ from attar.measure.table import KEPT, MB, REPORT, TOP1, Column, columns, engine_
 PARENT_COLUMNS = (("loss, nats/token", "loss"), ("perplexity", "perplexity"), ("nats/byte", "nats_per_byte"))
 
 
-def stage_table(run: RunRecord) -> Markup:
-    """All stages with their measurements; on a narrow screen each stage is a card."""
+def stage_table(run: RunRecord, result: StageRecord | None = None) -> Markup:
+    """All stages with their measurements; on a narrow screen each stage is a card.
+
+    Args:
+        result: the stage that is marked as the run's result; None: none is.
+    """
     head = [el("th", "stage", scope="col")]
     head += [el("th", column.title, scope="col", title=column.meaning) for column in columns(run, REPORT)]
-    rows = [_row(run, stage) for stage in run.stages]
+    rows = [_row(run, stage, result) for stage in run.stages]
     table = el("table", el("thead", el("tr", head)), el("tbody", rows), class_="stages")
     return join(el("div", table, class_="scroll", tabindex=0), _footnote(run))
 
 
-def _row(run: RunRecord, stage: StageRecord) -> Markup:
+def _row(run: RunRecord, stage: StageRecord, result: StageRecord | None) -> Markup:
     title = el("small", stage.title) if stage.title else None
     name = el("th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), title, scope="row")
     return el(
         "tr",
         name,
         [_cell(run, stage, column) for column in columns(run, REPORT)],
-        class_="last" if stage is run.last else None,
+        class_="last" if stage is result else None,
     )
 
 
@@ -77,7 +81,11 @@ def _speed_notes(run: RunRecord, measured: StageRecord) -> list[str]:
     device, threads = measured.text("device"), measured.number("threads")
     if measured.number("decode_tokens_per_s") is None or not device:
         return []
-    where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device
+    where = (
+        f"{device}, {threads:.0f} thread{'s' if threads > 1 else ''}"
+        if threads and device == "cpu"
+        else device
+    )
     notes = [f"Speed is that of one sequence on {where}, the median of its rounds."]
     if (measured.text("runner") or "transformers") == "transformers":
         notes.append("It is that of transformers: packed weights show their size here, not their speed.")

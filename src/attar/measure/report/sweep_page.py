@@ -6,12 +6,13 @@ from pathlib import Path
 
 from attar.checkpoint.atomic import write_bytes
 from attar.measure.report.markup import Markup, el
-from attar.measure.report.page import NARROW, WIDE
+from attar.measure.report.page import NARROW, WIDE, document, foot, kicker
 from attar.measure.report.quality import quality_picture, write_quality_svg
 from attar.measure.report.sections import stage_table
-from attar.measure.report.svg import both_widths, style
+from attar.measure.report.svg import both_widths
 from attar.measure.sweep import SweepRecord, pareto_front
 from attar.measure.table import engine_note, plain_table
+from attar.version import __version__
 
 SHARED = "Processes shared the machine while speeds were measured: compare tokens/s of --jobs 1 alone."
 
@@ -33,34 +34,67 @@ def sweep_table(sweep: SweepRecord) -> str:
     if run is not None:
         lines += ["", _front(pareto_front(run.stages[1:]))]
         lines += [note for note in (engine_note(run), SHARED if sweep.jobs > 1 else "") if note]
-    lines += [f"failed: {one.name}: {one.message}" for one in sweep.runs if one.last is None]
+    if sweep.settings:
+        lines.append(f"The runs differ in {', '.join(sweep.settings)}; their folders have the whole names.")
+    lines += [
+        f"failed: {sweep.labels[one.name]}: {one.message.replace(f'{one.name}/', '', 1)}"
+        for one in sweep.runs
+        if one.last is None
+    ]
     return "\n".join(lines)
 
 
 def sweep_page(sweep: SweepRecord) -> str:
     """The whole page."""
     run = sweep.as_run()
-    name = f"{Path(sweep.recipe).stem}: {len(sweep.runs)} runs"
-    failed = [el("li", f"{one.name}: {one.message}") for one in sweep.runs if one.last is None]
-    parts: list[Markup | None] = [el("h1", name)]
+    failed = [one for one in sweep.runs if one.last is None]
+    count = f"{len(sweep.runs)} run{'s' if len(sweep.runs) > 1 else ''}" + (
+        f", {len(failed)} failed" if failed else ""
+    )
+    recipe = Path(sweep.recipe).name
+    model = (run.original.text("model") or run.original.name) if run else ""
+    title = f"{model}: {count}" if model else f"{recipe}: {count}"
+    settings = ", ".join(sweep.settings)
+    parts: list[Markup | None] = [
+        el(
+            "header",
+            kicker(f"sweep of {recipe}", run.date if run else ""),
+            el("h1", title),
+            el(
+                "p",
+                f"The runs differ in {settings}; their folders in runs/ have the whole names.",
+                class_="about",
+            )
+            if settings
+            else None,
+        )
+    ]
     if run is not None:
         front = pareto_front(run.stages[1:])
         wide, narrow = (quality_picture(run, width, height, front) for width, height in (WIDE, NARROW))
         picture = both_widths(wide, narrow) if wide and narrow else None
-        note = "The last checkpoint of every run. The line joins those that no other beats in both."
-        parts.append(el("section", el("h2", "Size against quality"), el("p", note), picture))
-        parts.append(el("section", el("h2", "Every run"), stage_table(run), el("p", _front(front))))
-        parts.append(el("p", " ".join([engine_note(run), SHARED if sweep.jobs > 1 else ""])))
+        note = (
+            "The last checkpoint of every run, both scales logarithmic. "
+            "The line joins those that no other beats in both."
+        )
+        shared = el("p", SHARED, class_="warning") if sweep.jobs > 1 else None
+        parts += [
+            el("section", el("h2", "Size against quality"), el("p", note, class_="about"), picture),
+            el(
+                "section",
+                el("h2", "Every run"),
+                el("p", _front(front), class_="about"),
+                stage_table(run),
+                shared,
+            ),
+        ]
     if failed:
-        parts.append(el("section", el("h2", "Failed"), el("ul", failed)))
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        el("title", name),
-        el("style", style("picture"), style("page")),
-    )
-    return "<!doctype html>\n" + el("html", head, "\n", el("body", el("main", parts)), lang="en") + "\n"
+        rows = [
+            el("div", el("dt", sweep.labels[one.name]), el("dd", one.message.replace(f"{one.name}/", "", 1)))
+            for one in failed
+        ]
+        parts.append(el("section", el("h2", "Failed"), el("dl", rows, class_="failed")))
+    return document(f"{title} · {recipe}", parts, foot(__version__))
 
 
 def _front(front: list[str]) -> str:
