@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
+from attar.patterns import RegexError, check
 from attar.walks.settings import check_range
 
 VERSION = 4
@@ -213,6 +213,6 @@ def _check_override(text: str) -> None:
     if not pattern or not kind:
         raise SettingsError("overrides", text, "PATTERN=TYPE, such as attn_v=Q6_K")
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise SettingsError("overrides", text, f"a regular expression ({error})") from error
+        check(pattern)
+    except RegexError as error:
+        raise SettingsError("overrides", text, f"a regular expression ({error.message})") from error

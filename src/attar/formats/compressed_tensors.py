@@ -29,7 +29,6 @@ from attar.errors import CheckpointError
 from attar.formats.coded import Coded
 from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
-from attar.formats.quantization_config import matches_start
 from attar.formats.rules import (
     FLOAT,
     INT,
@@ -44,6 +43,7 @@ from attar.formats.rules import (
     one_of,
     texts,
 )
+from attar.patterns import matches_start
 
 METHOD = "compressed-tensors"
 TRANSPOSED = "attar-transposed"
@@ -144,15 +144,20 @@ class CompressedTensorsConfig:
             if target.endswith(f".{module}") or module.endswith(f".{target}"):
                 return group
         patterns = sorted(target for target in self.exact if target.startswith("re:"))
-        match = next((target for target in patterns if matches_start(target[3:], module)), None)
+        match = next((target for target in patterns if _matches(target, module)), None)
         return self.exact[match] if match else None
 
     def group(self, module: str, kind: str) -> ConfigGroup | None:
         """The group of a module of class ``kind``, None where it is dense."""
         for name in self.ignore:
-            if name in (module, kind) or (name.startswith("re:") and matches_start(name[3:], module)):
+            if name in (module, kind) or _matches(name, module):
                 return None
         return self.named(module) or self.exact.get(kind)
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target is a pattern that matches a module."""
+    return target.startswith("re:") and matches_start(target[3:], module, "config.json")
 
 
 def _read_group(entry: Mapping[str, Any], default_form: str | None) -> ConfigGroup:

@@ -43,7 +43,6 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded, WeightLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.quantization_config import matches_start
 from attar.formats.qweight import (
     G_IDX,
     HEAD,
@@ -58,6 +57,7 @@ from attar.formats.qweight import (
     signed,
 )
 from attar.formats.rules import WeightRule, mapping, one_of
+from attar.patterns import check, matches_start
 
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -210,12 +210,12 @@ class GPTQReader(QweightReader):
             for key, entry in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
         ]
         for expression, _ in self._dynamic:
-            matches_start(expression, "")  # refuses a broken one at once
+            check(expression, "config.json")
 
     def rule(self, module: str) -> WeightRule:
         entry = dict(self.config)
         for expression, changes in self._dynamic:
-            if matches_start(expression, module):
+            if matches_start(expression, module, "config.json"):
                 if changes is None:
                     raise CheckpointError(
                         f"{self.checkpoint.path}: the config's dynamic skips {module}, which has codes",

@@ -7,13 +7,13 @@ Plain data: names of modules and numbers. All names are full paths below the mod
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from attar.errors import ModelError
+from attar.patterns import search
 
 DENSE_ONLY = "attar cuts and transforms blocks of one self-attention and one dense MLP"
 
@@ -299,5 +299,5 @@ def weight_of(module: nn.Module) -> Tensor:
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a module: its name, the end of its name, or a ``re:`` regular expression."""
     if pattern.startswith("re:"):
-        return re.search(pattern[3:], name) is not None
+        return search(pattern[3:], name)
     return name == pattern or name.endswith(f".{pattern}")

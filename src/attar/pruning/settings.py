@@ -10,6 +10,7 @@ from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
+from attar.patterns import RegexError, check
 from attar.sparsity import parse_sparsity
 from attar.walks.settings import check_range
 
@@ -71,9 +72,9 @@ class ZerosSettings:
 def _check_pattern(pattern: str) -> None:
     """Raise where a pattern is no regular expression, though it says so."""
     try:
-        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-    except re.error as error:
-        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error})") from error
+        check(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except RegexError as error:
+        raise SettingsError("ignore", pattern, f"a regular expression after re: ({error.message})") from error
 
 
 @dataclass(frozen=True, kw_only=True)

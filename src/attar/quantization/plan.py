@@ -22,6 +22,7 @@ from attar.models.parts import Anatomy, matches
 from attar.models.roles import is_linear
 from attar.models.single_experts import SingleExperts, single_experts
 from attar.models.stored import stored_names
+from attar.patterns import RegexError, check
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
 from attar.quantization.settings import StorageSettings
@@ -261,9 +262,9 @@ def _override(text: str) -> tuple[str, str]:
         )
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise SettingsError("overrides", text, f"a regular expression ({error})") from error
+            check(pattern[3:])
+        except RegexError as error:
+            raise SettingsError("overrides", text, f"a regular expression ({error.message})") from error
     return pattern, name
 
 

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 
 from attar.errors import SettingsError, nearest
 from attar.formats.gguf.types import FILE_TYPES, TYPES, row_bytes
+from attar.patterns import search
 
 DEFAULTS = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0",
@@ -241,7 +242,7 @@ def overridden(names: Sequence[str], overrides: Sequence[str]) -> dict[str, str]
         if not pattern or kind.upper() not in TYPES or kind.upper() in ("F64", "I8", "I16", "I32", "I64"):
             kinds = [known for known in TYPES if known[0] != "I" or known[1] == "Q"]
             raise SettingsError("overrides", text, f"PATTERN=TYPE with one of {', '.join(kinds)}")
-        matched = [name for name in names if re.search(pattern, name)]
+        matched = [name for name in names if search(pattern, name)]
         if not matched:
             raise SettingsError("overrides", text, "a pattern that some matrix of the model matches")
         own.update({name: kind.upper() for name in matched if name not in own})

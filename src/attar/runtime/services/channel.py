@@ -256,15 +256,15 @@ def check_files(security: Security) -> None:
 
 
 def _handlers(methods: Mapping[str, Callable[[FrameStream], Awaitable[None]]], key: str) -> Any:
-    grpc, places = _grpc(), Counter[str]()
+    grpc, streams = _grpc(), Counter[str]()
 
     def behaviour(handle: Callable[[FrameStream], Awaitable[None]]) -> Any:
         async def stream(_: object, context: Any) -> None:
             host = context.peer().rpartition(":")[0]
-            if places[host] >= HOST_STREAMS:
+            if streams[host] >= HOST_STREAMS:
                 words = f"{HOST_STREAMS} streams come from this host"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, words)
-            places[host] += 1
+            streams[host] += 1
             try:
                 await handle(FrameStream(context.read, context.write, grpc.aio.EOF, SILENCE_S))
             except ProtocolError as error:
@@ -272,9 +272,9 @@ def _handlers(methods: Mapping[str, Callable[[FrameStream], Awaitable[None]]], k
             except StreamEnded:
                 return
             finally:
-                places[host] -= 1
-                if not places[host]:
-                    del places[host]
+                streams[host] -= 1
+                if not streams[host]:
+                    del streams[host]
 
         return stream
 
