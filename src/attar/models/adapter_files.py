@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.names import check_links
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TensorInfo, read_header
 from attar.errors import AttarError, CheckpointError, ModelError
+from attar.patterns import check, matches_start
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+NUMBERS = {"r": ("rank_pattern", 8), "lora_alpha": ("alpha_pattern", 8)}
+"""A number of peft's config: the table of other values for some modules, and peft's default."""
+MOST = 1 << 20  # of a rank, and of an alpha
 HEAD = "lm_head.weight"
 STORED_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Families whose Linear weights are stored (inputs, outputs)."""
@@ -43,6 +49,7 @@ _FACTOR = re.compile(
 )
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.(?!weight$|bias$)[^.]+)?)(?=\.(weight|bias)$)")
 _PREFIX = "base_model.model."
+_NAME = re.compile(r"\w+(\.\w+)*")
 
 
 @dataclass
@@ -76,10 +83,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is not JSON.
         ModelError: the adapter is not LoRA, or uses something that attar does not support; names it.
+        RegexError: a key of rank_pattern or alpha_pattern is no pattern, or too large.
     """
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {CONFIG}", hint="a folder that peft wrote is needed")
+    check_links(folder, FILES)
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -96,7 +105,26 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights is {start!r}, which changes the base weights too",
             hint="save it with peft's path_initial_model_for_weight_conversion",
         )
+    _check_numbers(path, config)
     return config
+
+
+def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
+    """Ranks are whole numbers from 1 on, alphas finite ones, and patterns can be matched."""
+    for name, (pattern, default) in NUMBERS.items():
+        values = config.get(pattern) or {}
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: {pattern} is {str(values)[:60]!r}, not a table of numbers")
+        numbers = {name: config.get(name, default)} | {
+            f"{pattern}[{key[:60]!r}]": values[key] for key in values
+        }
+        for field, value in numbers.items():
+            whole = type(value) is int and 1 <= value <= MOST
+            if not (whole or (name == "lora_alpha" and type(value) in (int, float) and abs(value) <= MOST)):
+                kind = "a whole number from 1" if name == "r" else f"a number from {-MOST:,}"
+                raise CheckpointError(f"{path}: {field} is {str(value)[:60]}, not {kind} to {MOST:,}")
+        for key in values:
+            check(_ending(key), f"{path}: {pattern}")
 
 
 def _read_infos(folder: Path) -> dict[str, TensorInfo]:
@@ -268,12 +296,25 @@ def _add_factors(
 
 def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     """Rank and s of a module, by an adapter's config."""
-    r = int(_pattern(config.get("rank_pattern") or {}, module, config.get("r", 8)))
-    alpha = _pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
+    r, alpha = (
+        _pattern(config.get(pattern) or {}, module, config.get(name, default), pattern)
+        for name, (pattern, default) in NUMBERS.items()
+    )
     return r, alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any, field: str) -> Any:
     """The value of the first pattern that matches the end of a module's name, as in peft."""
-    matches = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    matches = (value for key, value in patterns.items() if _is_ending(key, module, f"{CONFIG}: {field}"))
     return next(matches, default)
+
+
+def _ending(key: str) -> str:
+    return rf"(.*\.)?({key})$"
+
+
+def _is_ending(key: str, module: str, where: str) -> bool:
+    """Whether a name, or a regular expression, is the end of a module's name: most are names."""
+    if _NAME.fullmatch(key):
+        return module == key or module.endswith(f".{key}")
+    return matches_start(_ending(key), module, where)

@@ -117,6 +117,7 @@ def _update(
     if A.dim() != 2 or B.dim() != 2 or not A.shape[0] == B.shape[1] == rank:
         shapes = f"{tuple(A.shape)} and {tuple(B.shape)}"
         raise ModelError(f"{folder}: {module!r}: factors of shape {shapes}, but rank {rank} by {CONFIG}")
+    check_finite(f"lora_B of {module!r} times {scale:g}", B * scale, folder)
     bias = _float(folder, factors["lora_B.bias"]) if "lora_B.bias" in factors else None
     return LoraUpdate(A, B * scale, None if bias is None else bias * scale)
 
