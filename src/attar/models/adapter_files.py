@@ -115,9 +115,8 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         values = config.get(pattern) or {}
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: {pattern} is {str(values)[:60]!r}, not a table of numbers")
-        numbers = {name: config.get(name, default)} | {
-            f"{pattern}[{key[:60]!r}]": values[key] for key in values
-        }
+        others = {f"{pattern}[{key[:60]!r}]": value for key, value in values.items()}
+        numbers = {name: config.get(name, default), **others}
         for field, value in numbers.items():
             whole = type(value) is int and 1 <= value <= MOST
             if not (whole or (name == "lora_alpha" and type(value) in (int, float) and abs(value) <= MOST)):
