@@ -114,7 +114,7 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
     for name, (pattern, default) in NUMBERS.items():
         values = config.get(pattern) or {}
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: {pattern} is {str(values)[:60]!r}, not a table of numbers")
+            raise CheckpointError(f"{path}: {pattern} is {str(values)[:60]}, not a table of numbers")
         others = {f"{pattern}[{key[:60]!r}]": value for key, value in values.items()}
         numbers = {name: config.get(name, default), **others}
         for field, value in numbers.items():

@@ -62,6 +62,7 @@ def test_keys_of_a_file(keys):
         ("keys: [{name: a, key: long-enough, priority: high}]", r"keys\[0\]: .*priority"),
         ("keys: [{name: a, key: long-enough, max_texts: -1}]", r"keys\[0\]: .*max_texts"),
         ("keys: [{name: a, key: long-enough, set_priority: 1}]", r"keys\[0\]: .*set_priority"),
+        ("keys: [{name: a, key: long-enough, adapters: yes please}]", r"keys\[0\]: .*adapters"),
         ("keys: [{name: a, key: long-enough}, {name: a, key: long-enough2}]", "two keys have the same name"),
         ("keys: [{name: a, key: 'secret-one'", "is not YAML"),
     ],

@@ -230,6 +230,18 @@ def test_embeddings_and_scores_are_those_of_the_adapter(folders, want):
         assert scores[0] != scores[1]
 
 
+BROKEN = {
+    "kind": {"peft_type": "IA3"},
+    "rank": {"r": 0},
+    "alpha": {"lora_alpha": float("nan")},
+    "much": {"lora_alpha": 1e300},
+    "list": {"rank_pattern": ["q_proj"]},
+    "ranks": {"rank_pattern": {"q_proj": 0}},
+    "pattern": {"rank_pattern": {"(": 4}},
+    "bomb": {"rank_pattern": {"((a{1000}){1000}){1000}": 4}},
+}
+
+
 @pytest.mark.parametrize(
     "name, path, words",
     [
@@ -243,11 +255,24 @@ def test_embeddings_and_scores_are_those_of_the_adapter(folders, want):
         ("a", "b", "there is a model or an adapter 'a' already"),
         ("", "b", "lora_name"),
         ("c", "kind", "peft_type is 'IA3'"),
+        ("c", "linked", "not below the server's --lora-folder"),
+        ("c", "rank", "r is 0"),
+        ("c", "alpha", "lora_alpha is nan"),
+        ("c", "much", "lora_alpha is 1e+300"),
+        ("c", "list", "rank_pattern is ['q_proj']"),
+        ("c", "ranks", "rank_pattern['q_proj'] is 0"),
+        ("c", "pattern", "rank_pattern: the pattern"),
+        ("c", "bomb", "rank_pattern: the pattern"),
     ],
 )
 def test_wrong_adapters_are_refused_by_name(folders, server_of_one, name, path, words):
-    if not (folders / "all" / "kind").exists():
-        broken(folders / "all" / "b", folders / "all" / "kind", peft_type="IA3")
+    adapter = folders / "all" / path
+    if path in BROKEN and not adapter.exists():
+        broken(folders / "all" / "b", adapter, **BROKEN[path])
+    if path == "linked" and not adapter.exists():
+        adapter.mkdir()
+        for file in (folders / "secret").iterdir():
+            (adapter / file.name).symlink_to(file)
     detail = refused(load(server_of_one, name, path), 400, "invalid_value")
     assert words in detail["message"] and str(folders) not in detail["message"]
     assert "\n" not in detail["message"]
@@ -277,6 +302,25 @@ def test_loading_needs_the_flag_and_the_key(folders):
         refused(unload(url, "a"), 401)
         headers = {"Authorization": "Bearer long-enough"}
         assert load(url, "b", "b", headers=headers).status_code == 200
+
+
+def test_no_key_changes_the_weights_behind_anothers_adapter(folders, want, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "keys:\n  - {name: one, key: key-of-one}\n  - {name: two, key: key-of-two}\n"
+        "  - {name: operator, key: key-of-operator, adapters: true}\n"
+    )
+    one, two, operator = ({"Authorization": f"Bearer key-of-{name}"} for name in ("one", "two", "operator"))
+    with serving(folders, keys=str(keys)) as (url, _, _):
+        before = ids(HTTP.post(f"{url}/v1/completions", json=body("a"), headers=one))
+        for headers in (one, two):
+            refused(unload(url, "a", headers=headers), 403, "adapters_not_allowed")
+            refused(load(url, "b", "b", headers=headers), 403, "adapters_not_allowed")
+        assert ids(HTTP.post(f"{url}/v1/completions", json=body("a"), headers=one)) == before
+        assert load(url, "b", "b", headers=operator).status_code == 200
+        assert unload(url, "b", headers=operator).status_code == 200
+    with serving(folders, api_key=("long-enough", "another-one")) as (url, _, _):
+        refused(load(url, "b", "b", headers={"Authorization": "Bearer long-enough"}), 403)
 
 
 @pytest.mark.parametrize(

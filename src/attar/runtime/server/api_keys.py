@@ -5,6 +5,7 @@
         key: a-long-random-text
         priority: -1               # of its requests; smaller runs first, default 0
         set_priority: true         # its requests may have a priority of their own
+        adapters: true             # it may load and unload the LoRA adapters of all callers
         max_texts: 32              # completions that run or wait at the same time
         tokens_per_minute: 60000   # of prompts and completions
 
@@ -34,6 +35,7 @@ class ApiKey:
         key: empty: the caller sends none.
         priority: of its requests; smaller runs first.
         set_priority: its requests may have a priority of their own.
+        adapters: it may load and unload LoRA adapters, which every caller uses by name.
         max_texts: completions that run or wait at the same time; 0: its share of the server
             (``--client-share``).
         tokens_per_minute: of prompts and completions; 0: any number.
@@ -43,6 +45,7 @@ class ApiKey:
     key: str = field(default="", repr=False)
     priority: int = 0
     set_priority: bool = False
+    adapters: bool = False
     max_texts: int = 0
     tokens_per_minute: int = 0
 
@@ -53,8 +56,9 @@ class ApiKey:
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**31:
                 raise SettingsError(name, value, f"a whole number from {least}")
-        if type(self.set_priority) is not bool:
-            raise SettingsError("set_priority", self.set_priority, "true or false")
+        for name in ("set_priority", "adapters"):
+            if type(getattr(self, name)) is not bool:
+                raise SettingsError(name, getattr(self, name), "true or false")
 
     @property
     def salt(self) -> str:
@@ -63,7 +67,8 @@ class ApiKey:
 
 
 def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
-    """The keys of a file (empty: none), and plain keys, which have no limits of their own.
+    """The keys of a file (empty: none), and plain keys, which have no limits of their own. Where there is
+    one key alone, and a plain one, it may load adapters.
 
     Raises:
         DataError: the file, or a field of it, is wrong.
@@ -71,7 +76,8 @@ def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
     listed = read_api_keys(Path(file)) if file else ()
     known = {entry.key for entry in listed}
     others = [key for key in dict.fromkeys(plain) if key not in known]
-    named = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)]
+    alone = len(others) == 1 and not listed
+    named = [ApiKey(name=f"key-{number}", key=key, adapters=alone) for number, key in enumerate(others, 1)]
     if twice := {entry.name for entry in listed} & {entry.name for entry in named}:
         message = f"{file}: the name {min(twice)!r} is that of a key of --api-key"
         raise DataError(message, hint="call it something else: limits and counts go by the name")

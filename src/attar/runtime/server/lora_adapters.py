@@ -4,9 +4,10 @@
     POST /v1/load_lora_adapter         {"lora_name", "lora_path"}: only with ``--lora-folder``, and below it
     POST /v1/unload_lora_adapter       {"lora_name"}
 
-The paths and fields are vLLM's. Each load has a key of its own in the engine, so that a name may be loaded
-again while requests still run with what it was. Prefixes and suffix trees are shared only by requests of one
-tenant with adapters of the same content.
+The paths and fields are vLLM's. A name stands for the same weights for every caller, so of several keys only
+those with ``adapters: true`` may load and unload. Each load has a key of its own in the engine: a name may be
+loaded again while requests still run with what it was. Prefixes and suffix trees are shared only by requests
+of one tenant with adapters of the same content.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +28,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from attar.errors import AttarError
+from attar.models.adapter_files import FILES
 from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import EngineBackend, Stats
 from attar.runtime.server.body_model import StrictModel
 from attar.runtime.server.embeddings.embedders import EngineEmbedder
@@ -219,13 +223,16 @@ class LoraTable:
         self._engine_has -= 1
 
     def _allowed(self, path: str) -> Path:
-        """The folder of a path, which is below ``--lora-folder``; links are followed."""
+        """The folder of a path, which is below ``--lora-folder`` with its files; links are followed."""
         root = Path(self.settings.lora_folder).resolve()
         try:
             folder = (root / path).resolve()
         except (OSError, ValueError, RuntimeError):
             folder = root
-        if root not in folder.parents:
+        files = [folder / name for name in FILES]
+        if root not in folder.parents or not all(
+            root in Path(os.path.realpath(file)).parents for file in files
+        ):
             raise _refused("lora_path", "the path is not below the server's --lora-folder")
         return folder
 
@@ -248,14 +255,29 @@ def add_lora(router: APIRouter, table: LoraTable, names: Sequence[str]) -> None:
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-        with table.base.admission.preparing(1, table.base.caller(request)):
+        with table.base.admission.preparing(1, _permitted(table.base.caller(request))):
             await table.load(body.lora_name, body.lora_path, names)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} added successfully.")
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
+        _permitted(table.base.caller(request))
         table.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")
+
+
+def _permitted(caller: ApiKey) -> ApiKey:
+    """The caller, if it may load and unload.
+
+    Raises:
+        ApiError: 403, it may not.
+    """
+    if caller.key and not caller.adapters:
+        message = (
+            f"the key {caller.name!r} may not load or unload adapters (adapters: true in the keys' file)"
+        )
+        raise ApiError(403, message, code="adapters_not_allowed")
+    return caller
 
 
 def first_adapters(settings: LoraSettings, runner: Any) -> list[LoadedAdapter]:
