@@ -45,8 +45,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded, WeightLayout
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
-from attar.formats.quantization_config import CONV1D
-from attar.formats.rules import WeightRule
+from attar.formats.rules import CONV1D, WeightRule
 
 T = TypeVar("T")
 METHOD = "bitsandbytes"

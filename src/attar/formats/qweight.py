@@ -22,8 +22,7 @@ from torch import Tensor
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, WeightLayout, dequantize
 from attar.formats.packed_reader import PackedReader, check_codes
-from attar.formats.quantization_config import CONV1D
-from attar.formats.rules import WeightRule, whole_number
+from attar.formats.rules import CONV1D, WeightRule, whole_number
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 AUXILIARY = (QZEROS, SCALES, G_IDX)

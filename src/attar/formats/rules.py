@@ -18,6 +18,7 @@ from attar.errors import CheckpointError
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 """Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
+CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
 KINDS = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group", "token", "attn_head")
 ORDERS = (False, True, "group", "dynamic", "weight", "static")
