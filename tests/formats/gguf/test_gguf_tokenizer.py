@@ -286,6 +286,7 @@ def test_the_nearest_is_itself_for_each():
 def test_ignore_merges_counts_only_where_a_token_is_not_made_by_merges(tmp_path):
     content = byte_level("tekken", ignore_merges=False)
     assert made(tmp_path, content, END)["tokenizer.ggml.pre"] == "tekken"
+    content["added_tokens"].pop()  # it would get another id
     content["model"]["vocab"]["zqzq"] = 902
     with pytest.raises(ModelError, match="ignore_merges=True"):
         made(tmp_path, content, END)
@@ -654,15 +655,23 @@ def test_as_many_tokens_as_the_embedding_has_rows(tmp_path):
     assert result["tokenizer.ggml.tokens"][hole] == f"[PAD{hole}]"
     assert result["tokenizer.ggml.token_type"][hole] == result["tokenizer.ggml.token_type"][949] == 5
     assert_same(library(tmp_path / "in"), back(tmp_path / "out", result))
-    content["added_tokens"].append(user)
+    content = byte_level("gpt-2")
+    assert user in content["added_tokens"]
     result = made(tmp_path / "in", content, END, 900)  # the user-defined token has no row
     assert making.USER not in result["tokenizer.ggml.tokens"]
     with pytest.raises(ModelError, match="beyond vocab_size 700"):
         made(tmp_path / "in", content, END, 700)
 
 
+def only_of_the_model(content):
+    """A tokenizer.json without added tokens that the model does not have: a changed vocabulary changes
+    their ids."""
+    added = [token for token in content["added_tokens"] if token["content"] in content["model"]["vocab"]]
+    return {**content, "added_tokens": added}
+
+
 def test_texts_that_llama_cpp_cannot_hold(tmp_path):
-    content = sentencepiece_bpe()
+    content = only_of_the_model(sentencepiece_bpe())
     size = max(content["model"]["vocab"].values()) + 9
     content["model"]["vocab"].update({"\0": size, "": size + 1})
     result = made(tmp_path, content, SPM)
@@ -689,7 +698,7 @@ def test_byte_level_tokenizers_that_are_refused(content, message, tmp_path):
 
 
 def test_models_that_are_refused(tmp_path):
-    content = byte_level("gpt-2")
+    content = only_of_the_model(byte_level("gpt-2"))
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         with pytest.raises(ModelError, match=f"model.{name} is '##'"):
             made(tmp_path, {**content, "model": {**content["model"], name: "##"}}, END)
@@ -700,7 +709,7 @@ def test_models_that_are_refused(tmp_path):
 
 
 def test_sentencepiece_tokenizers_that_are_refused(tmp_path):
-    content = sentencepiece_bpe(scheme="first")
+    content = only_of_the_model(sentencepiece_bpe(scheme="first"))
     model, metaspace = content["model"], content["pre_tokenizer"]
     for wrong, message in [
         ({"model": {**model, "byte_fallback": False}}, "byte_fallback is false"),
@@ -810,3 +819,26 @@ def test_what_llama_cpp_does_differently_is_reported(tmp_path):
     assert limits(plain, END) == ["1 added tokens (<|user|>, ...) leave adjacent spaces as they are"]
     plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] != "<|end|>"]
     assert limits(plain, END)[1] == "the plain token <|end|> ends a text, by its look"
+
+
+def test_an_added_token_has_the_id_that_the_library_gives_it(tmp_path):
+    content = byte_level("gpt-2")
+    later = {**content["added_tokens"][-1], "content": "[later]"}
+    size = len(content["model"]["vocab"])
+    assert content["added_tokens"][-1]["id"] == size
+    beside = {**content, "added_tokens": [*content["added_tokens"], {**later, "id": size + 1}]}
+    assert made(tmp_path, beside, END)["tokenizer.ggml.tokens"][size + 1] == "[later]"
+    hole = {**content, "added_tokens": [*content["added_tokens"], {**later, "id": size + 9}]}
+    assert library(save(tmp_path, hole, **END)).token_to_id("[later]") == size + 1
+    with pytest.raises(ModelError, match=rf"'\[later\]' has the id {size + 9}, but .* gives it {size + 1}"):
+        made(tmp_path, hole, END)
+
+
+def test_a_plain_end_of_another_writer_is_a_control_token(tmp_path):
+    specials = (*making.SPECIAL, "<|im_end|>")
+    metadata = made(tmp_path / "in", byte_level("gpt-2", specials=specials), END)
+    index = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    metadata["tokenizer.ggml.token_type"][index] = 1
+    for as_ours in (True, False):
+        ids = back(tmp_path / "out", metadata, as_ours=as_ours).encode("a<|im_end|>b").ids
+        assert (index in ids) is not as_ours

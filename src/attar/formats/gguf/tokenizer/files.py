@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
-from attar.errors import CheckpointError
+from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.tokenizer.sentencepiece import NAMES, SentencePiece, read_model
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -124,6 +124,25 @@ def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFi
         _added(folder, tokenizer, settings, vocabulary),
         _templates(folder, settings),
     )
+
+
+def check_added_ids(source: TokenizerFiles) -> None:
+    """Raise where the tokenizers library, which gives a new added token the next free id, gives one another
+    id than tokenizer.json states.
+
+    Raises:
+        ModelError: names the token and both ids.
+    """
+    size, largest = len(source.model.get("vocab") or ()), -1
+    for entry in source.tokenizer.get("added_tokens") or ():
+        index = source.vocabulary.get(str(entry["content"]), max(size, largest + 1))
+        if index != entry["id"]:
+            raise ModelError(
+                f"{source.file}: the added token {entry['content']!r} has the id {entry['id']}, but the "
+                f"tokenizers library gives it {index}",
+                hint="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes the ids that it uses",
+            )
+        largest = max(largest, index)
 
 
 def text_of(token: Any) -> str | None:

@@ -23,8 +23,8 @@ from typing import Any
 from attar.checkpoint.atomic import write_bytes, write_json
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer
-from attar.formats.gguf.tokenizer.special_tokens import PREFIX, stored_ids
-from attar.formats.gguf.tokenizer.to_gguf import STAGES, SWITCHES, read_pipeline, with_charsmap
+from attar.formats.gguf.tokenizer.special_tokens import PREFIX, TEXT_ENDS, stored_ids
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE, STAGES, SWITCHES, read_pipeline, with_charsmap
 from attar.formats.gguf.tokenizer.vocabulary import (
     BEFORE,
     CONTROL,
@@ -136,7 +136,19 @@ def _stored(metadata: Mapping[str, Any]) -> StoredTokenizer:
                 f"{PREFIX}{name} has {len(metadata[PREFIX + name])} entries for {len(tokens)} tokens",
                 hint="the file is damaged",
             )
-    return StoredTokenizer(kind, metadata, tokens, metadata[PREFIX + "token_type"], stored_ids(metadata))
+    return StoredTokenizer(kind, metadata, tokens, _types(metadata, tokens), stored_ids(metadata))
+
+
+def _types(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    """Types of the tokens. In a file of another writer a plain token with the text of an end is a control
+    token, as in llama.cpp."""
+    types: list[int] = metadata[PREFIX + "token_type"]
+    if PIPELINE in metadata:
+        return types
+    return [
+        CONTROL if kind == NORMAL and token in TEXT_ENDS else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
 
 
 def _added(stored: StoredTokenizer, flags: Mapping[str, list[str]]) -> list[Json]:

@@ -25,7 +25,7 @@ from typing import Any
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.generation import generation_metadata
 from attar.formats.gguf.tokenizer.bpe import bpe_metadata, normalizer_steps
-from attar.formats.gguf.tokenizer.files import TokenizerFiles, read_tokenizer_files
+from attar.formats.gguf.tokenizer.files import TokenizerFiles, check_added_ids, read_tokenizer_files
 from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
 from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
 from attar.formats.gguf.tokenizer.special_tokens import (
@@ -77,6 +77,7 @@ def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str,
         metadata = bpe_metadata(source, pre)
     else:
         metadata = spm_metadata(source) if kind == "llama" else unigram_metadata(source)
+    check_added_ids(source)
     metadata.update(special_token_metadata(source))
     ends = ends_of(source, special_ids(source)["eos"])
     metadata.update(generation_metadata(source.generation, ends, metadata))
