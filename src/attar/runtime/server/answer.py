@@ -26,12 +26,17 @@ class AnswerParser:
         reasoning: divides the reasoning from it; None: there is none.
         calls: reads calls; None: there are no tools, and the form has no channels.
         most_calls: later ones are left out.
+        forced: the answer is calls alone: what is none is a call that was cut.
     """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: CallParser | None, most_calls: int | None = None
+        self,
+        reasoning: ReasoningSplitter | None,
+        calls: CallParser | None,
+        most_calls: int | None = None,
+        forced: bool = False,
     ) -> None:
-        self._reasoning, self._calls, self._most = reasoning, calls, most_calls
+        self._reasoning, self._calls, self._most, self._forced = reasoning, calls, most_calls, forced
 
     @property
     def reasons(self) -> bool:
@@ -60,7 +65,8 @@ class AnswerParser:
 
     def _few(self, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
         most = self._most
-        return [p for p in pieces if p.call is None or most is None or p.call.index < most]
+        few = [piece for piece in pieces if piece.call is None or most is None or piece.call.index < most]
+        return [piece for piece in few if not (self._forced and piece.text)]
 
 
 @dataclass(frozen=True)
@@ -87,21 +93,29 @@ class AnswerForm:
         calls, tags = choose_format(tool_parser, template), choose_tags(reasoning_parser, template)
         return cls(calls, tags, "reasoning_effort" in template)
 
-    def parser(self, use: ToolUse | None, prompt_end: str) -> AnswerParser:
+    def parser(self, use: ToolUse | None, prompt_end: str, guided: bool = False) -> AnswerParser:
         """A parser of one completion.
 
         Args:
             prompt_end: the last characters of the prompt, which may have begun the reasoning.
+            guided: a grammar holds the completion, and leaves no room for reasoning.
         """
-        splitter = None
         forced = use is not None and use.forced
-        if self.calls.channels:
-            channels = self.calls.parser({} if use is None else dict(use.parameters))
-            return AnswerParser(None, channels, None if use is None or use.parallel else 1)
-        if self.tags is not None and not forced:  # a grammar leaves no room for reasoning
-            splitter = ReasoningSplitter(self.tags, prompt_end.rstrip().endswith(self.tags[0]))
-        calls = None if use is None else self.calls.parser(dict(use.parameters))
-        return AnswerParser(splitter, calls, None if use is None or use.parallel else 1)
+        splitter = calls = None
+        if self.tags is not None and not self.calls.channels and not forced and not guided:
+            splitter = ReasoningSplitter(self.tags, self.begins_reasoning(prompt_end))
+        if use is not None or (self.calls.channels and not guided):
+            calls = self.calls.parser({} if use is None else dict(use.parameters))
+        return AnswerParser(splitter, calls, None if use is None or use.parallel else 1, forced)
+
+    def begins_reasoning(self, prompt_end: str) -> bool:
+        """Whether the prompt ends with the opening tag."""
+        return self.tags is not None and prompt_end.rstrip().endswith(self.tags[0])
+
+    @property
+    def no_reasoning(self) -> str:
+        """What ends the reasoning at once that a prompt has begun."""
+        return "" if self.tags is None else f"\n{self.tags[1]}\n\n"
 
     def constraints(self, use: ToolUse | None, token_of: TokenOf, schema: str | None) -> dict[str, Any]:
         """Sampling parameters that the tools ask for: a grammar where calls are forced, or where the answer

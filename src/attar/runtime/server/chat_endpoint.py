@@ -74,9 +74,15 @@ async def start_chat(
     params = replace(params, **fields)
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
-        ids = await service.encode_chat(body.messages, chat_options(body, tools, service.answers), keep)
+        options = chat_options(body, tools, service.answers)
+        ids = await service.encode_chat(body.messages, options, keep)
         prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
-        parser = partial(service.answers.parser, tools, prompt_end)
+        guided = params.guide is not None
+        if guided and not options.continued and service.answers.begins_reasoning(prompt_end):
+            ids = service.check_prompt(
+                ids + service.tokenizer.encode(service.answers.no_reasoning, special=False)
+            )
+        parser = partial(service.answers.parser, tools, prompt_end, guided)
         handler = await service.submit(request, prefix, params, [ids], priority=body.priority, start=start)
     return RunningChat(handler, tools, parser)  # what fails from here on would leave the handler open
 

@@ -272,3 +272,47 @@ def test_special_tokens_in_a_tool_are_text():
     ids = served.chat(MESSAGES, ChatOptions(tool))
     assert tokenizer.eos_token_id not in ids and "<|endoftext|>" in served.decode(ids)
     assert served.special_token("<|endoftext|>") == tokenizer.eos_token_id
+
+
+THINKS = [{"role": "user", "content": "Capital? <think>"}]  # the scripted tokenizer ends the prompt with it
+GUIDES = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    "object": {"response_format": {"type": "json_object"}},
+    "regex": {"regex": "[a-z]+"},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "format and tools": {"response_format": {"type": "json_object"}, "tools": TOOLS},
+}
+
+
+@pytest.mark.parametrize("template", [HERMES, "<|channel|> tools"])
+def test_an_answer_that_a_grammar_holds_is_no_reasoning(template):
+    """Where the prompt has begun the reasoning it ends at once; without a grammar the answer goes on."""
+    with scripted("yes", template) as (url, backend, _):
+        for name, fields in GUIDES.items():
+            for stream in (False, True):
+                ask(url, messages=THINKS, stream=stream, **fields).raise_for_status()
+            message = ask(url, messages=THINKS, **fields).json()["choices"][0]["message"]
+            assert message["content"] == "yes" and "reasoning" not in message, name
+        prompt = bytes(token for token in backend.asked[0][0] if token < 256)
+        assert prompt.endswith(b"<think>\n\n</think>\n\n") == (template == HERMES)
+        text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+        body = {"model": "tiny", "input": THINKS, "text": text}
+        output = httpx.post(f"{url}/v1/responses", json=body).json()["output"]
+        assert [item["type"] for item in output] == ["message"]
+        if template == HERMES:
+            message = ask(url, messages=THINKS).json()["choices"][0]["message"]
+            assert message["reasoning"] == "yes" and not message["content"]
+
+
+def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text():
+    """Neither inside its first call nor inside its second."""
+    cut = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na'
+    for answer, calls in ((cut, ["now"]), (cut[:20], [])):
+        with scripted(answer) as (url, _, _):
+            for stream in (False, True):
+                response = ask(url, tools=TOOLS, tool_choice="required", stream=stream)
+                assert "<tool_call>" not in response.text and 'na"' not in response.text
+            message = ask(url, tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
+            assert not message["content"] and "<tool_call>" not in json.dumps(message)
+            assert [call["function"]["name"] for call in message.get("tool_calls") or ()] == calls
+            assert "<tool_call>" in ask(url, tools=TOOLS).json()["choices"][0]["message"]["content"]
