@@ -267,7 +267,7 @@ def test_another_users_folder_is_not_used(room, monkeypatch, caplog):
     build._load.cache_clear()
     (name,) = files(room)
     spoil(room / "cache" / "kernels" / name)
-    monkeypatch.setattr(build, "_ours", lambda path: room not in path.parents)
+    monkeypatch.setattr(build, "_owned", lambda path: room not in path.parents)
     assert build.load("small").answer() == 42
     (line,) = [record.getMessage() for record in caplog.records]
     assert "belongs to another user: small is compiled for this process alone" in line
@@ -282,6 +282,45 @@ def test_another_users_library_is_built_again(room, monkeypatch):
     spoil(path)
     monkeypatch.setattr(build, "_ours", lambda owned: owned != path)
     assert build.load("small").answer() == 42
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
+@pytest.mark.parametrize("what", ["library", "folder"])
+def test_what_others_may_write_is_built_again(room, mode, what):
+    """The planted library would answer 1."""
+    build.load("small")
+    build._load.cache_clear()
+    (name,) = files(room)
+    folder = room / "cache" / "kernels"
+    (room / "planted.cpp").write_text(ANSWER % 1)
+    path = folder / name
+    path.unlink()
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", str(path), str(room / "planted.cpp")], check=True)
+    path.chmod(0o755)
+    (path if what == "library" else folder).chmod(mode)
+    assert build.load("small").answer() == 42
+    assert folder.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_that_is_a_link_is_built_again(room):
+    build.load("small")
+    build._load.cache_clear()
+    (name,) = files(room)
+    path = room / "cache" / "kernels" / name
+    path.rename(room / "elsewhere.so")
+    path.symlink_to(room / "elsewhere.so")
+    assert build.load("small").answer() == 42 and not path.is_symlink()
+
+
+def test_the_umask_opens_nothing(room):
+    before = os.umask(0)
+    try:
+        build.load("small")
+    finally:
+        os.umask(before)
+    (name,) = files(room)
+    folder = room / "cache" / "kernels"
+    assert folder.stat().st_mode & 0o777 == (folder / name).stat().st_mode & 0o777 == 0o700
 
 
 def test_whose_a_file_is(room, monkeypatch):

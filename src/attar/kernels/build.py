@@ -7,8 +7,9 @@ source, another compiler or a home shared by different machines never loads the 
 written to a temporary file and renamed: processes may build at the same time. After a build the KEPT newest
 libraries of a name stay; leftovers of killed compilations are removed.
 
-A library is code that this process runs: only the owner may access the folder, and a library or folder of
-another user is not used. If the folder is another user's, the library is built for this process alone.
+A library is code that this process runs: only the owner may access the folder, whatever the umask, and what
+another user owns or may write is not used. If the folder is another user's, the library is built for this
+process alone; if others could write to ours, what is in it is built again.
 
 Without a compiler or a writable folder, a wheel's prebuilt library is used, ``prebuilt/NAME-LEVEL.so``, of
 the best level in levels.py that this processor runs (scripts/build_wheels.py puts them there). Without that,
@@ -95,8 +96,10 @@ def _load(name: str, target: str) -> tuple[ctypes.CDLL | None, str]:
     """The library or the reason why there is none, once per process."""
     try:
         folder = cache_folder()
-        if folder.exists() and not _ours(folder):
+        if folder.exists() and not _owned(folder):
             return _private(name, folder, target), ""
+        if folder.exists() and not _ours(folder):
+            _empty(folder)
         return ctypes.CDLL(str(_built(name, folder, target))), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         ready = None if target else _prebuilt(name)
@@ -127,10 +130,25 @@ def _private(name: str, folder: Path, target: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(_built(name, Path(own), target)))
 
 
-def _ours(path: Path) -> bool:
+def _owned(path: Path) -> bool:
     """Whether a file or folder belongs to this user."""
     user = getattr(os, "geteuid", None)
     return user is None or path.stat().st_uid == user()
+
+
+def _ours(path: Path) -> bool:
+    """Whether it belongs to this user, who alone may write it."""
+    return _owned(path) and not path.stat().st_mode & 0o022
+
+
+def _empty(folder: Path) -> None:
+    """Close a folder to others, and remove what they may have put there. Raises OSError."""
+    folder.chmod(0o700)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _built(name: str, folder: Path, target: str = "") -> Path:
@@ -146,7 +164,7 @@ def _built(name: str, folder: Path, target: str = "") -> Path:
     for native in (f"-march={target}",) if target else NATIVE:
         flags = (*FLAGS, native)
         path = folder / f"{name}-{_key(compiler, flags)}.so"
-        if path.exists() and _ours(path):
+        if path.is_file() and not path.is_symlink() and _ours(path):
             with contextlib.suppress(OSError):
                 os.utime(path)  # for `_prune`
             return path
@@ -198,6 +216,7 @@ def _compile(source: Path, compiler: str, flags: tuple[str, ...], path: Path) ->
         if process.returncode:
             lines = [line for line in process.stderr.splitlines() if "error" in line]
             return lines[0] if lines else f"exit status {process.returncode}"
+        output.chmod(0o700)
         output.replace(path)
     return ""
 
