@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from attar.errors import RecipeError
-from attar.yaml import parse_documents, parse_yaml, read_yaml, scalar
+from attar.yaml import parse_documents, parse_yaml, read_yaml, safe_values, scalar
 
 
 @pytest.mark.parametrize(
@@ -87,8 +89,45 @@ def test_documents_of_a_text() -> None:
 def test_aliases_do_not_explode() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    with pytest.raises(RecipeError, match="without end"):
-        parse_yaml("\n".join(lines), "r.yaml")
+    for parse in (parse_yaml, parse_documents):
+        with pytest.raises(RecipeError, match=r"r\.yaml:5: aliases that repeat others: more than 100,000"):
+            parse("\n".join(lines), "r.yaml")
+    with pytest.raises(yaml.YAMLError, match="aliases that repeat others"):
+        safe_values("\n".join(lines))
+
+
+STAGES = ["- {prune: {ratio: 0.1, name: s%d}}\n", "- prune:\n    ratio: 0.1\n    name: s%d\n"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_of_too_many_values_is_named_as_that(stage, monkeypatch) -> None:
+    monkeypatch.setattr("attar.yaml.MOST_NODES", 5_000)
+    text = "stages:\n" + "".join(stage % number for number in range(4_000))
+    for parse in (parse_yaml, parse_documents):
+        with pytest.raises(RecipeError, match=r"more than 5,000 (lines|values)"):
+            parse(text, "r.yaml")
+
+
+def test_a_very_long_file_is_refused_at_once() -> None:
+    start = time.process_time()
+    with pytest.raises(RecipeError, match=r"r\.yaml: more than 50,000 lines"):
+        parse_yaml("stages:\n" + "- {stage: prune}\n" * 1_000_000, "r.yaml")
+    assert time.process_time() - start < 2
+
+
+def test_as_many_ordinary_values_as_any_recipe_has() -> None:
+    text = "".join(f"- {{a: {number}, b: [1, 2]}}\n" for number in range(2_000))
+    assert len(parse_yaml(text, "r.yaml").value) == 2_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: 2024-99-99", "a: " + "9" * 5000, "[" * 5000, "a: !!python/object:os.system x", "a: [", "- &a [*a"],
+)
+def test_values_of_others_are_one_kind_of_error(text) -> None:
+    with pytest.raises(yaml.YAMLError):
+        safe_values(text)
+    assert safe_values("a: 1\na: yes") == {"a": True}
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
 Merge keys (``<<``) are those of 1.1. Duplicate keys, an anchor that contains itself and a second document are
-errors (:func:`parse_documents` takes several documents, and keys twice that only carry anchors).
+errors (:func:`parse_documents` takes several documents, and keys twice that only carry anchors). A file has
+:data:`MOST_NODES` values at most, and with its aliases written out :data:`MOST_VALUES`: aliases of aliases
+grow exponentially.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import yaml
 
 from attar.errors import RecipeError
 
-_MAX_VALUES = 100_000  # aliases of aliases grow exponentially
+MOST_NODES = 50_000
+MOST_VALUES = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,41 @@ class YamlEntry:
     again: str = ""
 
 
-class _Loader(yaml.SafeLoader):
+class _TooMany(yaml.MarkedYAMLError):
+    """More values than a file may have."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """PyYAML's loader, which stops at the bounds, and whose nodes know whether an alias stands for them."""
+
+    def __init__(self, text: str) -> None:
+        if text.count("\n") > MOST_NODES:
+            raise _TooMany(problem=f"more than {MOST_NODES:,} lines")
+        super().__init__(text)
+        self._nodes = self._values = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, or the one that an alias stands for; the values of either are counted."""
+        mark, before = self.peek_event().start_mark, self._values  # type: ignore[no-untyped-call]
+        alias = self.check_event(yaml.AliasEvent)
+        self._nodes += not alias
+        self._values += not alias
+        if self._nodes > MOST_NODES:
+            raise _TooMany(problem=f"more than {MOST_NODES:,} values", problem_mark=mark)
+        node: Any = super().compose_node(parent, index)
+        if alias:
+            node.aliased = True
+            self._values += self._sizes.get(id(node), 1)
+        else:
+            self._sizes[id(node)] = self._values - before
+        if self._values > MOST_VALUES:
+            problem = f"aliases that repeat others: more than {MOST_VALUES:,} values"
+            raise _TooMany(problem=problem, problem_mark=mark)
+        return node
+
+
+class _Loader(_BoundedLoader):
     """PyYAML's scanner and parser with the scalar rules of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
@@ -66,14 +103,6 @@ class _Loader(yaml.SafeLoader):
         """The tag of a node without one; a plain scalar has none."""
         plain = kind is yaml.ScalarNode and implicit[0]
         return "" if plain else str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, which knows whether an alias stands for it."""
-        alias = self.check_event(yaml.AliasEvent)
-        node: Any = super().compose_node(parent, index)
-        if alias:
-            node.aliased = True
-        return node
 
 
 def _aliased(node: Any) -> bool:
@@ -162,11 +191,26 @@ def read_yaml(path: Path) -> Located:
     return parse_yaml(text, str(path))
 
 
+def safe_values(text: str) -> Any:
+    """The values of a document of others as PyYAML reads it (YAML 1.1, the last of equal keys), bounded.
+
+    Raises:
+        yaml.YAMLError: it is not well-formed, or has too many values.
+    """
+    try:
+        return _BoundedLoader(text).get_single_data()
+    except (ValueError, RecursionError, OverflowError) as error:  # a date or a number that is none; its depth
+        raise yaml.YAMLError(str(error)) from error
+
+
 @contextmanager
 def _yaml_errors(text: str, name: str, line_numbers: bool) -> Iterator[None]:
     """Raise PyYAML's errors as :class:`RecipeError`."""
     try:
         yield
+    except _TooMany as error:
+        where = f"{name}:{error.problem_mark.line + 1}" if line_numbers and error.problem_mark else name
+        raise RecipeError(f"{where}: {error.problem}", hint="write a smaller file, or several") from None
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_syntax_message(error, name, line_numbers)) from None
     except RecursionError:
@@ -197,15 +241,13 @@ class _NodeReader:
     name: str
     line_numbers: bool
     anchors: bool = False
-    values: int = 0
 
     def location(self, line: int) -> str:
         return f"{self.name}:{line + 1}" if self.line_numbers else self.name
 
     def read(self, node: yaml.Node, parents: tuple[int, ...]) -> Located:
         where = self.location(node.start_mark.line)
-        self.values += 1
-        if id(node) in parents or self.values > _MAX_VALUES:
+        if id(node) in parents:
             raise RecipeError(f"{where}: an alias that repeats itself without end")
         if node.tag not in (*_TAGS, *_TYPES):
             raise RecipeError(f"{where}: the tag {node.tag!r} is not allowed", hint="leave it out")

@@ -10,7 +10,7 @@ import pytest
 
 from attar.checkpoint import Card, open_checkpoint
 from attar.checkpoint.card import Parent
-from attar.checkpoint.licences import STATUSES, age_in_days, data, duties, entries, identify
+from attar.checkpoint.licences import STATUSES, _front_matter, age_in_days, data, duties, entries, identify
 from attar.checkpoint.lineage import as_parent, duties_of
 
 
@@ -262,3 +262,15 @@ def test_the_page_has_the_table_of_the_data():
     script = Path(__file__).parents[2] / "scripts" / "document_licences.py"
     names = runpy.run_path(str(script))
     assert names["PAGE"].read_text(encoding="utf-8") == names["page"]()
+
+
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10 if n else ['x'] * 10)}]\n" for n in range(9))
+FRONTS = ["license: 2024-99-99", "license: [" + "[" * 400, BOMB + "license: *a8", "license: " + "9" * 5000]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_readme_that_is_no_front_matter_names_no_licence(tmp_path, front):
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\nlicense: apache-2.0\n")
+    assert _front_matter(tmp_path / "README.md") == {}
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n" + "x" * 3_000_000)
+    assert _front_matter(tmp_path / "README.md") == {"license": "apache-2.0"}

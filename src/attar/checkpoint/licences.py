@@ -26,6 +26,7 @@ import yaml
 
 from attar.checkpoint.card import Parent
 from attar.checkpoint.open import Checkpoint
+from attar.yaml import safe_values
 
 STATUSES = ("allow", "allow_with_duties", "research_only", "unknown", "block")
 """From the most to the least permissive; several licences together have the last of their statuses."""
@@ -225,6 +226,7 @@ def _unknown_duty(model: str) -> str:
     return f"The licence of {model} is unknown; find out before you publish."
 
 
+_FRONT = 1 << 20  # characters of a README
 _HEAD = 4000  # characters of a licence text that are searched; they contain its title
 
 
@@ -343,8 +345,9 @@ def _refine(licence: str, names: list[str]) -> str:
 def _front_matter(path: Path) -> dict[str, Any]:
     """The YAML between the first two ``---`` lines of a README; empty where there is none or it is broken."""
     try:
-        parts = re.split(r"(?m)^---\s*$", path.read_text(encoding="utf-8", errors="replace"), maxsplit=2)
-        content = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
+        with path.open(encoding="utf-8", errors="replace") as file:
+            parts = re.split(r"(?m)^---\s*$", file.read(_FRONT), maxsplit=2)
+        content = safe_values(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
     except (OSError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

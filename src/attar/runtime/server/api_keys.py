@@ -25,6 +25,7 @@ import yaml
 
 from attar.errors import DataError, SettingsError
 from attar.runtime.server.settings import is_key
+from attar.yaml import safe_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +92,10 @@ def read_api_keys(file: Path) -> tuple[ApiKey, ...]:
         DataError: names the file and the field.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = safe_values(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
         raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except (yaml.YAMLError, RecursionError):
+    except yaml.YAMLError:
         raise DataError(f"{file}: is not YAML", hint="see docs/serve.md#keys") from None  # may quote a key
     listed = content.get("keys") if isinstance(content, dict) and set(content) == {"keys"} else None
     if not isinstance(listed, list) or not listed:
