@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from attar.measure.run_folder import RunRecord, StageRecord
@@ -93,8 +93,8 @@ def distinctions(names: Sequence[str]) -> dict[str, str]:
     """Each name of a run without what all have in common: ``quantize.scheme=W3A16`` is ``W3A16`` among other
     schemes.
 
-    Of several settings, numbers keep the setting's name: ``W3A16 group size 32``. Names of another form lose the
-    words that all begin and end with. Where that leaves two alike, or nothing, names stay as they are.
+    Of several settings, numbers keep the setting's name: ``W3A16 group size 32``. Names of another form
+    lose the words that all begin and end with. Where that leaves two alike, or nothing, names stay.
     """
     if len(names) < 2:
         return {name: name for name in names}
@@ -125,9 +125,14 @@ def _settings_label(parts: Sequence[tuple[str, str]]) -> str:
 def _without_common(names: Sequence[str]) -> list[str]:
     """Names without the words at the beginning and the end that all of them have."""
     words = [re.findall(r"[^=+.,_-]+|[=+.,_-]", name) for name in names]
-    first = len(os.path.commonprefix(words))
-    last = len(os.path.commonprefix([row[first:][::-1] for row in words]))
+    first, last = _common(words), _common([row[::-1] for row in words])
     return ["".join(row[first : len(row) - last]).strip("=+.,_-") for row in words]
+
+
+def _common(rows: Sequence[Sequence[str]]) -> int:
+    """How many words all rows begin with."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def pareto_front(stages: Sequence[StageRecord]) -> list[str]:
