@@ -131,15 +131,21 @@ def test_parameters(tmp_path: Path) -> None:
 
 
 def test_an_exported_file_has_one_under_its_own_name(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        export("attar:tiny", tmp_path / f"{name}.gguf", ExportSettings(format="gguf", type="Q8_0"))
+    for name, kind in (("one", "Q8_0"), ("two", "Q4_K_M")):  # the second has an importance matrix
+        settings = ExportSettings(format="gguf", type=kind, sequence_length=16)
+        export("attar:tiny", tmp_path / f"{name}.gguf", settings)
     for name in ("one", "two"):
         assert (tmp_path / f"{name}.Modelfile").read_text().startswith(f"FROM ./{name}.gguf\n")
         readme = (tmp_path / f"{name}.md").read_text()
         assert f"ollama create {name} -f {name}.Modelfile" in readme and str(tmp_path) not in readme
+        named = set(re.findall(r"[\w.-]+\.(?:gguf|json|md|Modelfile)\b", readme))
+        assert {f"{name}.gguf", f"{name}.attar.json"} <= named
+        assert all((tmp_path / file).is_file() for file in named), named
+        assert f"`attar inspect {name}.gguf`" in readme
         card = open_checkpoint(tmp_path / f"{name}.gguf").card
         assert card is not None and card.name == name
-        assert sorted(card.files) == [f"{name}.Modelfile", f"{name}.gguf", f"{name}.md"]
+        read = {f"{name}.attar-text.json"} if name == "two" else set()
+        assert set(card.files) == {f"{name}.Modelfile", f"{name}.gguf", f"{name}.md"} | read
         assert all(sha256_file(tmp_path / file) == mark for file, mark in card.files.items())
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from attar.checkpoint import hashing
 from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.draft_head import draft_head_of
 from attar.checkpoint.jsonfile import read_json
@@ -65,17 +66,17 @@ _PACKAGES = {
 }
 
 
-def write_readme(card: Card, folder: Path, single_file: bool = False) -> None:
+def write_readme(card: Card, folder: Path, single: str = "") -> None:
     """Write the file into the folder of a finished checkpoint.
 
     Args:
         card: the checkpoint's; its files need not be hashed yet.
-        single_file: the commands name the GGUF file without the folder.
+        single: the name of the single GGUF file that stays of the folder; its files are named after it.
 
     Raises:
         OutputError: no space, or no permission.
     """
-    write_bytes(folder / FILE, render_readme(card, folder, single_file).encode())
+    write_bytes(folder / FILE, render_readme(card, folder, single).encode())
 
 
 def with_new_readme(card: Card, folder: Path) -> Card:
@@ -89,15 +90,15 @@ def with_new_readme(card: Card, folder: Path) -> Card:
     return dataclasses.replace(card, files={**card.files, FILE: digest})
 
 
-def render_readme(card: Card, folder: Path, single_file: bool = False) -> str:
+def render_readme(card: Card, folder: Path, single: str = "") -> str:
     """YAML for the hub, then sections."""
     sections = [
         f"# {card.name}\n\n{_summary(card)}",
-        _section("What it is", _table(_facts(card, folder))),
-        _section("Run it", "\n\n".join(_commands(card, folder, single_file))),
+        _section("What it is", _table(_facts(card, folder, single))),
+        _section("Run it", "\n\n".join(_commands(card, folder, single))),
         _section("Measurements", _measurements(card)),
         _section("Licence", "\n".join(f"- {line}" for line in _licence(card))),
-        _section("How it was made", _provenance(card)),
+        _section("How it was made", _provenance(card, single)),
     ]
     front = yaml.safe_dump(_front(card, folder), sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
@@ -136,7 +137,7 @@ def _summary(card: Card) -> str:
     )
 
 
-def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
+def _facts(card: Card, folder: Path, single: str) -> list[tuple[str, str]]:
     """Rows of the table: the main settings, then sizes."""
     names = ("scheme", "format", "type", "method", "ratio", "sparsity")
     settings = {name: card.settings.get(name) for name in names}
@@ -154,8 +155,8 @@ def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
         rows.append(("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens"))
     if bits := card.details.get("bits_per_weight"):
         rows.append(("bits a weight", f"{bits:.2f}"))
-    weights = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
-    for path in weights:
+    weights = (path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf"))
+    for path in (path for path in weights if single in ("", path.name)):
         rows.append((f"`{path.name}`", bytes_text(path.stat().st_size)))
     config = _config(folder)
     for key, label in (("max_position_embeddings", "context, tokens"), ("vocab_size", "vocabulary")):
@@ -164,7 +165,7 @@ def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
+def _commands(card: Card, folder: Path, single: str) -> Iterator[str]:
     """A paragraph with the command of each program that runs the model."""
     name, kind = card.name, _format(folder)
     ggufs = sorted(path.name for path in folder.glob("*.gguf") if path.name != "imatrix.gguf")
@@ -176,7 +177,7 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
         yield "A draft head for speculative decoding: it runs with its model, and changes no completion."
         yield _block("attar", f"attar generate {target} --draft {name}\nattar serve {target} --draft {name}")
         return
-    model = name if not ggufs else ggufs[0] if single_file else f"{name}/{ggufs[0]}"
+    model = name if not ggufs else single if single else f"{name}/{ggufs[0]}"
     loader, task = _head(folder)
     encoder = task != "text-generation"
     generate = f'attar generate {model} "Once upon a time"\nattar serve {model}'
@@ -184,7 +185,7 @@ def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
     if ggufs:
         yield _block("llama.cpp", f"llama-cli -m {model}")
         if (folder / MODELFILE).is_file():
-            file = f"{name}.{MODELFILE}" if single_file else f"{name}/{MODELFILE}"
+            file = f"{name}.{MODELFILE}" if single else f"{name}/{MODELFILE}"
             yield _block(
                 "Ollama", f"ollama create {ollama_name(name)} -f {file}\nollama run {ollama_name(name)}"
             )
@@ -236,13 +237,14 @@ def _licence(card: Card) -> list[str]:
     return [*dict.fromkeys(licences), *accepted, *texts]
 
 
-def _provenance(card: Card) -> str:
+def _provenance(card: Card, single: str) -> str:
     lines = "\n".join(_lineage(card.parents, 0))
     versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
+    file = f"{Path(single).stem}.{CARD}" if single else CARD
     words = [word if not word.startswith("/") else Path(word).name for word in shlex.split(card.command)]
     return (
         f"{lines}\n\n```\n{shlex.join(words)}\n```\n\n"
-        f"With {versions}. `attar inspect {card.name}` shows all of it; `attar.json` has it for programs."
+        f"With {versions}. `attar inspect {single or card.name}` shows all of it; `{file}` has it for programs."
     )
 
 

@@ -190,7 +190,7 @@ def _rename(folder: Path, written: Path, final: Path) -> None:
     card = Card.read(folder)
     assert card is not None
     card = replace(card, name=final.stem, command=card.command.replace(folder.name, final.name))
-    write_readme(card, folder, single_file=True)
+    write_readme(card, folder, final.name)
     names = {README: f"{final.stem}.md", MODELFILE: f"{final.stem}.{MODELFILE}"}
     names |= {TEXTS: texts_file(final).name, final.name: final.name}
     files = {names[name]: sha256_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
