@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from attar.checkpoint.units import seconds_text
 from attar.printable import one_line, printable
 
 
@@ -79,6 +80,11 @@ def _numbers(numbers: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
+def _left(seconds: float | None) -> str:
+    """The time left in words, as plans have it; nothing before it is known and at the end."""
+    return f"about {seconds_text(seconds)} left  " if seconds else ""
+
+
 class _LineTask:
     """For logs and pipes: a line at the start, every ``every`` seconds, and at the end."""
 
@@ -95,7 +101,7 @@ class _LineTask:
         if now - self.last >= self.every:
             self.last = now
             remaining_s = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
-            self.say(f"{self.done}/{self.total}  about {remaining_s:.0f} s left  {_numbers(self.numbers)}")
+            self.say(f"{self.done}/{self.total}  {_left(remaining_s)}{_numbers(self.numbers)}")
 
     def say(self, text: str) -> None:
         print(printable(f"{self.what}: {text.rstrip()}"), file=sys.stderr, flush=True)
@@ -135,17 +141,24 @@ class Terminal:
         if not sys.stderr.isatty():
             line = _LineTask(what, total, done)
             yield line
-            line.say(f"done in {time.monotonic() - line.start:.1f} s  {_numbers(line.numbers)}")
+            line.say(f"done in {seconds_text(time.monotonic() - line.start)}  {_numbers(line.numbers)}")
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.text import Text
+
+        class TimeLeft(ProgressColumn):
+            max_refresh = 0.5
+
+            def render(self, task: Any) -> Text:
+                return Text(_left(task.time_remaining).strip())
 
         columns = (
             TextColumn("{task.description:<22}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeLeft(),
         )
         with Bar(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
             yield _BarTask(bar, bar.add_task(one_line(what), total=total, completed=done, numbers=""))

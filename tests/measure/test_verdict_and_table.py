@@ -165,12 +165,6 @@ def test_units() -> None:
     assert [numbers.size(value) for value in (999, 2048, 13_640_192, 2_150_000_000, None)] == [
         "999 B", "2.05 kB", "13.6 MB", "2.15 GB", "–",
     ]  # fmt: skip
-    assert [numbers.duration(value) for value in (8.23, 200, 7500, None)] == [
-        "8.2 s",
-        "3 min 20 s",
-        "2 h 05 min",
-        "–",
-    ]
     assert [numbers.times(value) for value in (8.06, 12.4, None)] == ["8.1x", "12x", "–"]
     assert [numbers.count(value) for value in (6_820_096, 1.1e9, 950)] == ["6.82 M", "1.10 B", "950"]
     assert [numbers.percent(value, 1) for value in (0.7491, 1.0, None)] == ["74.9", "100.0", "–"]

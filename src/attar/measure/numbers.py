@@ -77,18 +77,6 @@ def count(number: float | None) -> str:
     return f"{number:.0f}"
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds as 8.2 s, 3 min 20 s or 2 h 05 min."""
-    if seconds is None:
-        return NOTHING
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def times(ratio: float | None) -> str:
     """How many times smaller: 8.1x, 12x."""
     if ratio is None:

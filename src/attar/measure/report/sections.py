@@ -9,7 +9,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from attar.measure.numbers import duration, percent, significant, size
+from attar.checkpoint.units import seconds_text
+from attar.measure.numbers import percent, significant, size
 from attar.measure.report.markup import Child, Markup, el, join
 from attar.measure.report.svg import verb_class
 from attar.measure.run_folder import RunRecord, StageRecord
@@ -208,7 +209,7 @@ def _node(run: RunRecord, stage: StageRecord, above: tuple[str, ...]) -> Markup:
 def _line(stage: StageRecord) -> Markup:
     facts = [size(stage.number("bytes"))] if stage.number("bytes") is not None else []
     if stage.seconds is not None:
-        facts.append(f"took {duration(stage.seconds)}")
+        facts.append(f"took {seconds_text(stage.seconds)}")
     if stage.peak_rss_bytes is not None:
         facts.append(f"peak memory {size(stage.peak_rss_bytes)}")
     if len(stage.parents) > 1:
