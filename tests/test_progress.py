@@ -54,10 +54,11 @@ def test_the_time_left_has_the_form_of_a_plan(monkeypatch, capsys):
     ]
 
 
-def test_a_bar_has_the_same_form(capsys, terminal, monkeypatch):
+def test_a_bar_has_the_same_form(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # here: capsys has put its own file in place
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("rich.progress.Task.time_remaining", 814.0)
-    with shown(None).task("recover", total=4) as task:
+    with Terminal().task("recover", total=4) as task:
         task.advance(loss=0.25)
     assert "about 14 min left" in capsys.readouterr().err
