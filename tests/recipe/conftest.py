@@ -24,6 +24,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("attar.recipe.schema.EVALUATE_SETTINGS", "tests.recipe.recipe_fakes:MeasureSettings")
     monkeypatch.setattr("attar.recipe.plan.EVALUATE_VERSION", "tests.recipe.recipe_fakes:VERSION")
     monkeypatch.setattr("attar.recipe.plan.measure_rates", lambda: Rates(1e9, 1e9, 1e6))
+    monkeypatch.setattr("attar.recipe.show.free_share", lambda wanted: 1.0)  # as on an idle machine
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no power cut during a test
     monkeypatch.setattr("gc.collect", lambda: 0)  # nothing here is large
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

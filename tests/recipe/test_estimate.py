@@ -301,9 +301,24 @@ def test_products_count_once_for_each_thread_that_torch_will_use(monkeypatch: py
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads() == 3
     monkeypatch.setattr(machine, "_per_second", lambda *_, **__: 10.0)
+    monkeypatch.setattr(machine, "load", lambda: 0.0)
+    monkeypatch.setattr(machine, "_cores", lambda: 4)
     assert measure_rates(0.0).products == pytest.approx(3 * 10 * 2 * 64**3)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert threads() == machine.machine()["cores"]
+
+
+@pytest.mark.parametrize(
+    ("load", "wanted", "share"), [(0, 2, 1), (0, 1, 1), (1, 1, 1), (2, 2, 0.5), (6, 2, 0.25)]
+)
+def test_other_work_takes_its_share_of_the_processors(
+    monkeypatch: pytest.MonkeyPatch, load: float, wanted: int, share: float
+) -> None:
+    monkeypatch.setattr(machine, "load", lambda: load)
+    monkeypatch.setattr(machine, "_cores", lambda: 2)
+    assert machine.free_share(wanted) == share
+    monkeypatch.setattr(machine, "_per_second", lambda *_, **__: 1.0)
+    assert measure_rates(0.0).calls == machine.free_share(1)
 
 
 def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:

@@ -103,6 +103,15 @@ def test_the_table_fits_the_terminal(
     assert all(entry.entry.name in text for entry, text in zip(result.steps, lines[3:], strict=True))
 
 
+def test_other_work_on_the_machine_is_told(
+    plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "load" not in plan_text(plan())
+    monkeypatch.setattr("attar.recipe.show.free_share", lambda wanted: 0.3)
+    monkeypatch.setattr("attar.recipe.show.load", lambda: 6.25)
+    assert plan_text(plan()).endswith("(load 6.2), which the times count.")
+
+
 def test_a_full_disk_is_foreseen(plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.recipe.show.free_bytes", lambda path: 10)
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."

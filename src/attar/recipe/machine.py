@@ -65,11 +65,22 @@ def measure_rates(seconds: float = 0.1) -> Rates:
     many, few = np.full(1 << 20, 0.5, dtype=np.float32), np.full(256, 0.5, dtype=np.float32)
     result, product = np.empty_like(many), np.empty_like(matrix)
     one = 2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix, out=product), seconds, repeat=20)
+    alone = free_share(1)
     return Rates(
-        one * threads(),
-        many.size * _per_second(lambda: np.exp(many, out=result), seconds),
-        _per_second(lambda: np.add(few, few), seconds, repeat=100),
+        one * threads() * free_share(threads()),
+        many.size * _per_second(lambda: np.exp(many, out=result), seconds) * alone,
+        _per_second(lambda: np.add(few, few), seconds, repeat=100) * alone,
     )
+
+
+def load() -> float:
+    """Threads that wanted a processor in the last minute, in the mean; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def free_share(wanted: int) -> float:
+    """The share of its time that each of ``wanted`` threads gets a processor, beside other work."""
+    return min(1.0, _cores() / (load() + wanted))
 
 
 def threads() -> int:

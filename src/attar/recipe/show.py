@@ -9,6 +9,7 @@ from typing import Any
 from attar.checkpoint.atomic import free_bytes
 from attar.checkpoint.units import bytes_text, seconds_text, table
 from attar.memory import free_memory
+from attar.recipe.machine import free_share, load, threads
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
@@ -68,7 +69,14 @@ def _summary(plan: RecipePlan) -> str:
     free = free_bytes(plan.out)
     if free is not None and free < disk + scratch:
         text += f"\nWarning: only {bytes_text(free)} are free there."
-    return text + _memory_warning(plan)
+    return text + _memory_warning(plan) + _load_note()
+
+
+def _load_note() -> str:
+    """That other work is on the machine, where it makes the times longer."""
+    if free_share(threads()) >= 0.8:
+        return ""
+    return f"\nOther work is running here (load {load():.1f}), which the times count."
 
 
 def _memory_warning(plan: RecipePlan) -> str:
