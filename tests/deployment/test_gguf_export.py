@@ -1,17 +1,24 @@
 """GGUF files: what is written is what was rounded, codes are carried over, budgets are met, bad input is
 refused by name and leaves nothing behind."""
 
+import struct
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
+from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
 from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
 from attar.formats.gguf import container
+from attar.formats.gguf.imatrix import ImportanceEntry, write_imatrix
+from attar.formats.gguf.tensor_map import placements
 from attar.formats.readers import Decoded
 from attar.models.load import load_model
 from attar.progress import SILENT
@@ -119,6 +126,88 @@ def test_importance_is_computed_written_and_read_again(wide, tmp_path):
     other = save(tmp_path / "other", hidden_size=128, intermediate_size=512)
     with pytest.raises(SettingsError, match="one of this model"):
         export(other, tmp_path / "wrong", settings(type="Q4_0", imatrix=str(file)))
+
+
+def entries_of(model, **changes):
+    """Importance of every Linear of the blocks, with changes by a part of the name; None removes one."""
+    matrix = {}
+    for one in placements(model.config, model.tensors):
+        if one.matrix and one.gguf != "token_embd.weight":
+            matrix[one.gguf] = ImportanceEntry(torch.rand(one.shape[-1]) + 0.1, 64.0)
+    for name in list(matrix):
+        for part, entry in changes.items():
+            if part in name:
+                matrix[name] = entry(matrix[name])
+    return {name: entry for name, entry in matrix.items() if entry is not None}
+
+
+def zeroed(entry):
+    return replace(entry, in_sum2=entry.in_sum2.index_fill(0, torch.tensor([1, 2]), 0.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({}, "scales are searched with the importance"),
+        (
+            {"ffn_up": lambda _: None},
+            "2 tensors have no importance (blk.0.ffn_up.weight, blk.1.ffn_up.weight)",
+        ),
+        (
+            {"ffn_up": lambda one: replace(one, count=0.0)},
+            "2 tensors have no importance (blk.0.ffn_up.weight",
+        ),
+        ({"1.ffn_up": zeroed}, "2 inputs of 1 layer are zero on all calibration text"),
+    ],
+)
+@pytest.mark.parametrize("binary", [False, True])
+def test_what_an_importance_matrix_lacks_is_said(wide, tmp_path, change, note, binary):
+    file = tmp_path / "imatrix"
+    entries = entries_of(open_checkpoint(wide), **change)
+    if binary and all(one.count for one in entries.values()):  # it has no count of 0
+        parts = [struct.pack("<i", len(entries))]
+        for name, one in entries.items():
+            head = struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 64, len(one.in_sum2))
+            parts.append(head + one.in_sum2.numpy().tobytes())
+        file.write_bytes(b"".join(parts))
+    else:
+        write_imatrix(file, entries, ["text"], 1, 64)
+    exported = export(wide, tmp_path / "out.gguf", settings(type="Q4_K_S", imatrix=str(file)))
+    notes = exported.card.details["notes"]
+    assert any(note in line for line in notes)
+    assert any("no importance" in line for line in notes) == ("no importance" in note)
+
+
+def test_an_input_that_was_never_seen_counts_as_a_usual_one(wide, tmp_path):
+    (one,) = [one for one in placements(open_checkpoint(wide).config, open_checkpoint(wide).tensors)
+              if one.gguf == "blk.0.ffn_up.weight"]  # fmt: skip
+    entry = ImportanceEntry(torch.tensor([0.0, 2.0, 4.0, 6.0]), 2.0)
+    assert InputImportance({one.gguf: entry}).vector(one).tolist() == [2.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e9])
+def test_weights_that_float16_scales_cannot_hold_are_refused(wide, tmp_path, size):
+    changed(wide, "model.layers.0.mlp.up_proj.weight", lambda weight: weight * size)
+    with pytest.raises(NumericsError, match=r"layers.0.mlp.up_proj.weight does not fit Q4_K"):
+        export(wide, tmp_path / "out.gguf", settings(type="Q4_K_S"))
+    assert not (tmp_path / "out.gguf").exists()
+    export(wide, tmp_path / "f.gguf", settings(type="Q4_K_S", overrides=("blk.0.ffn_up=F32",)))
+
+
+def changed(folder, name, change):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: change(tensors[name])}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_a_linear_whose_inputs_are_zero_is_rounded_to_nearest(wide, tmp_path, rounding):
+    changed(wide, "model.layers.0.self_attn.v_proj.weight", torch.zeros_like)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    out = tmp_path / "out.gguf"
+    exported = export(wide, out, settings(type="Q4_0", rounding=rounding, imatrix="auto", **CALIBRATION))
+    weight, got = open_checkpoint(wide).load(name).float(), Decoded(exported).load(name).float()
+    assert (got - weight).norm() < 0.12 * weight.norm()
+    assert any("zero on all calibration text" in line for line in exported.card.details["notes"])
 
 
 @pytest.mark.parametrize(

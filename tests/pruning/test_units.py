@@ -19,7 +19,7 @@ from attar.pruning.criteria import HIDDEN_CRITERIA, UNIT_CRITERIA
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import prune
 from attar.pruning.structures import STRUCTURES
-from attar.pruning.units import choose_units
+from attar.pruning.units import choose_units, informed_scores
 from attar.walks.importance import LAYER_CRITERIA
 from tests import tiny_models
 from tests.pruning.scored import scoring
@@ -228,3 +228,18 @@ def test_a_family_that_cannot_be_swept_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ModelError, match="gemma3n_text: its layers cannot be run one at a time") as refused:
         prune(folder, tmp_path / "out", prune_settings(method="neurons", ratio=0.5, **SMALL))
     assert "--reconstruct none" in refused.value.hint and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["neurons", "heads"])
+def test_units_that_the_text_never_switched_on_are_usual_ones_and_zero_ones_go_first(method):
+    model = tiny_models.build("llama3")
+    layers = STRUCTURES[method].weights(model, discover(model))
+    count = layers[0].count
+    scores = torch.arange(1.0, count + 1).repeat(len(layers), 1).double()
+    scores[0, :2] = 0.0
+    producer, owners = layers[0].producers[-1]
+    with torch.no_grad():
+        producer.weight[owners == 1] = 0.0  # this unit computes nothing for any text
+    got = informed_scores(scores, layers)
+    assert got[0, 0] == scores[0, 2:].median() and got[0, 1] == 0.0
+    assert torch.equal(got[:, 2:], scores[:, 2:]) and torch.equal(got[1:], scores[1:])

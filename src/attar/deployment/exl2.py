@@ -36,6 +36,7 @@ from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
 from attar.models.stored import stored_names
 from attar.progress import Progress
+from attar.quantization.gates import checked_layers
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.exl2 import (
     HEADS,
@@ -150,6 +151,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     output.leave_to_first()
     copy_companions(source.path, output.folder)
     output.details["layers"] = list(swept.reports)
+    output.details["notes"] = checked_layers(swept.reports, "exl2")
     output.details["bits_per_weight"] = stored
     return conversion.verify(open_checkpoint(output.folder), progress)
 
@@ -205,7 +207,8 @@ class _Rounding:
             name: quantize_layer(weight, H, self.chosen[name], inputs=inputs)
             for name, weight in weights.items()
         }
-        return {name: Solution(one.weight, one.tensors, one.report) for name, one in layers.items()}
+        unseen = {"unseen": accumulator.unseen, "tokens": accumulator.tokens}
+        return {name: Solution(one.weight, one.tensors, one.report | unseen) for name, one in layers.items()}
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight of a finished block."""

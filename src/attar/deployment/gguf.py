@@ -47,6 +47,7 @@ from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
 from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
+from attar.quantization.gates import checked_layers
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -123,6 +124,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     }
     weighted = bool(importance.entries) or settings.rounding != "nearest"
     kinds = choose_kinds(source, view, placed, settings, metadata, weighted, output.processes, progress)
+    missing = importance.missing(placed, kinds.of)
     codes = quantized_codes(
         source, view, placed, kinds, settings, importance, output.shared, output.processes, progress
     )
@@ -136,12 +138,13 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
     output.details["importance"] = importance.source
-    output.details["notes"] = [*kinds.notes, *importance.notes, *codes.notes]
+    output.details["layers"] = reports = codes.reports()
+    checked = checked_layers(reports, settings.rounding)
+    output.details["notes"] = [*kinds.notes, *importance.notes, *missing, *codes.notes, *checked]
     output.details["limits"] = [
         *architecture_notes(view.config),
         *tokenizer_differences(tokenizer, metadata),
     ]
-    output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
 
 

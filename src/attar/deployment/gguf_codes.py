@@ -27,6 +27,7 @@ from attar.formats.rules import WeightRule
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, QuantizedTensor, TileParameters
+from attar.quantization.grids.ggml_search import HALF_LARGEST, HALF_SMALLEST
 from attar.quantization.hessian import all_finite
 from attar.quantization.schemes import QuantizationScheme
 from attar.quantization.settings import QuantizeSettings, quantize_settings
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from attar.quantization.plan import QuantizationPlan
     from attar.quantization.rounding import RoundedModel
     from attar.walks.skeleton import HiddenStates, Skeleton
+
+LOST = 0.25  # share of a tensor's squared weight that it may lose where a scale is at float16's end
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,9 @@ class _Maker:
             if not all_finite(weight):
                 raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
         if isinstance(grid, GGMLGrid):
-            return grid.search(weight, importance)
+            quantized = grid.search(weight, importance)
+            check_range(str(one.stored), weight, quantized)
+            return quantized
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> QuantizedTensor:
@@ -232,6 +237,27 @@ class _Maker:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
         quantized = QuantizedTensor(grid, codes, parameters)
         return quantized if rows is None else reordered(quantized, rows)
+
+
+def check_range(name: str, weight: Tensor, quantized: QuantizedTensor) -> None:
+    """Raise where float16 scales lose most of a weight (N, K) because it is too small or too large for them.
+
+    Raises:
+        NumericsError: names the tensor and the type.
+    """
+    d = quantized.parameters.stored["d"].abs()
+    if not weight.numel() or (float(d.min()) > HALF_SMALLEST and float(d.max()) < HALF_LARGEST):
+        return
+    lost, whole = (
+        float(part.square().sum()) for part in ((quantized.dequantize() - weight).double(), weight.double())
+    )
+    if lost > LOST * whole:
+        kind = quantized.grid.kind  # type: ignore[attr-defined]
+        raise NumericsError(
+            f"{name} does not fit {kind}: {lost / whole:.0%} of its squared weight would be lost, for its "
+            f"largest number is {float(weight.abs().max()):.3g} and the scales are float16 numbers",
+            hint=f"--override '{name.removesuffix('.weight')}=F32', or --type BF16",
+        )
 
 
 def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
+from attar.deployment.gguf_types import FLOATS
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
 from attar.models.device import pick_device
 from attar.progress import Progress
+from attar.quantization.gates import unseen_inputs
+from attar.quantization.hessian import informed
+
+EMBEDDING = "token_embd.weight"
+SHOWN = 6  # names in a sentence
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -41,16 +47,41 @@ class InputImportance:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence for the card and the terminal."""
-        return [f"scales are searched with the importance of inputs: {self.source}"] if self.source else []
+        """Sentences for the card and the terminal."""
+        unseen = unseen_inputs([{"unseen": entry.unseen} for entry in self.entries.values()])
+        notes = [f"scales are searched with the importance of inputs: {self.source}"] if self.source else []
+        return notes + ([f"{unseen}: they count as usual ones do"] if unseen else [])
+
+    def missing(self, placed: Sequence[Placement], kinds: Mapping[str, str]) -> list[str]:
+        """A sentence on the tensors that get no importance, or whose experts saw no token; empty where all
+        have it. The embedding is no product, and has none in llama.cpp either."""
+        if not self.entries:
+            return []
+        names, experts = [], 0
+        for one in placed:
+            if not one.matrix or kinds[one.gguf] in FLOATS or one.gguf == EMBEDDING:
+                continue
+            entry = self.entries.get(one.gguf)
+            counts = torch.as_tensor(0.0 if entry is None else entry.count).flatten()
+            if not bool((counts > 0).any()):
+                names.append(one.gguf)
+            elif one.expert is not None and counts.numel() == one.experts:
+                experts += int(counts[one.expert] <= 0)
+        names = list(dict.fromkeys(names))
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        plain = "their scales are searched without it"
+        return [f"{len(names)} tensors have no importance ({shown}): {plain}"] * bool(names) + [
+            f"{experts} matrices of experts saw no token: {plain}"
+        ] * bool(experts)
 
     def vector(self, one: Placement) -> Tensor | None:
-        """Importance (K,) of the inputs of a weight, or of one of its experts; None where there is none."""
+        """Importance (K,) of the inputs of a weight, or of one of its experts, the median of the others where
+        an input was always zero; None where there is none."""
         entry = self.entries.get(one.gguf)
-        if entry is None or len(one.shape) != 2:
+        if entry is None or len(one.shape) != 2 or not bool((torch.as_tensor(entry.count) > 0).any()):
             return None
         means = entry.importance()
-        return means if one.expert is None else means.reshape(one.experts, -1)[one.expert]
+        return informed(means if one.expert is None else means.reshape(one.experts, -1)[one.expert])
 
 
 def importance_of(
@@ -82,7 +113,7 @@ def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
     entries = imatrix.read_imatrix(file)
     for one in placed:
         entry, inputs = entries.get(one.gguf), one.shape[-1] * max(one.experts, 1)
-        if entry is not None and entry.in_sum2.numel() != inputs and len(one.shape) == 2:
+        if entry is not None and one.matrix and entry.in_sum2.numel() != inputs:
             raise SettingsError(
                 "imatrix",
                 str(file),

@@ -70,7 +70,11 @@ class LayerPruner:
                     f"{name}: a pruned weight is not finite in {stored.dtype}", hint="a larger --damp"
                 )
             pruned = stored.to(weight.dtype)
-            report = {"error": self._error(weight, pruned, statistics, value), "tokens": statistics.tokens}
+            report = {
+                "error": self._error(weight, pruned, statistics, value),
+                "tokens": statistics.tokens,
+                "unseen": statistics.unseen,
+            }
             solutions[name] = Solution(pruned, {"weight": stored}, report)
         return solutions
 

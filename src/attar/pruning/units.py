@@ -21,9 +21,10 @@ from attar.models.cut_plan import CutPlan
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
 from attar.models.masking import masked_units
-from attar.models.parts import Anatomy
+from attar.models.parts import Anatomy, weight_of
 from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import cut_model
+from attar.models.unit_weights import UnitWeights
 from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
 from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
@@ -32,6 +33,7 @@ from attar.pruning.structures import STRUCTURES
 from attar.pruning.structures.heads import zero_heads
 from attar.pruning.structures.structure import Structure
 from attar.pruning.task import PruneTask
+from attar.quantization.hessian import informed
 from attar.walks.distributed import agreed_precision
 from attar.walks.objectives import Loss, masked_token_loss, next_token_loss
 from attar.walks.scoring import UnitScoring, no_loss
@@ -118,7 +120,7 @@ def choose_units(
         with masked_units(scoring.model, plan) if plan else nullcontext():
             work = scoring.work / f"round-{number}"
             task = replace(scoring, stay=stay, work=work, what=what)
-            scores = structure.criteria[name](task).reshape(-1, total)
+            scores = informed_scores(structure.criteria[name](task), scoring.weights).reshape(-1, total)
         first = scores if first is None else first
         scores = without_removed(scores, keep) if keep else scores
         if getattr(options, "scope", "layer") == "global":
@@ -128,6 +130,25 @@ def choose_units(
             keep = keep_most_important(scores, stay)
     assert first is not None
     return first, keep
+
+
+def informed_scores(scores: Tensor, weights: Sequence[UnitWeights]) -> Tensor:
+    """Scores (layers, units) with the median of their layer's others where a unit has a score of 0 although
+    none of its matrices is zero: the calibration text never switched it on, which says nothing of other
+    text."""
+    filled = scores.clone()
+    for row, layer in zip(filled, weights, strict=False):  # channels and layers have none
+        row.copy_(informed(row).where(alive(layer).to(row.device), row))
+    return filled
+
+
+def alive(layer: UnitWeights) -> Tensor:
+    """Units whose columns of the consumer, and rows of every producer, are not all zero: bool (U,)."""
+    sizes = [layer.sums(weight_of(layer.consumer).detach().abs().sum(0).double())]
+    for module, units in layer.producers:
+        rows, units = weight_of(module).detach().abs().sum(1).double(), units.to(sizes[0].device)
+        sizes.append(torch.zeros_like(sizes[0]).index_add_(0, units[units >= 0], rows[units >= 0]))
+    return torch.stack(sizes).amin(0) > 0
 
 
 def checked_cut(scoring: UnitScoring, plan: CutPlan) -> Any:

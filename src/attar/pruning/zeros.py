@@ -35,6 +35,7 @@ from attar.pruning.solvers.alps import alps
 from attar.pruning.solvers.sparsegpt import sparsegpt
 from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
+from attar.quantization.gates import unseen_inputs
 from attar.sparsity import NOTHING_PAYS, Sparsity, parse_sparsity, zeros_statement
 from attar.walks.stream import stream
 from attar.walks.sweep import sweep
@@ -92,6 +93,9 @@ def prune_zeros(task: PruneTask) -> None:
     details["zeros"] = zeros_statement(task.settings.method, asked, zeros, of)
     if chosen:
         details["allocation"] = chosen
+    if unseen := unseen_inputs(rows):
+        details["unseen"] = f"{unseen}: their weights are judged by their magnitude"
+        task.progress.log(f"warning: {details['unseen']}")
     details["layers"] = [{name: row[name] for name in row if name != "zeros"} for row in rows]
 
 

@@ -36,13 +36,11 @@ class RoundingResult:
 
     Attributes:
         damp: lambda that was used, as a fraction of the Hessian's mean diagonal.
-        dead: number of columns without any input.
         mask: bool (N, K), False where a weight had to become zero; None: nowhere.
     """
 
     quantized: QuantizedTensor
     damp: float
-    dead: int
     mask: Tensor | None = None
 
     def restored(self, order: Tensor) -> RoundingResult:
@@ -150,7 +148,7 @@ def in_original_order(
     restored = _restored(codes.to(grid.code_dtype), factor.order)
     kept = None if mask is None else _restored(mask, factor.order)
     quantized = QuantizedTensor(grid, restored, parameters)
-    return RoundingResult(quantized, factor.damp, int(factor.dead.sum()), kept)
+    return RoundingResult(quantized, factor.damp, kept)
 
 
 def _restored(columns: Tensor, order: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ An **error** means that the result is unusable, and decides the exit code. A **w
                carries information.  u < 1/4: warning.  u < 1/8, or one code for different weights: error
     layer      output error not finite: error.  Above RTN's, or 1 and more: warning
     tokens     none seen: error.  Few: warning
+    inputs     always zero in the calibration text: one warning for all layers
     model      KL(original || result) not finite, or at least that of a model blind to the context: error.
                At least half of that: warning.  A greedy sample that is one token repeated: error, where the
                KL is at least a twentieth of the blind one's; else a warning (weak models do it too)
@@ -178,7 +179,18 @@ def check_layers(
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
     findings = [finding for report in reports for check in checks for finding in check(report)]
-    return findings + _experts(reports, few_tokens)
+    return findings + _experts(reports, few_tokens) + _inputs(reports)
+
+
+def checked_layers(reports: Sequence[Mapping[str, Any]], method: str = "") -> list[str]:
+    """The warnings of :func:`check_layers`, for a result that is not compared as a whole.
+
+    Raises:
+        NumericsError: an error is among the findings.
+    """
+    findings = check_layers(reports, method=method)
+    raise_on_error(findings)
+    return [str(finding) for finding in findings]
 
 
 def rarest_expert(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
@@ -196,6 +208,22 @@ def _experts(reports: Sequence[Mapping[str, Any]], few: int) -> list[Finding]:
     text = f"the router gave its expert {rarest[1]} calibration tokens; {len(rare)} experts got under {few}"
     mend = "more --samples, or text that these experts are used for"
     return [Finding(rarest[0], "tokens", "warning", text, mend)]
+
+
+def _inputs(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """One finding for all inputs without information."""
+    unseen = unseen_inputs(reports)
+    text = f"{unseen}: their weights are rounded to nearest"
+    return [Finding("", "inputs", "warning", text, "text that uses them")] if unseen else []
+
+
+def unseen_inputs(reports: Sequence[Mapping[str, Any]]) -> str:
+    """How many inputs of how many layers the calibration text left at zero, in words; empty where none."""
+    counts = [int(report["unseen"]) for report in reports if report.get("unseen")]
+    if not counts:
+        return ""
+    layers = "1 layer" if len(counts) == 1 else f"{len(counts)} layers"
+    return f"{sum(counts):,} inputs of {layers} are zero on all calibration text"
 
 
 def _scales(report: Mapping[str, Any]) -> list[Finding]:

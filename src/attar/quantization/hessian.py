@@ -10,6 +10,11 @@ Most of a calibration's arithmetic is in these products. They multiply in bfloat
 the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean diagonal, where
 damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the damping is
 raised.
+
+An input that was always zero ("unseen") has no information: H has nothing in its row and its column, which
+says that its weights may be anything, while other text may need them. It gets the median H_ii of the others
+(1 where there are none), as an input that varies like a usual one and independently of all: every solver then
+rounds it to nearest and prunes it by its magnitude.
 """
 
 from __future__ import annotations
@@ -32,13 +37,19 @@ CHECK = "check the model and the calibration data"
 
 class Hessian:
     """Accumulates H in float32 over any number of batches; the same batches in the same order give the same
-    bytes."""
+    bytes.
+
+    Attributes:
+        tokens: in the sums; weight: the sum of their importance.
+        unseen: inputs that were always zero, known after :meth:`value` or :meth:`final`.
+    """
 
     def __init__(self, inputs: int) -> None:
         self.sum = torch.zeros(inputs, inputs, dtype=torch.float32)
         self.tokens = 0
         self.weight = 0.0
         self.ended = False
+        self.unseen = 0
 
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Add a batch of inputs (..., K); tokens may weigh differently (importance (...), mean about 1)."""
@@ -61,13 +72,15 @@ class Hessian:
 
     def value(self) -> Tensor:
         """H, float32 (K, K)."""
-        return self._full_sum().mul_(2.0 / max(self.weight, 1e-30))
+        H = self._full_sum().mul_(2.0 / max(self.weight, 1e-30))
+        self.unseen = fill_unseen_(H)
+        return H
 
     def final(self) -> Tensor:
         """:meth:`value` in the memory of the sum: not to be modified, and nothing is added afterwards."""
         if not self.ended:
             _mirror(self.sum).mul_(2.0 / max(self.weight, 1e-30))
-            self.weight, self.ended = 2.0, True
+            self.weight, self.ended, self.unseen = 2.0, True, fill_unseen_(self.sum)
         return self.sum
 
     def _full_sum(self) -> Tensor:
@@ -116,7 +129,10 @@ class CrossHessian(Hessian):
 
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
-        return self._full_sum().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
+        C = self._full_sum().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
+        diagonal = self.sum.diagonal() * (2.0 / max(self.weight, 1e-30))
+        C.diagonal().add_(informed(diagonal) - diagonal)
+        return C
 
     def ordered(self, order: Tensor) -> CrossHessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
@@ -129,6 +145,25 @@ class CrossHessian(Hessian):
     def nbytes(self) -> int:
         """Bytes held."""
         return int(self.sum.nbytes + self.change.nbytes)
+
+
+def fill_unseen_(H: Tensor) -> int:
+    """Give the inputs that were always zero the median H_ii of the others, in place; how many there are."""
+    diagonal = H.diagonal()
+    unseen = int((diagonal <= 0).sum())
+    if unseen:
+        diagonal.copy_(informed(diagonal))
+    return unseen
+
+
+def informed(energies: Tensor) -> Tensor:
+    """Energies, norms or ranges of inputs (..., K), with the median of the positive ones (the lower of two in
+    the middle) in place of zeros; 1 where all are zero."""
+    seen = ~(energies <= 0)
+    if bool(seen.all()):
+        return energies
+    usual = energies[seen].median() if bool(seen.any()) else energies.new_ones(())
+    return energies.where(seen, usual)
 
 
 def _mirror(full: Tensor) -> Tensor:
@@ -160,14 +195,12 @@ class HessianFactor:
         order: int64 (K,), the order in which columns are rounded.
         U: (K, K), of the damped H in that order.
         damp: lambda that was used, as a fraction of H's mean diagonal.
-        dead: bool (K,), columns whose input is always zero.
-        diagonal: of H (K,), 1 where a column is dead.
+        diagonal: of H (K,).
     """
 
     order: Tensor
     U: Tensor
     damp: float
-    dead: Tensor
     diagonal: Tensor
 
     def group(self, group_size: int) -> Tensor:
@@ -175,7 +208,7 @@ class HessianFactor:
         return self.order // (group_size or len(self.order))
 
     def columns(self, weight: Tensor) -> Tensor:
-        """A weight's columns in rounding order, dead ones 0: float32 (K, N), in memory of their own.
+        """A weight's columns in rounding order: float32 (K, N), in memory of their own.
 
         Args:
             weight: W (N, K), any float type.
@@ -183,7 +216,6 @@ class HessianFactor:
         columns = torch.empty(weight.shape[::-1], dtype=torch.float32, device=weight.device)
         for part, order in zip(columns.split(STEP), self.order.split(STEP), strict=True):
             part.copy_(weight[:, order].T)
-        columns[self.dead[self.order]] = 0.0
         return columns
 
 
@@ -207,23 +239,21 @@ def factorize_(H: Tensor, damp: float = 0.01, act_order: bool = True, together: 
     if not all_finite(H):
         raise NumericsError("the Hessian holds NaN or infinity", hint=CHECK)
     stored = H.diagonal().clone()
-    dead = stored <= 0
-    diagonal = stored.masked_fill(dead, 1.0)
+    diagonal = informed(stored)
     order = torch.arange(len(H), device=H.device)
     if act_order:
         order = order_by_energy(diagonal, together)
     H.diagonal().copy_(diagonal)
     U, used = inverse_factor_(H, damp, order)
     H.diagonal().copy_(stored)
-    return HessianFactor(order, U, used, dead, diagonal)
+    return HessianFactor(order, U, used, diagonal)
 
 
 @contextmanager
 def damped(H: Tensor, ridge: float | Tensor) -> Iterator[Tensor]:
-    """H + ridge I (K, K), inside the context and in H's memory; 1 on the diagonal of a column without any
-    input."""
+    """H + ridge I (K, K), inside the context and in H's memory; see :func:`informed`."""
     stored = H.diagonal().clone()
-    H.diagonal().add_(ridge)[stored <= 0] = 1.0
+    H.diagonal().copy_(informed(stored) + ridge)
     try:
         yield H
     finally:
@@ -331,7 +361,7 @@ def _reverse_(H: Tensor) -> None:
 
 def all_finite(values: Tensor) -> bool:
     """Whether nothing is NaN or infinite; makes no tensor of their size."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:

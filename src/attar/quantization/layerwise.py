@@ -93,7 +93,7 @@ class LayerSolver:
         results: dict[str, RoundingResult] = {}
         for stack in self._stacks(weights, shared, order):
             if self.method.solver is None:
-                results |= stack.split(RoundingResult(_nearest_codes(stack), 0.0, 0))
+                results |= stack.split(RoundingResult(_nearest_codes(stack), 0.0))
             else:
                 results |= stack.split(self.method.solver(**shared, **self._own(stack)))
         shared.pop("factor", None)  # as large as H
@@ -196,7 +196,7 @@ class LayerSolver:
             "error": energy(weight, H, dense) / total,
             "rtn_error": rtn_error,
             "damp": rounded.damp,
-            "dead": rounded.dead,
+            "unseen": statistics.unseen,
             "tokens": statistics.tokens,
             **code_numbers(quantized, kept, dense),
         }

@@ -71,12 +71,12 @@ def test_exactly_the_asked_number_of_zeros(amount, dead):
     W, H = layer(rows=33, dead=dead)
     sparsity = parse_sparsity(amount)
     pruned = alps(W, H, sparsity)
-    assert not pruned[:, list(dead)].any()
     if sparsity.of:
         stays = (pruned != 0).unflatten(1, (-1, sparsity.of)).sum(-1)
-        assert (stays <= sparsity.kept).all()
-        assert dead or (stays == sparsity.kept).all()
-    elif not dead:
+        assert (stays == sparsity.kept).all()
+    else:
+        if dead:
+            assert (pruned[:, list(dead)] != 0).float().mean() > 0.3 * (1 - sparsity.zeros)
         assert int((pruned == 0).sum()) == round(sparsity.zeros * W.numel())
 
 

@@ -72,10 +72,12 @@ def test_rows_that_keep_nothing_one_or_everything():
     assert result[1, 5] == pytest.approx(float(alone[1, 5]), rel=1e-4)
 
 
-def test_a_column_without_input_becomes_zero():
+@pytest.mark.parametrize("target", [False, True])
+def test_a_column_that_was_never_seen_keeps_its_weights_under_the_mask(target):
     W, H, mask = layer(dead=[4, 40])
-    result = masked_least_squares(W, H, mask)
-    assert not result[:, [4, 40]].any() and result.isfinite().all()
+    result = masked_least_squares(W, H, mask, target=W @ H if target else None)
+    torch.testing.assert_close(result[:, [4, 40]], (W * mask)[:, [4, 40]], rtol=1e-4, atol=1e-5)
+    assert result.isfinite().all() and not (result[:, 5] == W[:, 5]).all()
 
 
 def test_a_start_near_the_solution_needs_no_step():

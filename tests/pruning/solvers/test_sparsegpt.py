@@ -84,16 +84,13 @@ def test_exactly_the_asked_number_of_zeros(amount, act_order, compiled, monkeypa
     W, H = layer(rows=33, dead=[3, 70])
     sparsity = parse_sparsity(amount)
     pruned = sparsegpt(W, H, sparsity, act_order=act_order)
-    assert not pruned[:, [3, 70]].any()
     if sparsity.of:
         stays = (pruned != 0).unflatten(1, (-1, sparsity.of)).sum(-1)
-        with_dead = [3 // sparsity.of, 70 // sparsity.of]
-        assert (stays <= sparsity.kept).all()
-        untouched = [number for number in range(160 // sparsity.of) if number not in with_dead]
-        assert (stays[:, untouched] == sparsity.kept).all()
-    else:  # a block has a whole number of zeros; dead columns may add to them
-        zeros = (pruned == 0).sum().item()
-        assert -1 <= zeros - round(sparsity.zeros * W.numel()) <= 2 * 33
+        assert (stays == sparsity.kept).all()
+    else:  # a block has a whole number of zeros
+        assert abs((pruned == 0).sum().item() - round(sparsity.zeros * W.numel())) <= 2
+        kept = (pruned[:, [3, 70]] != 0).float().mean()
+        assert kept > 0.3 * (1 - sparsity.zeros), "unseen inputs are judged by their weights"
 
 
 @pytest.mark.parametrize("amount", ["0.5", "0.7", "2:4", "4:8"])

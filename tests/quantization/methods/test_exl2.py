@@ -144,12 +144,12 @@ def test_linears_of_the_same_inputs_share_the_work():
     assert torch.equal(one.weight, other.weight)
 
 
-def test_dead_inputs_and_bfloat16():
+def test_unseen_inputs_and_bfloat16():
     weight, H = layer(32, 128)
     H[5], H[:, 5] = 0.0, 0.0
     quantized = exl2.quantize_layer(weight.bfloat16(), H, SMALL)
-    assert quantized.report["dead"] == 1 and (quantized.weight[:, 5] == 0).all()
-    assert int(quantized.tensors["q_invperm"][5]) == 127
+    error = (quantized.weight - weight)[:, 5].norm() / weight[:, 5].norm()
+    assert error < 2 * (quantized.weight - weight).norm() / weight.norm()
 
 
 def test_bad_numbers_and_shapes_are_named():

@@ -93,12 +93,17 @@ def test_identity_hessian_is_round_to_nearest():
     assert torch.equal(gptq(W, torch.eye(32), grid).quantized.codes, rtn(W, grid).codes)
 
 
-def test_dead_columns_become_zero_and_are_counted():
+def test_unseen_columns_are_rounded_to_nearest_and_change_no_other():
     W, X = layer()
     X[:, [4, 9]] = 0.0
-    result = gptq(W, hessian(X), IntGrid(4, 8))
-    assert result.dead == 2
-    assert (result.quantized.codes[:, [4, 9]] == 0).all()
+    H = hessian(X)
+    result = gptq(W, H, IntGrid(4, 8)).quantized
+    nearest = IntGrid(4, 8).quantize(W, result.parameters)
+    assert torch.equal(result.codes[:, [4, 9]], nearest.codes[:, [4, 9]]) and nearest.codes[:, [4, 9]].any()
+    seen = [column for column in range(W.shape[1]) if column not in (4, 9)]
+    errors = [(result.dequantize() - W)[:, seen], (nearest.dequantize() - W)[:, seen]]
+    mine, plain = (float(((E @ H[seen][:, seen]) * E).sum()) for E in errors)
+    assert mine < 0.9 * plain
 
 
 def test_damping_is_raised_and_reported_when_the_hessian_is_singular():

@@ -26,7 +26,7 @@ def layer(rows=16, columns=64, tokens=800, seed=0):
 
 
 def step(quantized, H, B, how):
-    descent = start(quantized, H, torch.ones(len(H), dtype=torch.bool), B)
+    descent = start(quantized, H, B)
     how(descent)
     return descent.quantized()
 

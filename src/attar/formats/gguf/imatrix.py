@@ -53,6 +53,11 @@ class ImportanceEntry:
         count = torch.as_tensor(self.count, dtype=torch.float32)
         return torch.where(count > 0, self.in_sum2 / count.clamp(min=1.0), torch.ones_like(self.in_sum2))
 
+    @property
+    def unseen(self) -> int:
+        """Inputs that were always zero, where there were tokens."""
+        return int(((self.in_sum2 == 0) & (torch.as_tensor(self.count) > 0)).sum())
+
 
 ImportanceMatrix = dict[str, ImportanceEntry]
 """Entries by GGUF name of the weight."""

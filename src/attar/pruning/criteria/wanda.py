@@ -6,6 +6,10 @@ Sun, Liu, Bair, Kolter 2023, "A Simple and Effective Pruning Approach for Large 
     S_ij = |W_ij| ||X_j||_2        compared within a row, weights unchanged
 
 Letters: W (N, K) weight; X (T, K) inputs over T tokens, X_j the j-th input; S (N, K) scores.
+
+Differs from the paper: an input that was always zero in the calibration text counts with the median norm of
+the others, so that its weights are judged by their magnitude; with its own norm they would all go first,
+although other text may need them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attar.errors import NumericsError
+from attar.quantization.hessian import informed
 
 SAMPLE = 1024  # tokens whose inputs are kept, to measure output errors with
 SHARE = 16  # of this many tokens of a batch one is kept
@@ -54,7 +59,7 @@ class InputNorms:
         self.tokens = int(total(torch.tensor(self.tokens)))
 
     def value(self) -> Tensor:
-        """||X_j||_2, float32 (K,).
+        """||X_j||_2, float32 (K,); see :func:`attar.quantization.hessian.informed`.
 
         Raises:
             NumericsError: an input is not finite.
@@ -62,11 +67,16 @@ class InputNorms:
         norms = self.sum.sqrt().float()
         if not torch.isfinite(norms).all():
             raise NumericsError("an input of a layer is not finite", hint="check the model: attar inspect")
-        return norms
+        return informed(norms)
+
+    @property
+    def unseen(self) -> int:
+        """Inputs that were always zero."""
+        return int((self.sum == 0).sum())
 
     def output_error(self, weight: Tensor, changed: Tensor) -> float:
         """||(W - W') X^T||^2 / ||W X^T||^2 over the tokens kept."""
-        X = torch.cat(self.kept)
+        X = torch.cat(self.kept) if self.kept else weight.new_zeros(1, weight.shape[1])
         lost, whole = (
             (X @ part.float().T).square().sum(dtype=torch.float64) for part in (weight - changed, weight)
         )

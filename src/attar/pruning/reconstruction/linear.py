@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from attar.pruning.solvers.least_squares import masked_least_squares
-from attar.quantization.hessian import CrossHessian, Hessian, check_finite, inverse_factor_, output_error
+from attar.quantization.hessian import (
+    CrossHessian,
+    Hessian,
+    check_finite,
+    informed,
+    inverse_factor_,
+    output_error,
+)
 from attar.walks.sweep import Solution
 
 ITERATIONS = 20  # of conjugate gradients
@@ -123,6 +130,9 @@ def reconstructed_weight(
     """
     W, C = weight.float(), H if cross is None else cross
     check_finite(W, H, C)
+    if bool((H.diagonal() <= 0).any()):
+        fill = (informed(H.diagonal()) - H.diagonal()).diag()
+        H, C = H + fill, C + fill
     stays, solved = mask.all(0), torch.zeros_like(W)
     if bool(mask[:, ~stays].any()):
         step = max(1, WEIGHTS // W.shape[1])
@@ -134,6 +144,8 @@ def reconstructed_weight(
         return solved
     if cross is None and bool(stays.all()):
         return W
+    if not bool(stays.any()):  # a Linear that is zero
+        return solved
     target, kept = W @ C, W[:, stays]
     H_SS = H[stays][:, stays]
     U, _ = inverse_factor_(H_SS, damp)

@@ -70,7 +70,7 @@ def alps(
     A = damped_hessian(H, damp)
     scale = A.diagonal().sqrt()
     A.div_(scale).div_(scale[:, None])
-    W = (W * scale).masked_fill_(H.diagonal() <= 0, 0.0)
+    W = W * scale
     B = W @ A
     P, mask = _search(W, A, B, sparsity, rho, iterations)
     return conjugate_gradients(A, B, mask, P, refits).div_(scale)

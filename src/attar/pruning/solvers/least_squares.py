@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.quantization.hessian import check_finite, damped
+from attar.quantization.hessian import check_finite, damped, fill_unseen_
 
 
 def masked_least_squares(
@@ -47,18 +47,19 @@ def masked_least_squares(
     """
     W = weight.float()
     check_finite(W, H)
-    H, alive = H.float(), H.diagonal() > 0
+    H, unseen = H.float(), H.diagonal() <= 0
     ridge = damp * H.diagonal().mean()
     with damped(H, ridge) as A:
-        B = W @ A if target is None else target.float() + ridge * W
-        return conjugate_gradients(A, B, mask & alive, W if start is None else start.float(), iterations)
+        B = W @ A if target is None else target.float() + A.diagonal().where(unseen, ridge) * W
+        return conjugate_gradients(A, B, mask, W if start is None else start.float(), iterations)
 
 
 def damped_hessian(H: Tensor, damp: float) -> Tensor:
-    """A = H + lambda I, float32; 1 on the diagonal of a column without any input."""
-    A, dead = H.float().clone(), H.diagonal() <= 0
+    """A = H + lambda I, float32; unseen columns as in hessian.py."""
+    A = H.float().clone()
+    fill_unseen_(A)
     diagonal = A.diagonal()
-    diagonal.add_(damp * diagonal.mean())[dead] = 1.0
+    diagonal.add_(damp * diagonal.mean())
     return A
 
 

@@ -31,6 +31,7 @@ from attar.quantization.grids.grid import Grid, TileParameters
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
 E4M3_LARGEST = 448.0
+E4M3_SMALLEST = 2.0**-9
 BIAS = 127  # of E8M0 exponents
 
 
@@ -102,7 +103,8 @@ class NVFP4Grid(_FP4Grid):
         whole = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
         whole = torch.nan_to_num(whole, nan=1.0, posinf=1.0).reshape(1)
         local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
-        local = torch.where(local.float() == 0, 0.125, local.float())
+        least = torch.where(top > 0, E4M3_SMALLEST, 0.125)  # a small group keeps what it can
+        local = torch.where(local.float() == 0, least, local.float())
         stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
         return TileParameters(local / whole, stored=stored)
 

@@ -216,9 +216,11 @@ def _two_levels(
     kept = torch.where(peak.abs() < 1e-30, torch.full_like(peak, 1e-30), peak)
     best = torch.full_like(peak, torch.inf)
     d, c = _half(kept / end), torch.full_like(values, float(least))
-    for t in range(-9, 10):
-        codes = (values * ((end + 0.1 * t) / kept)).round_().clamp_(down, up)
-        codes = _away_from_zero(codes, values * kept * end, least)
+    side = torch.where((values < 0) != (kept * end < 0), -1.0, 1.0)
+    ratios = [(end + 0.1 * t) / kept for t in range(-9, 10)]
+    for ratio in [*ratios, 1.0 / d]:  # the last one where d is float16's least
+        codes = (values * ratio).round_().clamp_(down, up)
+        codes = _away_from_zero(codes, side, least)
         vc = stiffness * codes
         trial = _half((vc * values).sum(-1, True) / (vc * codes).sum(-1, True).clamp(min=1e-30))
         error = (stiffness * (values - trial * codes).square()).sum(-1, True)

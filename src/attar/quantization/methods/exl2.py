@@ -40,7 +40,7 @@ from attar.formats import exl2 as layout
 from attar.quantization.columns import round_columns
 from attar.quantization.grids.exl2 import TILE, EXL2Grid, fit
 from attar.quantization.grids.grid import QuantizedTensor
-from attar.quantization.hessian import inverse_factor_, output_error
+from attar.quantization.hessian import fill_unseen_, informed, inverse_factor_, output_error
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision.allocate import Option, allocate
@@ -194,18 +194,16 @@ class SortedHessian:
     """What Linears with the same inputs share.
 
     Attributes:
-        order: int64 (K,), inputs in descending order of H_ii, dead ones last.
-        H: (K, K) float32 in that order; 1 on the diagonal of dead inputs.
+        order: int64 (K,), inputs in descending order of H_ii.
+        H: (K, K) float32 in that order.
         U: (K, K) float32 upper.
         damp: lambda that was used, as a fraction of H's mean diagonal.
-        dead: bool (K,) in that order: inputs that were always zero.
     """
 
     order: Tensor
     H: Tensor
     U: Tensor
     damp: float
-    dead: Tensor
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ class EXL2Layer:
     Attributes:
         tensors: by the last part of their names, as in attar.formats.exl2.layout.
         weight: (N, K) float32, as a reader decodes it, inputs in their original order.
-        report: pattern, bits (stored, a weight), error and rtn_error (relative, of the output), damp, dead.
+        report: pattern, bits (stored, a weight), error and rtn_error (relative, of the output), damp.
     """
 
     tensors: dict[str, Tensor]
@@ -237,12 +235,11 @@ def order_inputs(H: Tensor, damp: float = 0.01) -> SortedHessian:
         raise NumericsError(
             "the Hessian holds NaN or infinity", hint="check the model and the calibration data"
         )
-    order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    order = torch.argsort(informed(H.diagonal()), descending=True, stable=True)
     sorted_H = H.float()[order][:, order]
-    dead = sorted_H.diagonal() <= 0
-    sorted_H[dead, dead] = 1.0
+    fill_unseen_(sorted_H)
     U, used = inverse_factor_(sorted_H, damp)
-    return SortedHessian(order, sorted_H, U, used, dead)
+    return SortedHessian(order, sorted_H, U, used)
 
 
 def quantize_layer(
@@ -329,11 +326,10 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
 
 
 def _ordered(weight: Tensor, inputs: SortedHessian) -> Tensor:
-    """W in the file's order, float32, zero where an input is dead."""
+    """W in the file's order, float32."""
     W = weight.float()[:, inputs.order]
     if not torch.isfinite(W).all():
         raise NumericsError("the weight holds NaN or infinity", hint="check the model")
-    W[:, inputs.dead] = 0.0
     return W
 
 
@@ -356,6 +352,5 @@ def _layer(
         "error": output_error(W, rounded, inputs.H),
         "rtn_error": output_error(W, nearest, inputs.H),
         "damp": inputs.damp,
-        "dead": int(inputs.dead.sum()),
     }
     return EXL2Layer(tensors, dense, report)

@@ -25,8 +25,8 @@ compensate; column i's share alone would turn the update into (w0_i - q_i) U_ij 
 objective worse. What both leave out, the residuals of columns not reached yet, is in qronos.py, which is
 exact.
 
-Differs from the paper: alpha is 1 by default, where the authors' code has 0.25. Static groups, damping, dead
-columns and lazy updates as in GPTQ.
+Differs from the paper: alpha is 1 by default, where the authors' code has 0.25. Static groups, damping,
+unseen columns and lazy updates as in GPTQ.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ def gptaq(
     W = weight.float().clone()
     check_finite(W, H, cross)
     factor = factor or factorize(H, damp, act_order)
-    W[:, factor.dead] = 0.0
     parameters = parameters or grid.choose(W, importance=factor.diagonal)
     order, U = factor.order, factor.U
     change = cross.float() - H.float()

@@ -11,7 +11,7 @@ quantization (arXiv 2301.00774, section 3.4).
 Differs from the paper: the parameters are chosen from the weight before any column is rounded, so that with
 act-order (columns of the largest H_ii first, from the authors' code) the stored format keeps its column
 order ("static" groups). Damping that is too small for a Cholesky is raised tenfold, and the result reports
-it. A column whose input is always zero (H_ii = 0) is "dead": its weight has no effect and becomes 0.
+it. A column whose input was always zero (H_ii = 0) is rounded to nearest; see hessian.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gptq(
     check_finite(weight)
     factor = factor or factorize(H, damp, act_order, sparsity.of or 1 if sparsity else 1)
     if parameters is None:
-        parameters = grid.choose(weight.float().masked_fill(factor.dead, 0.0), importance=factor.diagonal)
+        parameters = grid.choose(weight, importance=factor.diagonal)
     rows, kept = grid.by_row(parameters, len(weight)), None if mask is None else mask[:, factor.order]
     parts = factor.columns(weight), factor.U, grid, rows, factor.group(grid.group_size)
     codes, kept = round_columns_(*parts, kept, sparsity=sparsity)

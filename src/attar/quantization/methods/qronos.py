@@ -19,8 +19,8 @@ X~^T X, both (K, K); U (K, K) upper with U^T U = (H + lambda I)^-1; V (N, K) wha
 
 Differs from the paper: damping pulls towards W, || W X~ - W' X ||^2 + lambda T / 2 || W - W' ||^2, and does
 so in the first column too, so that X = X~ is GPTQ exactly; lambda is a fraction of H's mean diagonal and not
-of its largest eigenvalue. Static groups, dead columns and lazy updates as in GPTQ; a dead column becomes 0,
-and the other columns compensate what it contributed in the original model.
+of its largest eigenvalue. Static groups, unseen columns and lazy updates as in GPTQ; the other columns
+compensate what an unseen one contributed in the original model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def qronos(
     check_finite(W, H, cross)
     missing = alpha * (W @ (cross.float() - H.float()))
     factor = factor or factorize(H, damp, act_order)
-    W[:, factor.dead] = 0.0
     parameters = parameters or grid.choose(W, importance=factor.diagonal)
     order, U = factor.order, factor.U
     damped = factor.diagonal + factor.damp * factor.diagonal.mean()
@@ -88,4 +87,4 @@ def least_squares_weight(weight: Tensor, H: Tensor, cross: Tensor, damp: float =
     W = weight.float()
     factor = factorize(H, damp, act_order=False)
     missing = W @ (cross.float() - H.float())
-    return W.masked_fill(factor.dead, 0.0) + missing @ factor.U.T @ factor.U
+    return W + missing @ factor.U.T @ factor.U

@@ -97,15 +97,16 @@ def refine(
         weight: W (N, K), which damping keeps the codes near to; None: no damping.
         mask: bool (N, K); False: stays zero.
     """
-    H, alive = H.float(), H.diagonal() > 0
+    H, unseen = H.float(), H.diagonal() <= 0
     ridge = damp * H.diagonal().mean() if weight is not None else 0.0
     codes, scales = [], []
-    with damped(H, ridge):
+    with damped(H, ridge) as A:
+        pull = A.diagonal().where(unseen, torch.as_tensor(ridge))  # towards W
         for rows in _parts(quantized):
             of = [None if one is None else one[rows] for one in (target, weight, mask)]
             if of[0] is not None and of[1] is not None:
-                of[0] = of[0].float() + ridge * of[1].float()
-            descent = start(_rows(quantized, rows), H, alive, *of)
+                of[0] = of[0].float() + pull * of[1].float()
+            descent = start(_rows(quantized, rows), H, *of)
             for sweep in range(sweeps):
                 last = sweep == sweeps - 1
                 sweep_columns(descent, last)
@@ -135,7 +136,6 @@ def _rows(quantized: QuantizedTensor, rows: slice) -> QuantizedTensor:
 def start(
     quantized: QuantizedTensor,
     H: Tensor,
-    alive: Tensor,
     target: Tensor | None = None,
     weight: Tensor | None = None,
     mask: Tensor | None = None,
@@ -144,7 +144,6 @@ def start(
 
     Args:
         H: (K, K) damped.
-        alive: bool (K,); False: the column has no input, and becomes 0.
     """
     N, K = quantized.codes.shape
     rows = quantized.grid.by_row(quantized.parameters, N)
@@ -152,10 +151,10 @@ def start(
     codes = quantized.codes.float().T.contiguous()
     current = quantized.grid.decode(codes, rows.map(lambda value: value.T[group]))
     if target is not None:
-        gradient = torch.addmm(target.float().T * alive[:, None], H, current, beta=-1.0)
+        gradient = torch.addmm(target.float().T, H, current, beta=-1.0)
     else:
         assert weight is not None, "a target or the weight"
-        gradient = H @ (current - weight.float().T * alive[:, None])
+        gradient = H @ (current - weight.float().T)
     kept = None if mask is None else mask.T.contiguous()
     return Descent(quantized.grid, quantized.parameters, codes, current, gradient, H, kept)
 

@@ -27,8 +27,8 @@ of sums.
 Differs from the paper: the paper writes the same rule with the unit triangular factors of H and the errors E;
 here it has the factors of H^-1 and the errors R, as in GPTQ, which needs no second factorization. Rows and
 columns are in descending order of their diagonals (``act_order``). A target can replace the weight. Static
-groups, damping (of both factors, each relative to its mean diagonal) and dead columns as in GPTQ; a row whose
-diagonal in H_O is 0 is rounded independently.
+groups, damping (of both factors, each relative to its mean diagonal) and unseen columns as in GPTQ; a row
+whose diagonal in H_O is 0 is rounded independently, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.nn.functional import pad
 from attar.errors import NumericsError
 from attar.quantization.columns import RoundingResult
 from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
-from attar.quantization.hessian import inverse_factor
+from attar.quantization.hessian import fill_unseen_, inverse_factor
 
 TILE = 32  # T
 
@@ -83,11 +83,8 @@ def yaqa(
         raise NumericsError(
             "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
         )
-    dead, idle = H_I.diagonal() <= 0, H_O.diagonal() <= 0
-    W[:, dead] = 0.0
-    aim[:, dead] = 0.0
-    H_I[dead, dead] = 1.0
-    H_O[idle, idle] = 1.0
+    fill_unseen_(H_I)
+    fill_unseen_(H_O)
     parameters = parameters or grid.choose(W, importance=H_I.diagonal())
     down, across = _order(H_O, act_order), _order(H_I, act_order)
     A, _ = _unit_factor(H_O, down, damp if damp_output is None else damp_output)
@@ -98,7 +95,7 @@ def yaqa(
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
     codes[down[:, None], across] = rounded.to(grid.code_dtype)
-    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(QuantizedTensor(grid, codes, parameters), used)
 
 
 def _order(H: Tensor, act_order: bool) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.kernels import columns as kernel
 from attar.quantization.grids import Grid, IntGrid
-from attar.quantization.hessian import Hessian, exact_energy
+from attar.quantization.hessian import Hessian, exact_energy, informed
 
 if TYPE_CHECKING:
     from attar.models.folding import Fold
@@ -56,8 +56,8 @@ class InputStatistics:
         self.sum = self.sum.to(x.device) + rows.abs().sum(0)
 
     def magnitude(self) -> Tensor:
-        """m, float32 (K,)."""
-        return self.sum / max(self.hessian.tokens, 1)
+        """m, float32 (K,); see :func:`attar.quantization.hessian.informed`."""
+        return informed(self.sum / max(self.hessian.tokens, 1))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid
+from attar.quantization.hessian import informed
 
 if TYPE_CHECKING:
     from attar.models.folding import Fold
@@ -84,13 +85,13 @@ def migration(
     """s of equation 4, float32 (K,). Does not modify its inputs.
 
     Args:
-        x: max|X_j| (K,).
+        x: max|X_j| (K,); see :func:`attar.quantization.hessian.informed` for channels that were always zero.
         weights: W (N_i, K) of all Linears with this input.
         alpha: a, 0 to 1.
         share: applied to both maxima (K,); makes them equal over channels that must have one scale.
     """
     w = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
-    x, w = share(x.float()).clamp(min=SMALLEST), share(w).clamp(min=SMALLEST)
+    x, w = share(informed(x.float())).clamp(min=SMALLEST), share(w).clamp(min=SMALLEST)
     return (x.pow(alpha) / w.pow(1.0 - alpha)).clamp(min=SMALLEST)
 
 
