@@ -95,6 +95,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.models.head",
     "attar.distillation.signals.alignment.uld",
     "attar.errors",
+    "attar.kernels.precision",
     "attar.kernels.threads",
     "attar.models.parts",
     "attar.progress",

@@ -107,7 +107,6 @@ def test_columns_in_rounding_order_are_the_weights():
     factor = factorize_(H)
     W = torch.randn(5, 600, generator=g).bfloat16()
     expected = W.float()
-    expected[:, 200] = 0.0
     assert torch.equal(factor.columns(W), expected[:, factor.order].T)
 
 

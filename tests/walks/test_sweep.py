@@ -309,3 +309,23 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path):
     libraries = 40e6  # buffers of the matrix products, whatever the model
     assert 60e6 < min(used.values()) <= max(used.values()) < memory.sweep_bound() + libraries, used
     assert used[12] < 1.2 * used[3] + 20e6, used
+
+
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "highest"), ("bf16", "medium")])
+def test_statistics_are_summed_in_the_precision_of_the_sweep(tmp_path, precision, products, monkeypatch):
+    asked, add = [], Hessian.add
+
+    def noted(self, x, importance=None):
+        asked.append(torch.get_float32_matmul_precision())
+        add(self, x, importance)
+
+    monkeypatch.setattr(Hessian, "add", noted)
+    checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model", num_hidden_layers=1))
+    sweep(
+        checkpoint,
+        batches(checkpoint.config["vocab_size"], 1),
+        Recorder(),
+        work=tmp_path / "w",
+        precision=precision,
+    )
+    assert set(asked) == {products} and torch.get_float32_matmul_precision() == "highest"

@@ -6,9 +6,9 @@ Letters: X (T, K) inputs of a Linear, T tokens; H (K, K). The output error of a 
 X~ (T, K) are the inputs of the same tokens in the original model; C = 2 / T * sum x~ x^T. U (K, K) is upper
 triangular with U^T U = (H + lambda I)^-1.
 
-Most of a calibration's arithmetic is in these products. They multiply in bfloat16 and add in float32 where
-the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean diagonal, where
-damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the damping is
+Most of a calibration's arithmetic is in these products. A sweep in bfloat16 lets them multiply in it and add
+in float32 where the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean
+diagonal, where damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the damping is
 raised.
 
 An input that was always zero ("unseen") has no information: H has nothing in its row and its column, which
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
+from attar.kernels.precision import reduced_products
 
 STEP = 256  # inputs whose rows of H are summed at a time
 CHUNK = 1 << 21  # weights whose energy is computed at a time
@@ -57,10 +58,9 @@ class Hessian:
         rows = x.reshape(-1, x.shape[-1]).float()
         weighted = rows if importance is None else rows * importance.reshape(-1, 1)
         self.sum = self.sum.to(x.device)
-        with reduced_products():
-            for start in range(0, len(self.sum), STEP):  # H is symmetric: the upper half is enough
-                at, rest = slice(start, start + STEP), slice(start, None)
-                self.sum[at, rest].addmm_(weighted[:, at].T, rows[:, rest])
+        for start in range(0, len(self.sum), STEP):  # H is symmetric: the upper half is enough
+            at, rest = slice(start, start + STEP), slice(start, None)
+            self.sum[at, rest].addmm_(weighted[:, at].T, rows[:, rest])
         self.tokens += rows.shape[0]
         self.weight += rows.shape[0] if importance is None else float(importance.sum())
 
@@ -115,8 +115,7 @@ class CrossHessian(Hessian):
             return
         original_rows = original.reshape(-1, x.shape[-1]).float()
         self.change = self.change.to(x.device)
-        with reduced_products():
-            self.change.addmm_((original_rows - rows).T, rows)
+        self.change.addmm_((original_rows - rows).T, rows)
 
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
         """See :meth:`Hessian.reduce`."""
@@ -173,18 +172,6 @@ def _mirror(full: Tensor) -> Tensor:
         full[at, at] = full[at, at].triu() + full[at, at].triu(1).T
         full[below, at] = full[at, below].T
     return full
-
-
-@contextmanager
-def reduced_products() -> Iterator[None]:
-    """float32 matrix products whose factors may be rounded to bfloat16 (on a GPU: TF32); sums stay
-    float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

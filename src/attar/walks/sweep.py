@@ -38,6 +38,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError, SettingsError
 from attar.interruption import Interruption, StateFile, interruptible
+from attar.kernels.precision import reduced_products
 from attar.models.device import bf16_products, free_memory, trim_memory
 from attar.models.experts import Experts
 from attar.models.parts import weight_of
@@ -415,12 +416,10 @@ class _BlockRunner:
     ) -> Any:
         """The accumulator of one group, with all inputs."""
         accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
-        if originals is None:
-            for x in inputs:
-                accumulator.add(x)
-        else:
-            for x, original in zip(inputs, originals, strict=True):
-                accumulator.add(x, original)
+        pairs = ((x,) for x in inputs) if originals is None else zip(inputs, originals, strict=True)
+        for pair in pairs:
+            with reduced_products(self.fast):
+                accumulator.add(*pair)
         return accumulator
 
     def _weights(self, group: list[str]) -> dict[str, Tensor]:
