@@ -8,8 +8,8 @@ triangular with U^T U = (H + lambda I)^-1.
 
 Most of a calibration's arithmetic is in these products. A sweep in bfloat16 lets them multiply in it and add
 in float32 where the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean
-diagonal, where damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the damping is
-raised.
+diagonal, where damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the
+damping is raised.
 
 An input that was always zero ("unseen") has no information: H has nothing in its row and its column, which
 says that its weights may be anything, while other text may need them. It gets the median H_ii of the others
