@@ -75,9 +75,9 @@ def test_in_mixed_batches_every_text_keeps_to_its_own(tiny: LLM) -> None:
 
 
 def test_a_preempted_text_goes_on_where_it_was(tiny: LLM) -> None:
-    params = replace(BASE, json_schema=SCHEMAS["person"], max_tokens=80, n=4)
+    params = replace(BASE, json_schema=SCHEMAS["person"], max_tokens=80, n=8)
     expected = tiny.generate("x = ", params)[0].samples
-    narrow = LLM("attar:tiny", kv_tokens=128, limits=Limits(step_tokens=32, sequences=8))
+    narrow = LLM("attar:tiny", kv_tokens=96, limits=Limits(step_tokens=32, sequences=8))
     assert narrow.generate("x = ", params)[0].samples == expected
     assert narrow.engine.scheduler.preemptions > 0
 
