@@ -14,7 +14,7 @@ from attar.checkpoint.hashing import sha256_file
 from attar.deployment.modelfile import modelfile, read_turns
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.models.chat_template import render_chat
+from attar.chat_template import render_chat
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SMOLLM = (

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from attar.chat_template import apply_template
 from attar.data.examples import Examples
 from attar.data.packing import CHUNK, PADDING, end_token, front_tokens, is_plain, render
 from attar.data.sources import read_split
@@ -177,7 +178,7 @@ def _span(
 def _rendered(messages: Sequence[dict[str, Any]], tokenizer: Any, **options: Any) -> str | None:
     """A conversation's text; None where the template refuses it."""
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return apply_template(tokenizer, list(messages), **options)
     except Exception:  # a template is a program of the checkpoint and may raise anything
         return None
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.chat_template import apply_template
 from attar.checkpoint.geometry import geometry
 from attar.data.sources import read_split
 from attar.data.splits import Document
@@ -298,7 +299,7 @@ def render(document: Document, tokenizer: Any) -> str:
             hint="use a model with a chat template, or data with a plain text field",
         )
     try:
-        return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=False))
+        return apply_template(tokenizer, document, add_generation_prompt=False)
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         where = getattr(document, "where", "a conversation")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attar.models.chat_template import render_chat
+from attar.chat_template import render_chat
 
 CONTEXT = 8192  # largest num_ctx; Ollama's own default is smaller
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from attar.chat_template import render_with
 from attar.checkpoint.jsonfile import read_json
-from attar.models.chat_template import render_chat
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -88,7 +88,7 @@ class PlainTokenizer:
         **settings: Any,
     ) -> str:
         """The text of a conversation; settings are those of
-        :func:`attar.models.chat_template.render_chat`.
+        :func:`attar.chat_template.render_chat`.
 
         Args:
             chat_template: in place of the tokenizer's own.
@@ -98,13 +98,7 @@ class PlainTokenizer:
             Exception: what the template raises.
         """
         assert not tokenize, "text alone"
-        template = chat_template or self.chat_template
-        if isinstance(template, dict):
-            tools = settings.get("tools") is not None and "tool_use" in template
-            template = template.get("tool_use" if tools else "default")
-        if not template:
-            raise ValueError("the tokenizer has no chat template that is the default")
-        return render_chat(template, conversation, **{**self.special_tokens_map, **settings})
+        return render_with(self, conversation, chat_template or self.chat_template, **settings)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Text of token ids; blanks are not tidied."""

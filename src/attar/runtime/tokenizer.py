@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attar.chat_template import apply_template
 from attar.errors import DataError
 
 Prompt = str | Sequence[int]
@@ -45,9 +46,7 @@ class PromptTokenizer:
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError("the tokenizer has no chat template", hint="use generate with plain text")
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            text = apply_template(self.tokenizer, list(messages), add_generation_prompt=True)
         except Exception as error:  # a template is code of the model and may raise anything
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

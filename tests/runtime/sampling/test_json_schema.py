@@ -132,7 +132,7 @@ def allows(schema: Any, text: str) -> bool:
         if not bool(matcher.allowed()[token]):
             return False
         matcher.consume(token)
-    return matcher._may_end
+    return matcher._mask.may_end
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), CASES, ids=lambda value: json.dumps(value)[:40])

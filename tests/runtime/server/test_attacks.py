@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 
@@ -16,6 +17,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
+from attar import chat_template
+from attar.errors import DataError
+from attar.limited_process import LimitedProcess
 from attar.runtime.server import request_body
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.message_form import read_arguments
@@ -236,6 +240,22 @@ def test_input_items_are_not_nested_deeply(server):
         "input": [{"role": "user", "content": [{"type": "input_text", "text": nested(99)}]}],
     }
     refused(httpx.post(f"{server}/v1/responses", json=asked), 400, "invalid_value", "input")
+
+
+def test_a_template_without_end_costs_its_bound_once(monkeypatch):
+    """And is not tried in every form of a message."""
+    limited, count = LimitedProcess("attar.chat_template:answer", 0.2, 1 << 30), []
+
+    def counted(asked):
+        count.append(asked)
+        return limited(asked)
+
+    monkeypatch.setattr(chat_template, "_process", lambda pid: counted)
+    tokenizer = deepcopy(lent().tokenizer)
+    tokenizer.chat_template = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(DataError, match=r"chat template cannot be rendered: it needs more than") as caught:
+        ServerTokenizer(tokenizer).chat([{"role": "user", "content": "a"}])
+    assert len(count) == 1 and caught.value.kind == "template_cost" and "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("levels", [20, 200, 900])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.chat_template import apply_template
 from attar.data.answers import has_conversations
 from attar.data.examples import Examples
 from attar.data.packing import PADDING, front_tokens, is_plain, pack
@@ -146,7 +147,7 @@ def _rendered(document: Any, stop: int, tokenizer: Any) -> str:
             hint="use a model with a chat template, or data with a plain text field",
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return apply_template(tokenizer, messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise DataError(f"{where}: the model's chat template refuses the messages: {reason}") from error

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jinja2
 
+from attar.chat_template import check_template
 from attar.errors import DataError
-from attar.models.chat_template import check_template
 
 
 def read_template(file: str) -> str:
@@ -23,6 +23,8 @@ def read_template(file: str) -> str:
         check_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"{file}: line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateError as error:
+        raise DataError(f"{file}: the chat template cannot be read: {error}") from error
     except (OSError, UnicodeError) as error:
         raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return template

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
+from attar.errors import DataError
 from attar.runtime.server.levels import MAX_LEVELS, levels_exceed
 from attar.runtime.server.tool_calls.tool_use import as_words, listed_tools
 
@@ -122,6 +123,12 @@ _OF_TEXTS, _OF_TOOLS = ("system", "content", "merged"), ("tools", "system")
 _OF_CALLS = ("arguments", "empty", "results", "calls", "apart", "ids", "merged")
 
 
+class CostlyTemplateError(DataError):
+    """The template needs too much time or memory."""
+
+    kind = "template_cost"
+
+
 def read_arguments(arguments: Any) -> dict[str, Any]:
     """The arguments of a call as an object; line breaks inside of strings are read as such. What is no object
     is the value of ``arguments``.
@@ -193,6 +200,8 @@ def _search(
     for form in forms[: max(MOST_MESSAGES // max(len(messages), 1), 20)]:
         try:
             text = render(*form.apply(messages, [_TOOL] if tools else []))
+        except CostlyTemplateError:
+            raise
         except Exception:  # a template is a program of the model's and may raise anything
             continue
         lost = [meaning for sentinel, meaning in sentinels.items() if sentinel not in text]

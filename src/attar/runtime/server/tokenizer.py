@@ -23,10 +23,10 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
+from attar.chat_template import TemplateCostError, apply_template
 from attar.errors import DataError
 from attar.formats.byte_alphabet import BYTE_ALPHABET
-from attar.models.plain_tokenizer import PlainTokenizer
-from attar.runtime.server.message_form import MessageForm, find_form, shape_of
+from attar.runtime.server.message_form import CostlyTemplateError, MessageForm, find_form, shape_of
 from attar.runtime.server.tool_calls.tool_use import knows_tools
 
 _SPACE = "\u2581"  # SentencePiece's blank
@@ -179,20 +179,21 @@ class ServerTokenizer:
         if not self.has_chat_template:
             raise DataError("the model has no chat template", hint="use /v1/completions")
         settings: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
-        apply = self._tokenizer.apply_chat_template
-        if any(message["content"] is None for message in messages):  # which transformers leaves out
-            apply = partial(PlainTokenizer.apply_chat_template, self._tokenizer, keep_none=True)
+        if any(message["content"] is None for message in messages):  # which a plain tokenizer leaves out
+            settings["keep_none"] = True
         try:
-            text = apply(
+            text = apply_template(
+                self._tokenizer,
                 [dict(message) for message in messages],
-                tokenize=False,
                 add_generation_prompt=options.answer_begins and not options.continued,
                 **settings,
                 **options.variables,
             )
+        except TemplateCostError as error:
+            raise CostlyTemplateError(f"the model's chat template cannot be rendered: {error}") from error
         except Exception as error:  # a template is a program of the model's and may raise anything
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
-        return str(text)
+        return text
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:

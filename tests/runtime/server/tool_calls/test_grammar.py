@@ -41,7 +41,7 @@ def written(grammar, seed, tokenizer):
     matcher = Grammars(tokenizer, len(tokenizer)).matcher(SamplingParams(grammar=grammar))
     while not matcher.complete and len(ids) < 2000:
         allowed = matcher.allowed().nonzero().flatten().tolist()
-        if not allowed or (matcher._may_end and choose.random() < 0.5):
+        if not allowed or (matcher._mask.may_end and choose.random() < 0.5):
             break
         blanks = [token for token in allowed if tokenizer.decode([token]).strip()]
         ids.append(choose.choice(blanks or allowed))
@@ -123,7 +123,7 @@ def test_marks_in_the_middle_of_a_call_are_special_tokens():
     seen = []
     while not matcher.complete and len(seen) < 200:
         allowed = matcher.allowed().nonzero().flatten().tolist()
-        if matcher._may_end:
+        if matcher._mask.may_end:
             break
         seen.append(next((token for token in allowed if token in ids.values()), allowed[0]))
         matcher.consume(seen[-1])

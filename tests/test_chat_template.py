@@ -1,9 +1,13 @@
 """Chat templates: rendered as transformers renders them, and as safely."""
 
+from functools import cache
+
 import jinja2
 import pytest
 
-from attar.models.chat_template import render_chat
+from attar import chat_template
+from attar.chat_template import TemplateCostError, apply_template, check_template, render_chat
+from attar.limited_process import LimitedProcess
 from tests.tiny_models import tokenizer
 
 CHATML = (
@@ -118,7 +122,9 @@ def test_no_messages_are_no_conversation():
     ],
 )
 def test_a_template_reaches_nothing_of_python(template):
-    with pytest.raises((jinja2.exceptions.SecurityError, jinja2.exceptions.UndefinedError, OverflowError)):
+    with pytest.raises(
+        (jinja2.exceptions.SecurityError, jinja2.exceptions.UndefinedError, TemplateCostError)
+    ):
         render_chat(template, CONVERSATIONS[0])
 
 
@@ -132,3 +138,74 @@ def test_a_template_sees_values_and_no_objects():
 
     template = "{{ messages[0].content }} {{ messages[0].name }} {{ messages[0].content.text }}"
     assert render_chat(template, [{"role": "user", "content": Odd(), "name": Name("n")}]) == "<Odd> n "
+
+
+LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
+GROWING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = "
+COSTLY = {
+    "loops": LOOP * 3 + END * 3,
+    "text": LOOP * 2 + "x" * 23 + END * 2,
+    "doubling": GROWING + "ns.s + ns.s %}" + END,
+    "doubling by ~": GROWING + "ns.s ~ ns.s %}" + END,
+    "replace": GROWING + "ns.s|replace('x', 'xx') %}" + END,
+    "join": "{{ range(99999) | join('x' * 99999) }}",
+    "indent": "{{ 'a\nb' | indent(3000000000) }}",
+    "tojson": "{{ [1] | tojson(indent=3000000000) }}",
+    "lipsum": "{{ lipsum(3000000) }}",
+    "times": "{{ 'a' * 10000000000 }}",
+    "list": "{{ [0] * 10000000000 }}",
+    "power": "{{ 3 ** 1000000000 }}",
+    "percent": "{{ '%3000000000d' % 1 }}",
+    "format": "{{ '{:>3000000000}'.format(1) }}",
+    "center": "{{ 'a' | center(3000000000) }}",
+    "ljust": "{{ 'a'.ljust(3000000000) }}",
+    "batch": "{{ [1] | batch(3000000000, 'x') | list }}",
+    "slice": "{{ [1] | slice(3000000000) | list }}",
+    "length": "{{ 'x' * 20000000 }}",
+    "recursion": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+}
+
+
+FAST = ("loops", "doubling", "tojson", "power", "length")
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in COSTLY if name not in FAST]
+
+
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_a_template_has_bounds_of_time_and_memory(name, monkeypatch):
+    """Whatever it is that takes so much, in one line; and the next is rendered."""
+    monkeypatch.setattr(chat_template, "_process", cache(lambda pid: BRIEF))
+    refused = pytest.raises(jinja2.TemplateError, match=r"0.2 s or 1,024 MiB|recursion")
+    with refused:
+        render_chat(COSTLY[name], CONVERSATIONS[0])
+    assert render_chat("{{ messages[0].content }}", CONVERSATIONS[0]) == "Hi  "
+
+
+BRIEF = LimitedProcess("attar.chat_template:answer", 0.2, 1 << 30)
+
+
+def test_a_template_is_checked_within_them(monkeypatch):
+    """Jinja computes what is constant when it reads a template."""
+    monkeypatch.setattr(chat_template, "_process", cache(lambda pid: BRIEF))
+    with pytest.raises(TemplateCostError):
+        check_template(COSTLY["power"])
+    with pytest.raises(jinja2.TemplateSyntaxError) as caught:
+        check_template("\n\n{% for %}")
+    assert caught.value.lineno == 3
+
+
+def test_values_nested_without_end_are_refused():
+    deep = "x"
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested more than 128 levels deep"):
+        render_chat(CHATML, CONVERSATIONS[0], x=deep)
+
+
+def test_tokenizers_of_transformers_have_the_same_bounds(monkeypatch):
+    monkeypatch.setattr(chat_template, "_process", cache(lambda pid: BRIEF))
+    words = tokenizer()
+    words.chat_template = COSTLY["loops"]
+    with pytest.raises(TemplateCostError):
+        apply_template(words, CONVERSATIONS[0])
