@@ -189,7 +189,7 @@ GENERATION = {"eos_token_id": [0, 3], "top_k": 7, "temperature": 0.5, "top_p": 0
 GENERATION |= {"repetition_penalty": 1.5, "suppress_tokens": [5], "do_sample": True}
 PASSED_OVER = {
     "tokenizer.ggml.pre": "of a SentencePiece or unigram tokenizer llama.cpp reads no pre",
-    "tokenizer.chat_templates": "a name without its template is passed over",
+    "tokenizer.chat_templates": "the templates' own keys have the names",
     KEY: "tests/formats/gguf/test_gguf_generation.py",
     PIPELINE: "test_gguf_tokenizer.py",
 }

@@ -610,7 +610,7 @@ def test_chat_templates(tmp_path):
     named = [{"name": "default", "template": "A"}, {"name": "tool-use", "template": "B"}]
     result = made(tmp_path, content, {**END, "chat_template": named})
     assert result["tokenizer.chat_template"] == "A" and result["tokenizer.chat_template.tool_use"] == "B"
-    assert result["tokenizer.chat_templates"] == ["tool_use"]
+    assert result.pop("tokenizer.chat_templates") == ["tool_use"]  # which some writers leave out
     back(tmp_path / "out", result)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == {"default": "A", "tool_use": "B"}
     (tmp_path / "chat_template.jinja").write_text("C")

@@ -171,9 +171,7 @@ def _settings(stored: StoredTokenizer) -> Json:
     if lengths:
         settings["model_max_length"] = int(lengths[0])
     main = metadata.get(_TEMPLATE)
-    names = [
-        name for name in metadata.get("tokenizer.chat_templates") or [] if f"{_TEMPLATE}.{name}" in metadata
-    ]
+    names = [key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")]
     templates = [{"name": name, "template": metadata[f"{_TEMPLATE}.{name}"]} for name in names]
     if main is not None:
         templates.insert(0, {"name": "default", "template": main})
