@@ -14,14 +14,14 @@ from typing import Any
 
 import regex
 
-from attar.errors import AttarError
+from attar.errors import CheckpointError
 
 LONGEST = 4096  # characters
 SIZE = 10_000  # single characters and sets, each repetition counted
 SECONDS = 1.0  # of one match
 
 
-class RegexError(AttarError):
+class RegexError(CheckpointError):
     """A regular expression that is none, or not one that can be matched in time."""
 
 
