@@ -76,7 +76,9 @@ class ParentModels:
             return view
         adapter = open_adapter(reference.lora)
         self._checkpoints.setdefault(f"+{reference.lora}", adapter)
-        return AdaptedCheckpoint(view, adapter.path)
+        adapted = AdaptedCheckpoint(view, adapter.path)
+        self.notes += adapted.notes
+        return adapted
 
     def _checkpoint(self, model: str) -> Checkpoint:
         if model not in self._checkpoints:

@@ -14,6 +14,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.errors import DataError, ModelError
+from attar.merging.adapters.apply import tokenizer_folder
 from attar.merging.held_out import HeldOutText
 from attar.merging.planning.model import ModelView
 from attar.merging.planning.prepare import PreparedMerge
@@ -84,7 +85,7 @@ def texts_of_parents(prepared: PreparedMerge, settings: MergeSettings) -> list[H
 
 def _text(view: ModelView, settings: MergeSettings, prepared: PreparedMerge) -> HeldOutText:
     tokens = prepared.quality_tokens(settings)
-    return HeldOutText.of(view.path, view.config, settings, split="evaluation", tokens=tokens)
+    return HeldOutText.of(tokenizer_folder(view), view.config, settings, split="evaluation", tokens=tokens)
 
 
 def _held_out_note(
@@ -92,7 +93,7 @@ def _held_out_note(
 ) -> str:
     """What a parent or the search has read of the text; empty: nothing."""
     tokens = prepared.quality_tokens(settings)
-    tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
+    tokenizer, length = load_tokenizer(tokenizer_folder(view)), min(settings.sequence_length, tokens)
     text = evaluation_rows(
         tokenizer,
         settings.data,
@@ -107,7 +108,7 @@ def _held_out_note(
 def _quality(view: ModelView, text: HeldOutText) -> dict[str, float]:
     loss = text.loss_of(view.config, _LazyState(view))
     predicted = text.rows[:, 1:]
-    rows = load_tokenizer(view.path).batch_decode(predicted)
+    rows = load_tokenizer(tokenizer_folder(view)).batch_decode(predicted)
     nbytes = sum(len(row.encode()) for row in rows)
     return {
         "loss": loss,

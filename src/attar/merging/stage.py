@@ -22,7 +22,6 @@ from typing import Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.card import plain
-from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.licence_gate import check_licences
 from attar.checkpoint.lineage import as_parent, texts_of
@@ -31,6 +30,7 @@ from attar.checkpoint.output import StageOutput, command_line, finished, produce
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
+from attar.merging.adapters.apply import copy_companions_of, tokenizer_folder
 from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.conflicts import ConflictRecorder
@@ -184,10 +184,10 @@ class _MergeRun:
 def _write_companions(prepared: PreparedMerge, folder: Path) -> None:
     """Tokenizer, generation settings, licence texts, chat template."""
     plan, vocabulary = prepared.merge.plan, prepared.merge.vocabulary
-    copy_companions(plan.models[plan.donor].path, folder)
+    copy_companions_of(plan.models[plan.donor], folder)
     if vocabulary is not None:
         vocabulary.write(folder)
-    folders = [view.path for view in plan.models]
+    folders = [tokenizer_folder(view) for view in plan.models]
     template = choose_chat_template(prepared.document.chat_template, folders, plan.donor)
     if template is not None:
         write_chat_template(folder, template)

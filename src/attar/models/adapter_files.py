@@ -164,13 +164,17 @@ def read_tensors(folder: Path) -> AdapterTensors:
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     replacements: dict[str, TensorInfo] = {}
-    for key, info in _read_infos(folder).items():
+    infos = _read_infos(folder)
+    for key in sorted(infos, key=lambda key: "modules_to_save" in key):  # the trained tensor counts last
+        info = infos[key]
+        if ".original_module." in key:  # what peft kept beside a trained module; it does not read it back
+            continue
         plain = key.removeprefix(_PREFIX)
         match = _FACTOR.match(plain)
         if match:
             factor = match["factor"] + (".bias" if match["leaf"] == "bias" else "")
             modules.setdefault(match["module"], {})[factor] = info
-        elif plain.endswith((".weight", ".bias")) and not plain.endswith("original_module.weight"):
+        elif plain.endswith((".weight", ".bias")):
             replacements[_WRAPPED.sub("", plain)] = info
         else:
             raise ModelError(f"{folder}: {key!r} is no tensor of a LoRA adapter")
@@ -193,7 +197,36 @@ def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> di
     for module, factors in tensors.factors.items():
         _add_factors(updates, target, module, factors)
     target.untie(updates)
+    _check_rows(checkpoint, folder, updates)
     return updates
+
+
+def _check_rows(checkpoint: Any, folder: Path, updates: Mapping[str, TensorUpdate]) -> None:
+    """A tensor that replaces the model's has its shape; embedding and head may both have other rows."""
+    rows = {}
+    for name, update in updates.items():
+        own = tuple(checkpoint.tensors[update.source].shape)
+        shape = tuple(update.replacement.shape) if update.replacement else own
+        part = part_of(name)
+        if part in ("embedding", "head"):
+            rows[name] = shape[0]
+        if shape[1:] != own[1:] or (shape != own and name not in rows):
+            raise ModelError(f"{folder}: {name!r} of shape {shape}, where {checkpoint.name} has {own}")
+    if not any(count != checkpoint.tensors[updates[name].source].shape[0] for name, count in rows.items()):
+        return
+    vocabulary = checkpoint.config.get("vocab_size")
+    others = {
+        name: info.shape[0]
+        for name, info in checkpoint.tensors.items()
+        if part_of(name) in ("embedding", "head")
+    }
+    rows = {name: count for name, count in others.items() if count == vocabulary} | rows
+    if len(set(rows.values())) > 1:
+        counts = ", ".join(f"{count} rows of {name}" for name, count in sorted(rows.items()))
+        raise ModelError(
+            f"{folder}: the vocabulary has grown in a part alone: {counts}",
+            hint="save both: modules_to_save=['embed_tokens', 'lm_head']",
+        )
 
 
 class _TargetModel:

@@ -5,11 +5,14 @@ import json
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, ModelError
-from attar.merging.adapters.apply import AdaptedCheckpoint
+from attar.merging.adapters.apply import AdaptedCheckpoint, copy_companions_of
 from attar.merging.parents import open_adapter
 from tests import tiny_models
 
@@ -59,6 +62,8 @@ CASES = {
     "embedding and head": ("llama2", {"target_modules": ["embed_tokens", "lm_head"]}),
     "saved modules": ("llama2", {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]}),
     "biases": ("qwen2", {"target_modules": ATTENTION, "bias": "all"}),
+    "biases of its own": ("qwen2", {"target_modules": ATTENTION, "bias": "lora_only"}),
+    "some layers": ("llama2", {"target_modules": ATTENTION, "layers_to_transform": [1]}),
     "bias of B": ("qwen2", {"target_modules": ATTENTION, "lora_bias": True}),
     "stored transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
     "stored transposed dora": ("gpt2", {"target_modules": ["c_proj"], "use_dora": True}),
@@ -121,15 +126,64 @@ def test_a_tied_model_stays_tied_where_it_is_not_touched(tmp_path):
     assert view.config["tie_word_embeddings"] and "lm_head.weight" not in view.tensors
 
 
-def test_a_larger_embedding_is_reported(tmp_path):
-    model = tiny_models.build("llama2", **SIZE)
+BOTH = ["embed_tokens", "lm_head"]
+GROWN = {
+    "saved by the list": ("llama2", {"target_modules": ATTENTION, "modules_to_save": BOTH}),
+    "saved by the list and whole": ("llama2", {"target_modules": ATTENTION, "modules_to_save": BOTH}),
+    "saved whole": ("llama2", {"target_modules": ATTENTION}),
+    "with factors and whole": ("llama2", {"target_modules": BOTH}),
+    "tied": (
+        "smollm",
+        {"target_modules": ATTENTION, "modules_to_save": BOTH[:1], "ensure_weight_tying": True},
+    ),
+}
+
+
+def grown(tmp_path, case, rows=322):
+    """A model, and what peft writes of an adapter of it with a larger vocabulary: the view, and peft's
+    model."""
+    family, settings = GROWN[case]
+    model = tiny_models.build(family, **SIZE)
     tiny_models.save(model, tmp_path / "model")
-    model.resize_token_embeddings(330)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
-    view = AdaptedCheckpoint(open_checkpoint(tmp_path / "model"), tmp_path / "lora")
-    assert view.config["vocab_size"] == 330 and view.load("lm_head.weight").shape == (330, 64)
-    assert view.tensors["model.embed_tokens.weight"].shape == (330, 64)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **settings))
+    randomize(wrapped)
+    wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers="whole" in case)
+    return AdaptedCheckpoint(open_checkpoint(tmp_path / "model"), tmp_path / "lora"), wrapped.eval()
+
+
+@pytest.mark.parametrize("case", sorted(GROWN))
+def test_a_grown_vocabulary_is_read_as_peft_reads_it(case, tmp_path):
+    view, wrapped = grown(tmp_path, case)
+    tied = bool(view.config["tie_word_embeddings"])
+    apart = tiny_models.build(GROWN[case][0], **SIZE, vocab_size=322, tie_word_embeddings=tied)
+    assert view.config["vocab_size"] == 322 and view.tensors["model.embed_tokens.weight"].shape == (322, 64)
+    missing, unexpected = apart.load_state_dict(
+        {name: view.load(name) for name in view.tensors}, strict=False
+    )
+    assert not unexpected and missing in ([], ["lm_head.weight"]) and (tied or not missing)
+    rows = torch.arange(300, 322)[None]
+    expected = tiny_models.logits(wrapped, rows)
+    assert torch.allclose(tiny_models.logits(apart, rows), expected, atol=1e-4)
+
+
+def test_a_vocabulary_that_grows_in_a_part_alone_is_refused(tmp_path):
+    view, _ = grown(tmp_path, "saved by the list")
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor for name, tensor in tensors.items() if "lm_head" not in name}, path)
+    with pytest.raises(ModelError, match=r"320 rows of lm_head.weight, 322 rows of model.embed"):
+        AdaptedCheckpoint(view.checkpoint, view.folder)
+
+
+def test_a_saved_tensor_of_another_shape_is_refused(tmp_path):
+    view, _ = adapted(tmp_path, target_modules=ATTENTION, modules_to_save=["norm"])
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (name,) = [name for name in tensors if name.endswith("model.norm.weight")]
+    save_file(tensors | {name: torch.ones(32)}, path)
+    with pytest.raises(ModelError, match=r"'model.norm.weight' of shape \(32,\), where model has \(64,\)"):
+        AdaptedCheckpoint(view.checkpoint, view.folder)
 
 
 def test_names_without_their_first_part_are_found(tmp_path):
@@ -155,11 +209,49 @@ def test_an_adapters_fingerprint_covers_its_config(tmp_path):
         view.load("nothing")
 
 
+def with_tokenizer(folder, tokens, template=None):
+    """A tokenizer of words, and a chat template."""
+    words = {f"w{number}": number for number in range(tokens)}
+    backend = Tokenizer(WordLevel(words, "w0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "template", "words"),
+    [
+        (322, 322, "adapter", "the tokenizer is that of lora"),
+        (323, 320, "model", "323 tokens, and the model 322 rows"),
+        (0, 320, "model", ""),  # the adapter has none
+    ],
+)
+def test_the_adapters_tokenizer_and_template_come_along_where_they_fit(
+    tokens, count, template, words, tmp_path
+):
+    view, _ = grown(tmp_path, "saved by the list")
+    with_tokenizer(tmp_path / "model", 320, "model")
+    if tokens:
+        with_tokenizer(tmp_path / "lora", tokens, "adapter")
+    (tmp_path / "model" / "LICENSE").write_text("free")
+    view = AdaptedCheckpoint(view.checkpoint, view.folder)
+    (tmp_path / "out").mkdir()
+    copy_companions_of(view, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (len(tokenizer), tokenizer.chat_template) == (count, template)
+    assert (tmp_path / "out" / "LICENSE").read_text() == "free"
+    assert words in "".join(view.notes) and len(view.notes) == bool(words)
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"rank_pattern": {"q_proj": 3}}, "rank 3"),
         ({"use_dora": True}, "use_dora"),

@@ -25,11 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.companions import copy_companions, tokenizer_files
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TORCH, read_tensor
 from attar.formats.readers import DecodedInfo
 from attar.kernels.threads import one_thread
+from attar.merging.tokenizer.chat_template import read_chat_template, write_chat_template
 from attar.models.adapter_files import HEAD, find_updates, read_adapter_config
+
+
+def tokenizer_folder(view: Any) -> Path:
+    """The folder of a checkpoint's tokenizer, or of a view's of one."""
+    folder: Path = getattr(view, "tokenizer_folder", view.path)
+    return folder
 
 
 class AdaptedCheckpoint:
@@ -42,6 +50,8 @@ class AdaptedCheckpoint:
     Attributes:
         name: ``model+adapter``.
         config: the model's; with ``tie_word_embeddings`` false where the adapter unties head and embedding.
+        tokenizer_folder: the adapter's, where it has a tokenizer that fits the rows; else the model's.
+        notes: about them, for the user.
 
     Raises:
         CheckpointError: a file of the adapter is missing or damaged.
@@ -62,6 +72,21 @@ class AdaptedCheckpoint:
             self.tensors[name] = DecodedInfo(name, info.dtype, shape, update.source)
             if update.replacement is not None and part_of(name) == "embedding":
                 self._resize(info.shape[0], shape[0])
+
+        self.tokenizer_folder, self.notes = self._tokenizer()
+
+    def _tokenizer(self) -> tuple[Path, tuple[str, ...]]:
+        if not (self.folder / "tokenizer_config.json").is_file() or not tokenizer_files(self.folder):
+            return tokenizer_folder(self.checkpoint), ()
+        from attar.merging.tokenizer.tokenizer import read_tokenizer
+
+        rows, last = self.config.get("vocab_size"), max(read_tokenizer(self.folder).ids.values(), default=-1)
+        if isinstance(rows, int) and last >= rows:
+            note = f"{self.folder.name} has a tokenizer of {last + 1:,} tokens, and the model {rows:,} rows"
+            return tokenizer_folder(self.checkpoint), (
+                note + "the model keeps its own, and its chat template",
+            )
+        return self.folder, (f"the tokenizer is that of {self.folder.name}",)
 
     def _resize(self, old: int, rows: int) -> None:
         """Set the vocabulary's size for an embedding that is replaced by one with more rows."""
@@ -91,6 +116,25 @@ class AdaptedCheckpoint:
             return adapted(
                 weight.float(), A, B, magnitude, bias, scale=update.scale, transposed=update.transposed
             ).to(dtype)
+
+
+def copy_companions_of(view: Any, folder: Path) -> None:
+    """Copy a model's companions; of an adapter that has a tokenizer its own, and its chat template.
+
+    Raises:
+        CheckpointError: one is a link out of its folder.
+        OutputError: no space, or no permission.
+    """
+    copy_companions(view.path, folder)
+    source = tokenizer_folder(view)
+    if source == view.path:
+        return
+    template = read_chat_template(source) or read_chat_template(view.path)
+    for name in tokenizer_files(folder):
+        (folder / name).unlink()
+    copy_companions(source, folder)
+    if template is not None:
+        write_chat_template(folder, template)
 
 
 def adapted(

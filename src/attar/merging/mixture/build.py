@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import atomic
-from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype, tensor_bytes
 from attar.checkpoint.units import byte_count, bytes_text
 from attar.errors import ModelError, SettingsError
+from attar.merging.adapters.apply import copy_companions_of
 from attar.merging.mixture.architectures import (
     PARTS,
     MixtureArchitecture,
@@ -168,7 +168,7 @@ def write_mixture(
         )
         progress.log(f"warning: {notes[-1]}")
     atomic.write_json(output.folder / "config.json", prepared.config)
-    copy_companions(prepared.base.path, output.folder)
+    copy_companions_of(prepared.base, output.folder)
     dtype = getattr(torch, prepared.dtype)
     steps = [
         WriteStep(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
+from attar.merging.adapters.apply import tokenizer_folder
 from attar.merging.mixture.config import ExpertSource
 from attar.models.device import pick_device
 from attar.models.load import load_tokenizer
@@ -88,7 +89,7 @@ def _pooled_embeddings(sums: Tensor, expert: ExpertSource) -> Tensor:
 
 def _tokens(view: Any, prompts: Sequence[str]) -> list[Tensor]:
     """Token ids (1, S) of each prompt."""
-    tokenizer = load_tokenizer(view.path)
+    tokenizer = load_tokenizer(tokenizer_folder(view))
     start = tokenizer.bos_token or ""
     rows = []
     for prompt in prompts:

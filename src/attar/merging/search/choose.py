@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attar.checkpoint import atomic
-from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import StageOutput
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.errors import CheckpointError, RecipeError, UsageError
+from attar.merging.adapters.apply import copy_companions_of, tokenizer_folder
 from attar.merging.config.dump import config_text
 from attar.merging.config.schema import SEARCHED, MergeConfig, MergeSource, ParameterSetting
 from attar.merging.held_out import HeldOutText
@@ -58,7 +58,7 @@ def choose(
         raise UsageError("greedy_soup chooses by itself", hint="leave out --search, or use linear")
     plan = prepared.merge.plan
     length = row_length(settings.sequence_length, dict(plan.config))
-    tokenizer = load_tokenizer(plan.models[plan.donor].path)
+    tokenizer = load_tokenizer(tokenizer_folder(plan.models[plan.donor]))
     read = record("merge", tokenizer, settings, "calibration", length=length, rows=settings.samples)
     note_texts(output, [read], progress)
     scorer = _CandidateScorer(prepared, parents, settings, output.work / "candidate", progress)
@@ -80,7 +80,7 @@ class _CandidateScorer:
     def text(self) -> HeldOutText:
         """The held-out text, in the tokenizer of the merge's donor."""
         plan = self.prepared.merge.plan
-        return HeldOutText.of(plan.models[plan.donor].path, plan.config, self.settings)
+        return HeldOutText.of(tokenizer_folder(plan.models[plan.donor]), plan.config, self.settings)
 
     def loss(self, document: MergeConfig, text: HeldOutText) -> float:
         """Held-out loss of a document's merge."""
@@ -92,7 +92,7 @@ class _CandidateScorer:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         atomic.write_json(self.folder / "config.json", merge.plan.config)
-        copy_companions(merge.plan.models[merge.plan.donor].path, self.folder)
+        copy_companions_of(merge.plan.models[merge.plan.donor], self.folder)
         merge.write(self.folder)
         loss = text.loss(self.folder)
         shutil.rmtree(self.folder)

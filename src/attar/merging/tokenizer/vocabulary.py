@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError, SettingsError
+from attar.merging.adapters.apply import tokenizer_folder
 from attar.merging.config.schema import ModelReference, TokenizerChoice
 from attar.merging.planning.model import ModelView
 from attar.merging.planning.naming import token_embedding
@@ -239,7 +240,7 @@ def build_vocabulary(
     if choice.pad_to_multiple_of is not None and choice.pad_to_multiple_of < 1:
         raise SettingsError("pad_to_multiple_of", choice.pad_to_multiple_of, "at least 1")
     source = _source(choice, references, base)
-    tokenizers = [read_tokenizer(model.path) for model in models]
+    tokenizers = [read_tokenizer(tokenizer_folder(model)) for model in models]
     rows = tuple(embedding_rows(model) for model in models)
     ids = [
         {text: token_id for text, token_id in tokenizer.ids.items() if token_id < count}
