@@ -63,6 +63,14 @@ CASES: list[tuple[Any, list[str], list[str]]] = [  # schema, texts that it allow
         ["[1]", "[1, 2]"],
         ["[]", "[1,2,3]", "[-1]"],
     ),
+    (
+        {
+            "type": "object",
+            "properties": {"title": {"type": "string", "title": "t"}, "default": {"const": {"title": 1}}},
+        },
+        ['{"title":"a","default":{"title":1}}'],
+        ['{"title":1}', '{"default":{}}'],
+    ),
     ({"type": "array", "items": UINT64}, ["[]", "[1,2,3]"], ["[-1]", "[1,]"]),
     ({"type": "object", "additionalProperties": UINT64}, ["{}", '{"x":1, "y\\n":2}'], ['{"x":-1}', "{1:1}"]),
     (
@@ -121,6 +129,7 @@ REFUSED = {
     "false": (False, "empty"),
     "an empty range": ({"type": "integer", "minimum": 2**63, "maximum": 2**60}, "no integer"),
     "a format": ({"type": "string", "format": "int64"}, "Unknown format"),
+    "too deep": (json.loads('{"not":' * 900 + "{}" + "}" * 900), "nested too deeply|not"),
     "no target": ({"anyOf": [{"$ref": "#/$defs/none"}, {"const": ID}]}, "none"),
 }
 

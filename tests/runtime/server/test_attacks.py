@@ -290,7 +290,7 @@ def test_a_wrong_value_is_named_in_plain_words(changes, param, words):
     ("content", "param", "words"),
     [
         (1, "messages.0.content", "valid"),
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0.type", "'text'"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0.type", "text alone"),
         ([{"type": "text", "text": 5}], "messages.0.content.0.text", "string"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_wrong_message_is_named_by_its_place(content, param, words):
         (b'{"a": 1', "not valid JSON"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[" * 5000, "nested too deeply"),
-        (b"[" * 100_000, "more than 8,192 values"),
+        (b"[" * 100_000, "more than 65,536 values"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
         (b"[]", "not a JSON object"),
         (b'{"model": "m", "prompt": "\\uD800"}', "surrogate"),

@@ -106,6 +106,53 @@ def test_harmless_fields_are_ignored_and_named(path):
         assert len(backend.asked) == 3
 
 
+def test_what_other_services_put_into_messages_is_read_over():
+    """Keys of parts and messages that are listed; kinds of parts that cannot be read are refused in a line."""
+    names = ("cache_control", "citations", "provider_options")
+    part = {"type": "input_text", "text": "Hi", **{name: {"type": "x"} for name in names}}
+    asked = [
+        {"role": "user", "content": [part, {"type": "text", "text": "!"}]},
+        {
+            "role": "assistant",
+            "id": "msg_1",
+            "content": [{"type": "output_text", "text": "Ho", "annotations": []}],
+        },
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning_details": [{}]},
+    ]
+    with running() as (url, backend, _):
+        path = f"{url}/v1/chat/completions"
+        fields = {"function_call": "none", "store": True, "metadata": {"a": "b"}}
+        answer = httpx.post(path, json={"model": "tiny", "messages": asked, **fields})
+        assert answer.status_code == 200 and "function_call" in answer.headers["x-ignored-fields"]
+        prompt = bytes(token for token in backend.asked[0][0] if token < 256).decode()
+        assert prompt == "user: Hi!\nassistant: Ho\nassistant: No.\n"
+        for kind in ("image_url", "input_audio", "file"):
+            messages = [{"role": "user", "content": [{"type": kind, kind: {}}]}]
+            answer = httpx.post(path, json={"model": "tiny", "messages": messages})
+            refused(answer, 400, None, "messages.0.content.0.type")
+            assert f"a part of type '{kind}' cannot be read" in answer.json()["error"]["message"]
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a", "colour": 1}]}]
+        answer = httpx.post(path, json={"model": "tiny", "messages": messages})
+        refused(answer, 400, "unknown_parameter", "messages.0.content.0.colour")
+
+
+def test_the_tools_of_a_large_client_are_taken():
+    """128 tools of some 2 kB: their schemas do not count as values of the body."""
+    properties = {f"parameter_{n}": {"type": "string", "description": "A value."} for n in range(30)}
+    parameters = {"type": "object", "properties": properties, "required": ["parameter_0"]}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{n}", "parameters": parameters}} for n in range(128)
+    ]
+    backend, settings = FakeBackend(context=100_000), ServerSettings(port=0)
+    app = create_app(backend, settings, tokenizer=FakeTokenizer("tools"), model="tiny")
+    with running_app(app, settings) as (url, _):
+        asked = {"model": "tiny", "messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+        assert httpx.post(f"{url}/v1/chat/completions", json=asked).status_code == 200
+        many = [{"role": "user", "content": "x", "name": "y"}] * 4000
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked | {"messages": many})
+        refused(answer, 400, "too_many_values", None)
+
+
 def test_the_end_of_a_long_prompt_is_kept():
     with running() as (url, backend, _):
         long = {"model": "tiny", "prompt": "x" * 500 + "abc", "truncate_prompt_tokens": 3}

@@ -269,6 +269,8 @@ def _to_lark(name: str, text: str) -> str:
         if kind == "lark":
             return LLMatcher.grammar_from_lark(text)
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
+    except RecursionError as error:
+        raise _refused(name, text, "it is nested too deeply") from error
     except ValueError as error:
         raise _refused(name, text, _reason(str(error))) from error
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -44,6 +43,8 @@ _UNREAD = frozenset(
     )
 )
 _DEFINITIONS = ("$defs", "definitions")
+_OF_NAMES = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")  # whose keys are names
+_SAYING_NOTHING = ("title", "description", "default", "examples", "$comment")
 
 
 class UnsupportedSchemaError(ValueError):
@@ -95,18 +96,31 @@ def has_large(value: Any) -> bool:
     return False
 
 
-def disjoint(schema: Any, root: Any) -> Any:
-    """The schema with the references in ``oneOf`` replaced by what they refer to: only then the library sees
-    that no two of them hold for one value."""
+def bare(schema: Any, root: Any) -> Any:
+    """The schema without words that allow or forbid nothing, and with the references in ``oneOf`` replaced by
+    what they refer to: only then the library sees that no two of them hold for one value."""
     if isinstance(schema, list):
-        return [disjoint(item, root) for item in schema]
+        return [bare(item, root) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    changed = {key: disjoint(value, root) for key, value in schema.items()}
-    if isinstance(schema.get("oneOf"), list):
-        with suppress(UnsupportedSchemaError):
-            changed["oneOf"] = [resolve(option, root) for option in schema["oneOf"]]
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, Mapping):
+            changed[key] = {name: bare(item, root) for name, item in value.items()}
+        elif key in ("const", "enum"):
+            changed[key] = value
+        elif key == "oneOf" and isinstance(value, list):
+            changed[key] = [bare(_resolved(option, root), root) for option in value]
+        elif key not in _SAYING_NOTHING:
+            changed[key] = bare(value, root)
     return changed
+
+
+def _resolved(option: Any, root: Any) -> Any:
+    try:
+        return resolve(option, root)
+    except UnsupportedSchemaError:
+        return option
 
 
 def schema_grammar(schema: Mapping[str, Any] | bool) -> tuple[str, str]:
@@ -132,6 +146,8 @@ class SchemaRules:
 
     def __init__(self, root: Any, prefix: str = "json") -> None:
         self._root, self._prefix = root, prefix
+        shared = root if isinstance(root, Mapping) else {}
+        self._definitions = {key: shared[key] for key in _DEFINITIONS if key in shared}
         self.rules: list[str] = []
         self._references: dict[str, str] = {}
         self._count = 0
@@ -143,9 +159,7 @@ class SchemaRules:
             UnsupportedSchemaError: integers beyond 2^53 beside words that cannot be written as rules.
         """
         if not self.is_large(schema):
-            whole = (
-                dict(with_definitions(disjoint(schema, self._root), self._root)) if schema is not True else {}
-            )
+            whole = dict(with_definitions(bare(schema, self._root), self._root)) if schema is not True else {}
             whole["x-guidance"] = {"whitespace_pattern": BLANKS}
             return self._rule(f"%json {json.dumps(whole)}")
         reference = schema.get("$ref")
@@ -155,11 +169,12 @@ class SchemaRules:
 
     def readable(self, schema: Any) -> str:
         """A schema for the library, with what it refers to and bounded blanks."""
-        whole = {} if schema is True else {"enum": []} if schema is False else disjoint(schema, self._root)
+        whole = {} if schema is True else {"enum": []} if schema is False else bare(schema, self._root)
         if not isinstance(whole, Mapping):
             raise UnsupportedSchemaError(f"{json.dumps(schema)[:60]} is no schema")
-        whole = {**with_definitions(whole, self._root), "x-guidance": {"whitespace_pattern": BLANKS}}
-        return json.dumps(whole)
+        if '"$ref"' in json.dumps(whole):
+            whole = with_definitions(whole, bare(self._definitions, self._root))
+        return json.dumps({**whole, "x-guidance": {"whitespace_pattern": BLANKS}})
 
     def is_large(self, schema: Any) -> bool:
         """Whether large integers are in a schema, or in what it refers to."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from attar.runtime.server.body_model import StrictModel, field_error
 from attar.runtime.server.tool_calls.protocol import CallBody, CallFunction
 
@@ -18,12 +20,35 @@ RESERVED = frozenset(
 """Names that ``chat_template_kwargs`` may not have: arguments of the rendering, and special tokens."""
 
 
-class ContentPart(StrictModel):
-    """A part of a message's content."""
+IGNORED_OF_PARTS = (
+    *("cache_control", "annotations", "logprobs", "citations", "id", "index", "metadata"),
+    *("provider_options", "providerOptions", "prompt_cache_breakpoint"),
+)
+"""Fields of clients and of other services in a part of a content, which change no answer here."""
+IGNORED_OF_MESSAGES = (
+    *("id", "cache_control", "metadata", "reasoning_details", "thinking_blocks", "provider_specific_fields"),
+    *("provider_options", "providerOptions", "citations", "images", "status", "type"),
+)
+"""The same in a message."""
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
-    type: Literal["text", "refusal"]
+
+class ContentPart(StrictModel):
+    """A part of a message's content: text, under the names that clients give it."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = ""
     refusal: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        if isinstance(part.get("type"), str) and part["type"] not in _TEXT_PARTS:
+            reason = f"a part of type {part['type'][:40]!r} cannot be read: this model takes text alone"
+            raise field_error("type", reason)
+        return {key: value for key, value in part.items() if key not in IGNORED_OF_PARTS}
 
 
 class ChatMessage(StrictModel):
@@ -41,6 +66,16 @@ class ChatMessage(StrictModel):
     function_call: CallFunction | None = None  # of clients older than tools
     annotations: Any = None
     audio: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_ignored(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        kept = {key: value for key, value in message.items() if key not in IGNORED_OF_MESSAGES}
+        if message.get("images"):
+            raise field_error("images", "images cannot be read: this model takes text alone")
+        return kept
 
     def plain(self) -> dict[str, Any]:
         """For a chat template: parts joined, role ``developer`` as ``system``. The reasoning before calls is

@@ -15,7 +15,7 @@ from attar.runtime.server.body_model import StrictModel, field_error
 from attar.runtime.server.conversation import ChatMessage, check_chat_options
 from attar.runtime.server.structured_outputs import ResponseFormat, StructuredOutputs
 from attar.runtime.server.token_sources import AttarOptions
-from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, FunctionTool, NamedTool
+from attar.runtime.server.tool_calls.protocol import MAX_TOOLS, AllowedChoice, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -32,6 +32,7 @@ IGNORED = (
     *(
         "drop_params",
         "include",
+        "function_call",
         "max_tool_calls",
         "custom_llm_provider",
         "cache_prompt",
@@ -172,7 +173,7 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
@@ -189,7 +190,12 @@ class ChatRequest(SamplingRequest):
     def _check_tool_choice(cls, choice: Any) -> Any:
         function = choice.get("function") if isinstance(choice, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if choice in (None, "none", "auto", "required") or (named and choice.get("type") == "function"):
+        allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+        if (
+            choice in (None, "none", "auto", "required")
+            or (named and choice.get("type") == "function")
+            or allowed
+        ):
             return choice
         message = "it is none, auto, required or an object like"
         raise ValueError(f'{message} {{"type": "function", "function": {{"name": ...}}}}')

@@ -26,8 +26,9 @@ from attar.runtime.server.service import SMALL
 
 IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
+MAX_ALL_VALUES = 1 << 16  # with them
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
-_UNCOUNTED = ("prompt", "tokens", "schema")
+_UNCOUNTED = ("prompt", "tokens", "schema", "parameters")
 _SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
 _IDS = ("prompt", "tokens")  # whose type has two levels
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -85,7 +86,7 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
         ApiError: 400, naming the wrong field.
     """
     bare = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # without its strings
-    _check_count(max(bare.count(b"[") + bare.count(b"{"), bare.count(b":")))
+    _check_count(max(bare.count(b"[") + bare.count(b"{"), bare.count(b":")), MAX_ALL_VALUES)
     data = _json(raw)
     _check_values(data)
     _check_ids(data, max_ids)
@@ -137,9 +138,9 @@ def _check_values(data: dict[str, Any]) -> None:
         stack += [item for key, item in items if isinstance(item, dict | list) and key not in _UNCOUNTED]
 
 
-def _check_count(values: int) -> None:
-    if values > MAX_VALUES:
-        message = f"the body has more than {MAX_VALUES:,} values in its lists and objects"
+def _check_count(values: int, limit: int = MAX_VALUES) -> None:
+    if values > limit:
+        message = f"the body has more than {limit:,} values in its lists and objects"
         raise ApiError(400, message, code="too_many_values")
 
 

@@ -316,3 +316,23 @@ def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text():
             assert not message["content"] and "<tool_call>" not in json.dumps(message)
             assert [call["function"]["name"] for call in message.get("tool_calls") or ()] == calls
             assert "<tool_call>" in ask(url, tools=TOOLS).json()["choices"][0]["message"]["content"]
+
+
+def test_some_of_the_tools_are_allowed():
+    """OpenAI's allowed_tools: all are shown, some may be called, or must."""
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    with scripted(TWO) as (url, backend, tokenizer):
+        for mode in ("required", "auto"):
+            choice = {"type": "allowed_tools", "allowed_tools": allowed | {"mode": mode}}
+            ask(url, tools=TOOLS, tool_choice=choice).raise_for_status()
+            assert [tool["function"]["name"] for tool in tokenizer.options.tools] == ["get_weather", "now"]
+        grammar = backend.asked[0][1].grammar
+        assert "now" in grammar and "get_weather" not in grammar and backend.asked[1][1].grammar is None
+        unknown = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": unknown}
+        refused(ask(url, tools=TOOLS, tool_choice=choice), 400, param="tool_choice")
+        flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+        body = {"model": "tiny", "input": "hi", "tools": flat, "tool_choice": choice}
+        answer = httpx.post(f"{url}/v1/responses", json=body).json()
+        assert answer["tool_choice"] == choice and backend.asked[2][1].grammar == grammar

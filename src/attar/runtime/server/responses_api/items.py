@@ -9,6 +9,7 @@ from attar.runtime.server.conversation import ChatMessage
 from attar.runtime.server.protocol import ChatRequest
 from attar.runtime.server.responses_api.protocol import (
     ChosenTool,
+    ChosenTools,
     InputItem,
     ResponsesRequest,
     TextFormat,
@@ -16,6 +17,8 @@ from attar.runtime.server.responses_api.protocol import (
 )
 from attar.runtime.server.structured_outputs import JsonSchema, ResponseFormat
 from attar.runtime.server.tool_calls.protocol import (
+    AllowedChoice,
+    AllowedTools,
     CallBody,
     CallFunction,
     FunctionTool,
@@ -54,7 +57,10 @@ def chat_request(body: ResponsesRequest, messages: Sequence[ChatMessage]) -> Cha
     """The same request, of chat completions."""
     choice: Any = body.tool_choice
     if isinstance(choice, ChosenTool):
-        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+        choice = _named(choice)
+    elif isinstance(choice, ChosenTools):
+        allowed = AllowedTools(mode=choice.mode, tools=list(map(_named, choice.tools)))
+        choice = AllowedChoice(type="allowed_tools", allowed_tools=allowed)
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": list(messages),
@@ -72,6 +78,10 @@ def chat_request(body: ResponsesRequest, messages: Sequence[ChatMessage]) -> Cha
     }
     defaults = {name: field.get_default() for name, field in ChatRequest.model_fields.items()}
     return ChatRequest.model_construct(**{**defaults, **fields})  # every part has been checked
+
+
+def _named(tool: ChosenTool) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=tool.name))
 
 
 def _tools(body: ResponsesRequest) -> list[FunctionTool] | None:

@@ -69,6 +69,14 @@ class ChosenTool(BaseModel):
     name: str
 
 
+class ChosenTools(BaseModel):
+    """``tool_choice``: some of the functions, one of which must be called or may."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 class TextFormat(BaseModel):
     """``text.format``: free text, a JSON object, or JSON of a schema."""
 
@@ -106,7 +114,7 @@ class ResponsesRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None

@@ -120,7 +120,7 @@ def call_grammar(
         answers = SchemaRules(schema, "answer_json")
         rules += [f"answer: {answers.value(schema)}", *answers.rules]
     start = "start: calls" if answer is None else "start: calls | answer"
-    return "\n".join([start, *rules])
+    return "\n".join(dict.fromkeys([start, *rules]))
 
 
 def _object_schema(parameters: Any) -> Mapping[str, Any]:

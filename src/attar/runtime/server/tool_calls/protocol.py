@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 MAX_TOOLS = 128  # as at OpenAI
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]+$", max_length=128)]
@@ -51,6 +51,20 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(BaseModel):
+    """``tool_choice.allowed_tools``: some of the tools, one of which must be called or may."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(BaseModel):
+    """``tool_choice``: these tools and no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CallFunction(BaseModel):

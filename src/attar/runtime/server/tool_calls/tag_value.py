@@ -140,8 +140,11 @@ def value_rules(name: str, schema: Any, root: Any) -> tuple[str, list[str]]:
         texts += [_scalar(scalar) for scalar in scalars]
     terminal = f"{name}_text".upper()
     parts = [terminal, *(f"{rules.value(structure)} {literal(CLOSING)}" for structure in structures)]
+    if texts == ["/(?s:.*)/"]:
+        terminal = parts[0] = "TAG_TEXT"  # of all parameters
     closed = [
-        f"{terminal}: {terminal}_ANY & {_ENDS_ONCE}",
+        f"TAG_ENDS_ONCE: {_ENDS_ONCE}",
+        f"{terminal}: {terminal}_ANY & TAG_ENDS_ONCE",
         f"{terminal}_ANY: ({' | '.join(texts)}) {literal(CLOSING)}",
     ]
     return f"({' | '.join(parts)})", [*closed, *rules.rules]
@@ -219,7 +222,7 @@ def _text_terminal(schema: Mapping[str, Any], structures: bool) -> str:
         if schema["format"] not in FORMATS:
             raise UnsupportedSchemaError(f"format {str(schema['format'])[:40]!r} in a tag")
         parts.append(f"/{_slashes(FORMATS[schema['format']])}/")
-    return f"({' & '.join(parts)})"
+    return f"({' & '.join(parts)})" if len(parts) > 1 else parts[0]
 
 
 def _constant(value: Any) -> str:

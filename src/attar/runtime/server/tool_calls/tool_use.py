@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.runtime.server.errors import ApiError
-from attar.runtime.server.tool_calls.protocol import FunctionTool, NamedTool
+from attar.runtime.server.tool_calls.protocol import AllowedChoice, FunctionTool, NamedTool
 
 _LEAD = "You can call these tools:"
 _RULE = (
@@ -37,7 +37,9 @@ class ToolUse:
 
 
 def tool_use(
-    tools: Sequence[FunctionTool] | None, choice: str | NamedTool | None, parallel: bool | None
+    tools: Sequence[FunctionTool] | None,
+    choice: str | NamedTool | AllowedChoice | None,
+    parallel: bool | None,
 ) -> ToolUse | None:
     """The tools of a request; None: it has none, or wants none.
 
@@ -51,15 +53,19 @@ def tool_use(
     parameters = {tool.function.name: tool.function.parameters for tool in tools}
     if len(parameters) < len(tools):
         raise _wrong("tools", "two tools have the same name")
-    named = isinstance(choice, NamedTool)
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in parameters:
-            raise _wrong("tool_choice", f"{choice.function.name[:100]!r} is none of the tools")
-        parameters = {choice.function.name: parameters[choice.function.name]}
+    named, required = isinstance(choice, NamedTool), choice == "required"
+    if isinstance(choice, NamedTool | AllowedChoice):
+        allowed = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+        names = [tool.function.name for tool in allowed]
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise _wrong("tool_choice", f"{missing[0][:100]!r} is none of the tools")
+        parameters = {name: parameters[name] for name in names}
+        required = named or (isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required")
     return ToolUse(
         tuple(tool.plain() for tool in tools),
         parameters,
-        forced=named or choice == "required",
+        forced=required,
         named=named,
         parallel=parallel is not False and not named,
     )
