@@ -68,7 +68,7 @@ def _top(run: RunRecord, name: str) -> Markup:
         if run.finished
         else el(
             "p",
-            f"The run is not finished: {len(run.stages)} checkpoints so far. "
+            f"The run is not finished: {len(run.stages)} checkpoint{'s' if len(run.stages) > 1 else ''} so far. "
             "The same command goes on where it stopped.",
             class_="warning",
         )
@@ -101,7 +101,7 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
             quality,
             "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic.",
         ),
-        _section("Every stage", stage_table(run, run.last)),
+        _section("Every stage", stage_table(run, run.last if len(run.stages) > 1 else None)),
         _section(
             "Error of every layer",
             layer_pictures(run),
