@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 import attar
 from attar.checkpoint import atomic
 from attar.errors import CheckpointError, OutputError
+from tests.flushes import record_flushes
 
 
 def names(folder: Path) -> list[str]:
@@ -261,3 +263,77 @@ def test_a_read_only_disk(small_disk):
     with pytest.raises(OutputError, match="read-only file system"), atomic.folder(small_disk / "out"):
         raise AssertionError("not reached")
     assert names(small_disk) == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folders_bytes_are_on_the_disk_before_its_name_and_the_name_after(tmp_path, monkeypatch, replaced):
+    final, partial, old = tmp_path / "x", tmp_path / ".x.partial", tmp_path / ".x.old"
+    if replaced:
+        final.mkdir()
+        (final / "config.json").write_text("old")
+    events = record_flushes(monkeypatch)
+    with atomic.folder(final, force=replaced) as folder:
+        fill(folder)
+    name = events.index(("rename", final))
+    written = [partial / "config.json", partial / "sub" / "file", partial / "sub", partial]
+    assert sorted(events[: len(written)]) == sorted(("flush", path) for path in written)
+    assert events[len(written) : name] == ([("rename", old)] if replaced else [])
+    assert events[name + 1 :] == [("flush", tmp_path)] and names(tmp_path) == ["x"]
+    order = [path for _, path in events]
+    assert order.index(partial / "sub" / "file") < order.index(partial / "sub") < order.index(partial)
+
+
+HIDDEN = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "broken link": lambda path, victim: path.symlink_to(victim / "new"),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "file": lambda path, victim: path.write_text("left by a kill"),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_temporary_file_is_never_what_others_put_there(tmp_path, kind):
+    victim = tmp_path / "victim"
+    victim.write_text("keep")
+    HIDDEN[kind](tmp_path / ".f.partial", victim)
+    atomic.write_bytes(tmp_path / "f", b"new")
+    assert (tmp_path / "f").read_bytes() == b"new" and not (tmp_path / "f").is_symlink()
+    assert victim.read_text() == "keep" and names(tmp_path) == ["f", "victim"]
+
+
+@pytest.mark.parametrize("suffix", ["partial", "old"])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_temporary_folder_that_is_none_is_refused(tmp_path, suffix, kind):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "keep").touch()
+    HIDDEN[kind](tmp_path / f".x.{suffix}", victim)
+    with (
+        pytest.raises(OutputError, match=rf"\.x\.{suffix}: is no folder of attar's"),
+        atomic.folder(tmp_path / "x"),
+    ):
+        pass
+    assert names(victim) == ["keep"] and not (tmp_path / "x").exists()
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from attar.checkpoint import atomic
+from attar.errors import OutputError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    atomic.write_bytes(Path(sys.argv[1]), bytes(5000))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_limit_of_file_sizes_is_named_as_that(tmp_path):
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "f")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == (
+        f"{tmp_path / 'f'}: larger than 4.10 kB, the limit of this process's files\n"
+        "hint: raise it (ulimit -f unlimited), or write to another file system\n"
+    ), done.stderr
+    assert names(tmp_path) == []

@@ -15,6 +15,7 @@ from attar.checkpoint import open_checkpoint, produce, write_checkpoint_tensors
 from attar.checkpoint.output import StageOutput, command_line, finished
 from attar.errors import DataError, OutputError
 from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
+from tests.flushes import record_flushes
 
 SETTINGS = {"ratio": 0.25, "method": "heads", "names": ["a", "b"], "fast": True, "none": None, "seed": 5}
 
@@ -358,3 +359,41 @@ def test_command_lines_name_a_model_once(make):
         "distill", {"layers": 2, "seed": 1}, [(teacher, "weights"), (teacher, "signal")], Path("o")
     )
     assert line == f"attar distill {teacher.path} -o o --layers 2 --seed 1"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_a_foreign_scratch_folder_is_not_cleared(tmp_path: Path, kind: str) -> None:
+    work, victim = tmp_path / ".out.work", tmp_path / "photos"
+    victim.mkdir()
+    (victim / "keep").write_text("mine")
+    if kind == "folder":
+        victim.rename(work)
+    elif kind == "link":
+        work.symlink_to(victim)
+    else:
+        work.write_text("mine")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with (
+        pytest.raises(OutputError, match=r"\.out\.work: is no (scratch )?folder of attar's"),
+        start(tmp_path / "out"),
+    ):
+        raise AssertionError("work began")
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_an_output_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial, work = tmp_path / "out", tmp_path / ".out.partial", tmp_path / ".out.work"
+    events = record_flushes(monkeypatch)
+    with start(out) as output:
+        fill(output)
+    name = events.index(("rename", out))
+    key = events.index(("rename", work / "key.json"))
+    assert events[key - 1 : key + 2 : 2] == [("flush", work / ".key.json.partial"), ("flush", work)]
+    for path in sorted(out.rglob("*")):
+        written = ("flush", partial / path.relative_to(out))
+        last = max(index for index, event in enumerate(events[:name]) if event == written)
+        renames = [index for index, event in enumerate(events) if event == ("rename", written[1])]
+        assert last > max(renames, default=-1), f"{path.name} is flushed under its own name"
+    assert events[name - 1] == ("flush", partial) and events[name + 1] == ("flush", tmp_path)

@@ -364,3 +364,25 @@ def test_a_file_that_is_not_the_cards_is_not_uploaded(store, tmp_path):
     with pytest.raises(CheckpointError, match="is missing"):
         upload(checkpoint.path, ADDRESS + "2")
     assert not store.exists("/bucket/models/small2/config.json")
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"more", lambda data: b""])
+def test_a_file_of_another_size_than_the_listings_is_fetched_again(store, model, monkeypatch, change):
+    put(store, model)
+    path = open_checkpoint(ADDRESS).path / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    log = flaky(monkeypatch, store, 1000).log
+    assert open_checkpoint(ADDRESS).fingerprint() == open_checkpoint(model).fingerprint()
+    assert {name for _, name, _ in log} == {"model.safetensors"}
+
+
+def test_an_upload_that_the_store_has_in_another_size_is_an_error(store, model, monkeypatch):
+    real = type(store).put_file
+
+    def put_file(self, local, target, **options):
+        real(self, local, target, **options)
+        self.pipe_file(target, self.cat_file(target)[:-1])
+
+    monkeypatch.setattr(type(store), "put_file", put_file)
+    with pytest.raises(OutputError, match=r"model.safetensors: has \d+ bytes, not \d+"):
+        upload(model, ADDRESS)

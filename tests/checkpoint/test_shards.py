@@ -16,6 +16,7 @@ from attar.checkpoint.shards import tensor_spec
 from attar.checkpoint.tensors import read_header
 from attar.errors import OutputError
 from tests.checkpoint.checkpoint_files import llama_tensors
+from tests.flushes import record_flushes
 
 
 def layout_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -217,3 +218,20 @@ def test_a_full_disk_is_reported_before_the_work(tmp_path):
             writer.add("a", torch.ones(10))
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
+    tensors = llama_tensors()
+    work = tmp_path / "work"
+    work.mkdir()
+    events = record_flushes(monkeypatch)
+    writer = ShardWriter(tmp_path, layout_of(tensors), max_shard_bytes=500, work=work)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    assert len(writer.files) > 1
+    for file in writer.files:
+        at = events.index(("rename", work / file.name))
+        assert events[at - 1] == ("flush", work / f".{file.name}.partial") and events[at + 1] == (
+            "flush",
+            work,
+        )

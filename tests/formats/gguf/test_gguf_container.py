@@ -21,6 +21,7 @@ from gguf import GGUFWriter as PeerWriter
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf import container
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
+from tests.flushes import record_flushes
 
 EVERY = {
     "general.architecture": "llama",
@@ -518,3 +519,19 @@ def test_a_long_table_of_bytes_is_kept_as_bytes(tmp_path):
     assert peak < 3 * len(table)
     GGUFWriter(again, opened.typed(), []).finish()
     assert again.read_bytes() == first.read_bytes()
+
+
+def test_every_part_is_on_the_disk_before_any_has_its_name(tmp_path: Path, monkeypatch: Any) -> None:
+    slots = [GGUFTensorInfo(name, "F32", (64, 32)) for name in "abc"]
+    events = record_flushes(monkeypatch)
+    writer = GGUFWriter(tmp_path / "m.gguf", {}, slots, max_bytes=9000)
+    for name in "abc":
+        writer.add(name, torch.zeros(64, 32))
+    files = writer.finish()
+    partials = [file.with_name(f".{file.name}.partial") for file in files]
+    assert len(files) > 1
+    assert events == [
+        *(("flush", partial) for partial in partials),
+        *(("rename", file) for file in reversed(files)),
+        ("flush", tmp_path),
+    ]
