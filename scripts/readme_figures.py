@@ -1,4 +1,4 @@
-"""Put the figures of a finished run into the README: the table, and the size-against-quality picture.
+"""Put the figures of a finished demo into docs/start.md: the table, and the size-against-quality picture.
 
 attar demo && python scripts/readme_figures.py runs/quickstart
 """
@@ -38,12 +38,12 @@ def table(run: RunRecord) -> str:
 
 
 def main() -> None:
-    """Rewrite README.md and docs/pictures/quickstart.svg."""
+    """Rewrite docs/start.md and docs/pictures/quickstart.svg."""
     run = read_run(Path(sys.argv[1]))
     picture = ROOT / "docs/pictures/quickstart.svg"
     picture.parent.mkdir(exist_ok=True)
     write_quality_svg(run, picture)
-    page = ROOT / "README.md"
+    page = ROOT / "docs/start.md"
     marked = f"<!-- table:quickstart -->\n{table(run)}\n<!-- end -->"
     text = re.sub(
         r"<!-- table:quickstart -->(.*?<!-- end -->)?", lambda _: marked, page.read_text(), flags=re.S

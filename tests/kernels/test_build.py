@@ -46,6 +46,15 @@ def test_a_source_is_compiled_and_called(room):
     assert name.startswith("small-") and name.endswith(".so")
 
 
+def test_compiling_is_announced_once(room, caplog):
+    with caplog.at_level(logging.INFO, logger="attar.kernels.build"):
+        build.load("small")
+        build._load.cache_clear()
+        build.load("small")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["compiling small for this processor, once: about a minute"]
+
+
 def test_the_next_process_finds_it(room, monkeypatch):
     build.load("small")
     build._load.cache_clear()

@@ -131,10 +131,11 @@ def _usage_error_lines(error: Any) -> list[str]:
 
 
 class _StderrHandler(logging.Handler):
-    """Prints attar's own warnings and errors on stderr, a line each."""
+    """Prints attar's own warnings and errors on stderr, a line each, and what takes a while."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_lines(f"{record.levelname.lower()}: {self.format(record)}")
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        print_lines(f"{level}{self.format(record)}")
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
@@ -150,7 +151,9 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 def main() -> None:
     """Entry point of the command."""
-    logging.getLogger("attar").addHandler(_StderrHandler(logging.WARNING))
+    logging.getLogger("attar").addHandler(_StderrHandler(logging.INFO))
+    if not {"--quiet", "-q"} & set(sys.argv):
+        logging.getLogger("attar.kernels.build").setLevel(logging.INFO)  # compiling takes a minute
     # messages of libraries would bury attar's progress
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

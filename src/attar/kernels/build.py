@@ -209,6 +209,7 @@ def _compile(source: Path, compiler: str, flags: tuple[str, ...], path: Path) ->
     """Compile to a temporary file and rename it to ``path``; the compiler's error message, or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.parent.chmod(0o700)
+    logger.info("compiling %s for this processor, once: about a minute", source.stem)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
         output = Path(folder) / path.name
         command = [compiler, *flags, "-o", str(output), str(source)]

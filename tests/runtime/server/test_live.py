@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from attar.errors import OutputError
+from attar.runtime.server import serve
 from attar.runtime.server.app import create_app
 from attar.runtime.server.run import Server, listen
 from attar.runtime.server.settings import ServerSettings
@@ -175,6 +177,19 @@ def test_sigterm_cancels_those_that_take_too_long():
             assert '"shutting_down"' in message and done == "data: [DONE]"
         until(lambda: backend.closed)
         assert backend.open == {} and len(backend.cancelled) == 1
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(monkeypatch):
+    def load(*args, **options):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("attar.runtime.server.roles.LLM", load)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = ServerSettings(port=taken.getsockname()[1])
+        with pytest.raises(OutputError, match="cannot listen on 127"):
+            serve("attar:tiny", settings, show=lambda line: None)
 
 
 def test_a_port_that_is_taken():

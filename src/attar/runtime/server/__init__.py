@@ -77,6 +77,7 @@ def serve(
     from attar.runtime.server.chat_template import read_template
     from attar.runtime.server.generation_config import sampling_defaults
     from attar.runtime.server.roles import SERVERS
+    from attar.runtime.server.run import bind
     from attar.runtime.server.serve_command import ServeCommand
 
     lora = lora or LoraSettings()
@@ -107,6 +108,7 @@ def serve(
         options=options,
         progress=progress,
         show=show,
+        bound=bind(settings, transport),
     )
     SERVERS[services.role](command)
 

@@ -314,7 +314,7 @@ def _run(
         lora=command.lora,
         adapters=adapters,
     )
-    run(app, settings, command.show, command.transport)
+    run(app, settings, command.show, command.transport, command.bound)
 
 
 def _show_grpc(command: ServeCommand, port: int) -> None:

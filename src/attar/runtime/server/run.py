@@ -16,7 +16,8 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -116,10 +117,12 @@ def run(
     settings: ServerSettings,
     show: Callable[[str], None],
     transport: ConnectionSettings | None = None,
+    bound: socket.socket | None = None,
 ) -> None:
     """Serve until a signal arrives.
 
     Args:
+        bound: the port, from :func:`bind`; None: it is taken now.
         show: called with the address once the port is open, and with warnings.
 
     Raises:
@@ -127,7 +130,7 @@ def run(
         AttarError: the engine has stopped.
     """
     transport = transport or ConnectionSettings()
-    listening = listen(settings, transport)
+    listening = listen(settings, transport, bound)
     _log_to_stderr()
     server = Server(app, settings, transport)
     if server.connections.limit < settings.max_connections:
@@ -160,26 +163,56 @@ def _address(settings: ServerSettings, transport: ConnectionSettings, listening:
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
-def listen(settings: ServerSettings, transport: ConnectionSettings | None = None) -> socket.socket:
+def bind(settings: ServerSettings, transport: ConnectionSettings) -> socket.socket | None:
+    """The port, taken before a model is loaded; nobody can connect yet. None for a unix socket.
+
+    Raises:
+        OutputError: the port is in use, or the address is not this machine's.
+    """
+    if transport.unix_socket:
+        return None
+    bound = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        with _explained(settings):
+            bound.bind((settings.host, settings.port))
+    except OutputError:
+        bound.close()
+        raise
+    return bound
+
+
+def listen(
+    settings: ServerSettings,
+    transport: ConnectionSettings | None = None,
+    bound: socket.socket | None = None,
+) -> socket.socket:
     """The open port, or unix socket.
+
+    Args:
+        bound: from :func:`bind`.
 
     Raises:
         OutputError: the port or socket is in use, or the address is not this machine's.
     """
-    if transport is not None and transport.unix_socket:
+    transport = transport or ConnectionSettings()
+    listening = bound or bind(settings, transport)
+    if listening is None:
         return listen_on_unix(transport.unix_socket)
-    listening = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((settings.host, settings.port))
+    with _explained(settings):
         listening.listen(BACKLOG)
+    return listening
+
+
+@contextmanager
+def _explained(settings: ServerSettings) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        listening.close()
         reason = error.strerror or str(error)
         raise OutputError(
             f"cannot listen on {settings.host}:{settings.port}: {reason}", hint="choose another --port"
         ) from error
-    return listening
 
 
 def _log_to_stderr() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from socket import socket
 from typing import Any
 
 from attar.progress import Progress
@@ -29,6 +30,7 @@ class ServeCommand:
         defaults: sampling parameters of requests without their own.
         options: of the engine.
         show: prints a line.
+        bound: the port, taken before the model is loaded; None for a unix socket.
     """
 
     model: str
@@ -44,3 +46,4 @@ class ServeCommand:
     show: Show
     models: ModelsSettings = field(default_factory=ModelsSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    bound: socket | None = None
