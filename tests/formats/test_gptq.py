@@ -22,6 +22,7 @@ from attar.formats.gptq import (
 )
 from attar.formats.readers import Decoded, dequantize_state, quant_method, reader
 from attar.formats.rules import WeightRule
+from attar.patterns import RegexError
 from tests.formats.integer_weights import equal, field, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -320,7 +321,7 @@ def test_overrides_and_skips(tmp_path):
     skipped = GPTQReader(folder(tmp_path, tensors, {**config, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
     with pytest.raises(CheckpointError, match=r"skips model\.layers\.1"):
         skipped.decode(f"{names[1]}.qweight")
-    with pytest.raises(CheckpointError, match="regular expression"):
+    with pytest.raises(RegexError, match="regular expression"):
         GPTQReader(folder(tmp_path, tensors, {**config, "dynamic": {"+:(": {}}}))
 
 
