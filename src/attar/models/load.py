@@ -234,10 +234,24 @@ def read_tokenizer(path: Path) -> Any:
             loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             differs = type(loaded) is not TokenizersBackend and follow_file(loaded, path)
         except Exception as error:
-            raise _unreadable(path, first_line(error)) from error
+            generic = _by_file(path, error)
+            if generic is None:
+                raise _unreadable(path, first_line(error)) from error
+            return generic
     if differs and path.suffix != ".gguf":  # the folder in the cache of a GGUF file, which nobody else reads
         _warn_other_tokens(str(path / "tokenizer.json"), type(loaded).__name__)
     return loaded
+
+
+def _by_file(path: Path, error: Exception) -> Any:
+    """The tokenizer of tokenizer.json by transformers' generic class, where the class that the folder names
+    cannot be built from it; None where there is none, or the class is the folder's own code."""
+    if "trust_remote_code" in str(error) or not (path / "tokenizer.json").is_file():
+        return None
+    try:
+        return TokenizersBackend.from_pretrained(str(path), local_files_only=True)
+    except Exception:  # the first error names the fault
+        return None
 
 
 @functools.cache
