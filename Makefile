@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test test-all smollm2 lint bench gpu fuzz clean
+.PHONY: demo test test-all smollm2 lint bench gpu fuzz mutants clean
 
 demo: $(STAMP)
 	$(BIN)/attar demo
@@ -36,6 +36,10 @@ gpu:
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --runs $(or $(RUNS),1000000)
+
+# Small breaks of the code, each of which its test must see, within half an hour: make mutants ONLY=gguf for some.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --only '$(ONLY)'
 
 # PyTorch comes first and alone: asked for by its exact version, pip finds the build without CUDA's packages.
 $(STAMP): pyproject.toml constraints.txt

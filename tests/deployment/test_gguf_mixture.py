@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.deployment.gguf_mixture import NARROW, WIDE, gguf_mixture
+from attar.deployment.gguf_mixture import (
+    NARROW,
+    WIDE,
+    FileLayout,
+    TypeBudget,
+    _choose,
+    data_bytes,
+    gguf_mixture,
+)
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter
@@ -18,7 +26,7 @@ from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML
-from attar.walks.measurements import read
+from attar.walks.measurements import Measurement, read
 from attar.walks.sensitivity import load_inputs
 from tests import tiny_models
 
@@ -239,3 +247,30 @@ def test_conv1d_and_positions(tmp_path):
     name = "transformer.h.0.mlp.c_proj"
     wanted = kl_by_hand(case, {name: "Q3_K"})
     assert case.measured()[name]["Q3_K"].kl == pytest.approx(wanted, rel=2e-3)
+
+
+def layout():
+    shapes = {"blk.0.a.weight": (4, 32), "blk.1.a.weight": (4, 32), "norm.weight": (33,)}
+    tensors = {"0": ["blk.0.a.weight"], "1": ["blk.1.a.weight"]}
+    return FileLayout(shapes, {"norm.weight": "F32"}, tensors, {"0": ["0"], "1": ["1"]})
+
+
+def test_a_size_counts_what_fills_tensors_up_to_the_alignment_and_an_average_does_not():
+    kinds = {"blk.0.a.weight": "Q4_0", "norm.weight": "F32"}
+    plain, padded = 4 * 18 + 33 * 4, 96 + 160
+    assert data_bytes(kinds, layout().shapes, padding=False) == plain
+    assert data_bytes(kinds, layout().shapes) == padded
+    assert TypeBudget(layout(), 0.0, 4096, 64).cost(kinds) == 8 * padded
+    assert TypeBudget(layout(), 5.0, 0, 64).cost(kinds) == 8 * plain
+    assert TypeBudget(layout(), 0.0, 4096, 64).left == 8 * (4096 - 160 - 64)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_type_whose_divergence_is_not_finite_is_not_chosen(kl):
+    measured = {("0", "Q4_0"): 0.5, ("0", "Q8_0"): kl, ("1", "Q4_0"): 0.5, ("1", "Q8_0"): 0.1}
+    rows = [
+        Measurement(group, (group,), kind, kind, 0, 128, value, 0.0)
+        for (group, kind), value in measured.items()
+    ]
+    chosen, curve = _choose(TypeBudget(layout(), 0.0, 4096, 64), rows)
+    assert chosen.choice == {"0": "Q4_0", "1": "Q8_0"} and all(math.isfinite(loss) for _, loss in curve)

@@ -153,3 +153,19 @@ def test_tiles_are_clipped_as_in_torch(grid, monkeypatch):
     assert (compiled.shrink == plain.shrink).double().mean() > 0.99
     assert compiled.error == pytest.approx(plain.error, rel=1e-3)
     assert compiled.error < compiled.rtn_error
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("kind", ["IQ4_NL", "Q4_0"])
+def test_exact_ties_go_where_torch_takes_them(kind, sign, monkeypatch):
+    """Half way between two uneven levels the upper one, between two integers the even one."""
+    grid = GGML[kind]
+    levels = grid.level(torch.arange(16))
+    middles = torch.nn.functional.pad((levels[:-1] + levels[1:]) / 2, (0, 17))[None]  # (1, 32)
+    W = sign * middles.repeat(3, 1)
+    parameters = grid.parameters({"d": torch.ones(3, 1).half()})
+    run = lambda: gptq(W, torch.eye(32), grid, parameters=parameters).quantized.codes  # noqa: E731
+    compiled, plain = both(monkeypatch, run)
+    assert torch.equal(compiled, plain) and torch.equal(plain, grid.quantize(W, parameters).codes)
+    if kind == "IQ4_NL" and sign > 0:
+        assert plain[0, :15].tolist() == list(range(1, 16))
