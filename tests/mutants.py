@@ -552,19 +552,79 @@ MUTANTS = (
     M("formats/gguf/imatrix.py", "(entry.in_sum2 < 0).any()", "False", "formats/gguf/test_imatrix.py"),
     M("formats/gguf/imatrix.py", "float(max(calls, 1))", "float(calls)", "formats/gguf/test_imatrix.py"),
     # services: the tenant at every hop, bounds of messages
-    M("runtime/services/draft_service.py", "most, session.salt, None if", 'most, "", None if', "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant"),
-    M("runtime/services/offer_proposer.py", "len(tokens), request.salt[:256], rules", 'len(tokens), "", rules', "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant"),
-    M("runtime/services/target_client.py", "priority, deadline_s, salt[:256])", 'priority, deadline_s, "")', "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant"),
-    M("runtime/services/target_service.py", '"salt": message.salt}', '"salt": ""}', "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant"),
-    M("runtime/services/draft_service.py", "max(tokens, default=0) < self.vocabulary and", "", "runtime/services/test_draft_service.py"),
-    M("runtime/services/draft_service.py", " and held + len(tokens) <= self.most_tokens", "", "runtime/services/test_draft_service.py"),
+    M(
+        "runtime/services/draft_service.py",
+        "most, session.salt, None if",
+        'most, "", None if',
+        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+    ),
+    M(
+        "runtime/services/offer_proposer.py",
+        "len(tokens), request.salt[:256], rules",
+        'len(tokens), "", rules',
+        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+    ),
+    M(
+        "runtime/services/target_client.py",
+        "priority, deadline_s, salt[:256])",
+        'priority, deadline_s, "")',
+        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+    ),
+    M(
+        "runtime/services/target_service.py",
+        '"salt": message.salt}',
+        '"salt": ""}',
+        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+    ),
+    M(
+        "runtime/services/draft_service.py",
+        "max(tokens, default=0) < self.vocabulary and",
+        "",
+        "runtime/services/test_draft_service.py",
+    ),
+    M(
+        "runtime/services/draft_service.py",
+        " and held + len(tokens) <= self.most_tokens",
+        "",
+        "runtime/services/test_draft_service.py",
+    ),
     # what is on the disk before it has its name
-    M("checkpoint/atomic.py", "    partial.replace(final)\n    fsync(final.parent)", "    partial.replace(final)", "checkpoint/test_atomic.py"),
-    M("checkpoint/atomic.py", "            fsync(Path(parent, name))\n", "            pass\n", "checkpoint/test_atomic.py"),
-    M("cluster/journal.py", "            os.fsync(self._descriptor)\n", "            pass\n", "cluster/test_tasks.py"),
-    M("checkpoint/remote.py", "            os.fsync(file.fileno())\n", "            pass\n", "checkpoint/test_remote.py"),
-    M("formats/gguf/writer.py", "                atomic.fsync(part.partial)\n", "                pass\n", "formats/gguf/test_gguf_container.py"),
-    M("distillation/collection/journal.py", "                os.fsync(self._descriptor)\n", "                pass\n", "distillation/collection/test_journal.py"),
+    M(
+        "checkpoint/atomic.py",
+        "    partial.replace(final)\n    fsync(final.parent)",
+        "    partial.replace(final)",
+        "checkpoint/test_atomic.py",
+    ),
+    M(
+        "checkpoint/atomic.py",
+        "            fsync(Path(parent, name))\n",
+        "            pass\n",
+        "checkpoint/test_atomic.py",
+    ),
+    M(
+        "cluster/journal.py",
+        "            os.fsync(self._descriptor)\n",
+        "            pass\n",
+        "cluster/test_tasks.py",
+    ),
+    M(
+        "checkpoint/remote.py",
+        "            os.fsync(file.fileno())\n",
+        "            pass\n",
+        "checkpoint/test_remote.py",
+    ),
+    M(
+        "formats/gguf/writer.py",
+        "                atomic.fsync(part.partial)\n",
+        "                pass\n",
+        "formats/gguf/test_gguf_container.py",
+    ),
+    M(
+        "distillation/collection/journal.py",
+        "                os.fsync(self._descriptor)\n",
+        "                pass\n",
+        "distillation/collection/test_journal.py",
+    ),
 )
 """Spread over the tree; a break that survived once gets a test first, and then a row."""
 

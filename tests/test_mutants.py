@@ -23,12 +23,14 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("new", "survived"), [("3 * x", False), ("x + 2", True)])
 def test_a_break_is_tried_and_taken_back(tree, new, survived):
     assert survives(Mutant("sums.py", "2 * x", new, "test_sums.py::test_double"), tree) == survived
     assert "return 2 * x" in (tree / "src/attar/sums.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_break_that_no_longer_compiles_is_no_break(tree):
     with pytest.raises(SystemExit, match="did not run"):
         survives(Mutant("sums.py", "2 * x", "2 *", "test_sums.py::test_double"), tree)
@@ -50,9 +52,9 @@ def test_rows_that_do_not_fit_the_tree_are_stale(tree, mutant, why):
     assert why in stale(mutant, tree) and bool(why) == bool(stale(mutant, tree))
 
 
+@pytest.mark.slow
 def test_survivors_stale_rows_and_those_not_reached_count(tree, monkeypatch, capsys):
     monkeypatch.setattr(mutants, "ROOT", tree)
-    monkeypatch.setattr(mutants, "stale", lambda mutant: stale(mutant, tree))
     kill, survive = (Mutant("sums.py", "2 * x", new, "test_sums.py") for new in ("3 * x", "x + 2"))
     assert run([kill, survive, Mutant("sums.py", "no", "y", "test_sums.py")], 2, 5.0) == 2
     said = capsys.readouterr().out.splitlines()
