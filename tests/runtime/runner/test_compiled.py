@@ -185,6 +185,42 @@ def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
     assert torch.allclose(rows, run(again, (0, chain, 21, 22, [0, 1], 1)), atol=1e-5)
 
 
+FORCED = {
+    "bf16": ({}, 0.0),
+    "bf16, 16 bits": ({"weights": "bf16", "bits": 16}, 2e-5),
+    "int4, 8 bits": ({"weights": "int4", "bits": 8}, 5e-3),
+    "int4, 16 bits": ({"weights": "int4", "bits": 16}, 2e-3),
+    "int8, 16 bits, int8 keys": ({"weights": "int8", "bits": 16, "kv_dtype": "int8"}, 5e-3),
+}
+
+
+@pytest.mark.parametrize("case", sorted(FORCED))
+@pytest.mark.parametrize("width", [1, 3])
+def test_forced_drafts_are_plain_decoding(case, width, models):
+    """Of right drafts in a chain the log-probabilities are bit for bit those of one token a step. In a tree
+    the ancestors lie in other slots, so attention sums them in another order, and an activation may round to
+    its other neighbour."""
+    (settings, bound), depth, start, stop = FORCED[case], 4, 60, 95
+    ids, blocks = tokens(120), range(10)
+    plain, drafted = (runner(models("llama3"), **settings) for _ in range(2))
+    for each in (plain, drafted):
+        run(each, (0, ids, 0, start, blocks, 0))
+    worst = 0.0
+    for at in range(start, stop, depth + 1):
+        steps = range(at, at + depth + 1)
+        expected = torch.cat([run(plain, (0, ids, token, token + 1, blocks, 1)) for token in steps])
+        row, parents, path = [ids[at]], [-1], [0]
+        for token in steps[1:]:  # the right one behind its wrong siblings
+            parents += [path[-1]] * width
+            row += [*((ids[token] + other) % 300 for other in range(1, width)), ids[token]]
+            path.append(len(row) - 1)
+        text = ids[:at] + row
+        rows = run(drafted, (0, text, at, len(text), blocks, len(row)), parents=(tuple(parents),))
+        drafted.move([(at + token, at + index) for index, token in enumerate(path) if token != index])
+        worst = max(worst, float((rows[path].log_softmax(-1) - expected.log_softmax(-1)).abs().max()))
+    assert worst == 0 if width == 1 else worst <= (bound or 2e-5), worst
+
+
 def test_a_tree_under_a_window(models):
     """Siblings share a position: the window counts positions, not places."""
     model, ids = models("mistral", sliding_window=3), tokens()
