@@ -301,9 +301,26 @@ def _card(checkpoint: Checkpoint) -> Iterator[_Finding]:
             yield _Finding(name, f"attar.json: {name}", True)
 
 
+def _joined(name: str) -> list[str]:
+    """The ids of which a ``license_name`` of attar's own (readme.py) is made, joined by hyphens; empty where
+    it is of another's."""
+    ids: list[str] = []
+    remaining, known = f"{name.lower()}-", sorted(entries(), key=len, reverse=True)
+    while remaining:
+        licence = next((one for one in known if remaining.startswith(f"{one}-")), None)
+        if licence is None:
+            return []
+        ids.append(licence)
+        remaining = remaining.removeprefix(f"{licence}-")
+    return ids
+
+
 def _tags(file: str, tags: list[str], names: list[str]) -> Iterator[_Finding]:
-    """Licences by the tags of a file; ``other`` and ``unknown`` are no licences."""
+    """Licences by the tags of a file, or by ids joined in one; ``other`` and ``unknown`` are no licences."""
     for tag in tags:
+        joined = _joined(tag)
+        for licence in joined if len(joined) > 1 else ():
+            yield _Finding(_refine(licence, names), f"{file}: license {tag}", True)
         for licence, entry in entries().items():
             if tag.lower() in entry.get("tags", []):
                 yield _Finding(_refine(licence, names), f"{file}: license {tag}", True)
