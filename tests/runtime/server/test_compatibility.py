@@ -107,7 +107,7 @@ def test_harmless_fields_are_ignored_and_named(path):
 
 
 def test_what_other_services_put_into_messages_is_read_over():
-    """Keys of parts and messages that are listed; kinds of parts that cannot be read are refused in a line."""
+    """Keys of parts and messages that are listed; other kinds of parts are refused in a line."""
     names = ("cache_control", "citations", "provider_options")
     part = {"type": "input_text", "text": "Hi", **{name: {"type": "x"} for name in names}}
     asked = [

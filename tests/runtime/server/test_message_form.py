@@ -77,6 +77,12 @@ TEMPLATES = {  # the template, and what differs from OpenAI's form for the conve
         START + "{% if not loop.first %}" + NO_SYSTEM + "{% endif %}" + TEXT + OBJECT + END,
         {"system": "first"},
     ),
+    "the last system at the head": (
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}{% for m in messages %}"
+        "{% if m.role != 'system' %}" + TEXT + OBJECT + "{% endif %}" + END,
+        {"system": "first", "tools": "words"},
+    ),
     "no tools, no system, alternating": (
         ALTERNATE + "{% for m in messages %}" + NO_SYSTEM + TEXT + END,
         {"calls": "words", "results": "user", "tools": "words", "system": "user", "merged": True},
@@ -141,6 +147,12 @@ def test_every_part_of_a_conversation_is_in_the_prompt_once(name):
     plain = [ChatMessage.model_validate(message).plain() for message in CONVERSATION]
     form = tokenizer._form(plain, ChatOptions((TOOL,)))
     assert form == MessageForm(**changes), form
+
+
+def test_tools_in_words_beside_a_system_message_that_comes_later():
+    template = TEMPLATES["the last system at the head"][0]
+    text = prompt(template, [CONVERSATION[1], {"role": "assistant", "content": "Yes."}, *CONVERSATION[6:]])
+    assert all(part in text for part in ("look", "One?", "Yes.", "Be exact.", "Three?"))
 
 
 def test_a_template_that_joins_arguments_gets_them_as_the_client_wrote_them():

@@ -30,7 +30,7 @@ Render = Callable[[Sequence[PlainMessage], Sequence[Mapping[str, Any]]], str]
 MessageKind = tuple[str, bool, int, bool]
 """Of a message: its role, whether it has text, its number of calls up to 2, whether their ids are short."""
 
-MOST_MESSAGES = 2000  # rendered in each search of a form
+MOST_MESSAGES = 3000  # rendered in each search of a form
 _RESULTS = ("tool", "function")
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # Mistral's
 
@@ -182,7 +182,7 @@ def find_form(
     for kinds, with_tools, axes in (
         (texts, False, _OF_TEXTS),
         ([_USER], tools, _OF_TOOLS),
-        (shape, tools, _OF_CALLS if has_calls else ()),
+        (shape, tools, (*_OF_CALLS, "system") if has_calls else ("system",)),
     ):
         result = _search(render, kinds, with_tools, _forms(form, axes))
         form = result if isinstance(result, MessageForm) else form
@@ -220,11 +220,21 @@ def _forms(first: MessageForm, axes: tuple[str, ...]) -> list[MessageForm]:
     changes = [dict(zip(axes, values, strict=True)) for values in product(*(_COSTS[name] for name in axes))]
     others = dict.fromkeys(replace(first, **change) for change in changes)
     costs = {
-        form: sum(_COSTS[name][getattr(form, name)] for name in axes)
+        form: _distance(form, first)
         for form in others
-        if form != first and (axes != _OF_CALLS or _matters(form, first))
+        if form != first and ("calls" not in axes or _matters(form, first))
     }
     return [first, *sorted(costs, key=costs.__getitem__)]
+
+
+def _distance(form: MessageForm, first: MessageForm) -> int:
+    """How far a form is from the first; calls in words have their results in words, too."""
+    costs = {
+        name: values[getattr(form, name)] - values[getattr(first, name)] for name, values in _COSTS.items()
+    }
+    if form.calls == "words" and form.results == "user":
+        costs["results"] = 0
+    return sum(map(abs, costs.values()))
 
 
 def _matters(form: MessageForm, first: MessageForm) -> bool:
