@@ -15,13 +15,14 @@ from attar.checkpoint import open_checkpoint
 from attar.cli.main import main
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.errors import ModelError, SettingsError
+from attar.errors import MemoryNeededError, ModelError, SettingsError
 from attar.kernels.build import load as build
 from attar.kernels.build import warn_slower
 from attar.kernels.product import default_activation_bits, default_threads
 from attar.kernels.structures import library
 from attar.models.load import load_model
 from attar.quantization.grids.ggml import GGML
+from attar.runtime import loading
 from attar.runtime.kv.evict import H2O, Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -383,3 +384,13 @@ def test_a_fitting_default():
     assert clear.sum() > 20 and torch.equal(actual.argmax(1)[clear], wanted.argmax(1)[clear])
     assert (actual - wanted).norm() < ROUNDED * wanted.norm()
     assert llm.generate(text, SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids
+
+
+@pytest.mark.parametrize("kv_tokens", [10**11, 2**60, 10**30])
+@pytest.mark.parametrize("runner", ["compiled", "modules"])
+def test_a_cache_that_cannot_fit_is_refused_before_anything_is_loaded(monkeypatch, runner, kv_tokens):
+    """With both amounts, by every verb: they all load here, drafts too."""
+    for name in ("_compiled", "_modules"):
+        monkeypatch.setattr(loading, name, None)
+    with pytest.raises(MemoryNeededError, match=r"KV cache of [0-9,]+ tokens needs .* and .* are free"):
+        load("attar:tiny", runner=runner, kv_tokens=kv_tokens)

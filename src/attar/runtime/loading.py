@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.checkpoint.parts import count
-from attar.errors import ModelError
+from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
@@ -32,6 +33,7 @@ from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.hidden_pool import HiddenPool
+from attar.runtime.kv.memory import block_bytes, layer_shapes
 from attar.runtime.runner.choice import RunnerSettings, obstacle
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.compiled import Compiled
@@ -127,13 +129,21 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
 
 def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
     """Raise MemoryNeededError where the weights alone do not fit into the CPU's memory: packed ones as they
-    are stored, dense ones in 16 bits or as they will be rounded."""
+    are stored, dense ones in 16 bits or as they will be rounded; or with the pool that was asked for."""
     if pick_device(settings.device).type != "cpu":
         return
     bits = {None: 16, "int8": 8, "int4": 4}[settings.weights]
     packed = readers.quant_method(checkpoint) is not None
     size = checkpoint.nbytes if packed else count(checkpoint).parameters * bits // 8
     check_memory(checkpoint.name, size, hint="quantize it: quantize works block by block")
+    if settings.kv_tokens is None:
+        return
+    with suppress(ModelError, SettingsError):  # refused where the runner is made
+        kv_dtype = "bfloat16" if settings.kv_dtype == "auto" else settings.kv_dtype
+        block = block_bytes(layer_shapes(checkpoint.config), kv_dtype, settings.block_size)
+        pool = settings.kv_tokens * block // settings.block_size
+        name = f"{checkpoint.name} with a KV cache of {settings.kv_tokens:,} tokens"
+        check_memory(name, size + pool, hint="choose a smaller --kv-tokens; attar plan-kv shows what fits")
 
 
 def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
