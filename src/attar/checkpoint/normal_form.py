@@ -141,7 +141,7 @@ def _settle_codes(form: NormalForm) -> None:
 
 def _holds_codes(info: TensorInfo) -> bool:
     """Whether a tensor is a part of a quantized weight: its codes, its scales."""
-    if info.block or info.dtype.startswith(("F4", "F6", "F8")):
+    if info.block or info.dtype.startswith(("F4", "F6_", "F8_")):
         return True
     integers = info.dtype in _INTEGERS
     if integers and info.name.endswith(".weight") and len(info.shape) > 1:

@@ -29,11 +29,13 @@ class OddityRule:
         verdict: works, note or refused.
         words: what is odd, and what is done about it; braces are filled in.
         hint: how to mend it.
+        file: of a folder, where it is.
     """
 
     verdict: str
     words: str
     hint: str = ""
+    file: str = ""
 
 
 ANOTHER_VERSION = "index and shards are of different versions; copy them again"
@@ -91,7 +93,7 @@ ODDITIES: dict[str, OddityRule] = {
     ),
     # config.json
     "number": OddityRule(
-        REFUSED, "the config's {key} is {value}, but must be {allowed}", "the file is damaged, or made so"
+        REFUSED, "{key} is {value}, but must be {allowed}", "the file is damaged, or made so", "config.json"
     ),
     "too many layers": OddityRule(
         REFUSED, "config.json says {layers} layers, but there are {tensors} tensors", ANOTHER_MODEL
@@ -134,6 +136,8 @@ class Oddity:
 
     def error(self, where: Path | str) -> AttarError:
         """The refusal."""
+        file = ODDITIES[self.what].file
+        where = Path(where) / file if file and Path(where).is_dir() else where
         kind, joint = (ModelError, " ") if self.text.startswith("is ") else (CheckpointError, ": ")
         return kind(f"{where}{joint}{self.text}", hint=self.hint or None)
 

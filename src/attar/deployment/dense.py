@@ -51,7 +51,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         if slot is None:
             return []
         name, kind, shape = slot
-        if dtype is not None and kind in ("F32", "F16", "BF16"):
+        if dtype is not None and kind in ("F64", "F32", "F16", "BF16"):
             kind = stored_dtype(dtype)
         return [TensorSpec(name, kind, shape)]
 

@@ -55,7 +55,7 @@ from attar.walks.sweep import Solution, SweepResult, sweep
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F64", "F32", "BF16", "F16")
 HEAD = "lm_head"
 
 

@@ -35,7 +35,7 @@ from attar.progress import SILENT, Progress
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 HALF = ("gptq", "awq")
 """Targets whose numbers are float16."""
 BITSANDBYTES = "bitsandbytes"

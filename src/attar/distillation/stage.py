@@ -90,6 +90,7 @@ def distill(
         shared: dict[str, Any] = {"authors": authors, "samples": samples}
         return distill_head(source, out, settings, **shared, progress=progress, force=force, key=key)
     task = task_of(base.config, settings)
+    base, source = (admit(model, progress, causal=task.name == "causal") for model in (base, source))
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any
     way = settings.student.dense
@@ -199,6 +200,7 @@ def recover(
     signals = [] if original is None else [original]
     authors = _check_licences(source, signals, settings, progress)
     task = task_of(source.config, settings)
+    source = admit(source, progress, causal=task.name == "causal")
     tokens = tokenizer_pair(source, original or source, settings, task.name)
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)
