@@ -290,6 +290,30 @@ def test_a_tensor_without_a_place_is_named(change, words, tmp_path):
         AdaptedCheckpoint(view.checkpoint, view.folder)
 
 
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace("lora_A.weight", "lora_A.default.weight"),
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: name.replace(".lora_B.weight", ".lora_B.other.weight"),
+    ],
+    ids=["peft before 0.3", "without a prefix", "another name of the adapter"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_spellings_and_types_are_read(rename, dtype, tmp_path):
+    view, _ = adapted(tmp_path, target_modules=["q_proj"])
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    factors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(factors, path)
+    before = AdaptedCheckpoint(view.checkpoint, view.folder)
+    expected = {name: before.load(name) for name in before.updates}
+    save_file({rename(name): tensor for name, tensor in factors.items()}, path)
+    again = AdaptedCheckpoint(view.checkpoint, view.folder)
+    assert expected and set(again.updates) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(again.load(name), tensor)
+
+
 def test_missing_files_are_named(tmp_path):
     view, _ = adapted(tmp_path, target_modules=ATTENTION)
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json"):
