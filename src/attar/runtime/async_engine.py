@@ -20,6 +20,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from attar.errors import AttarError
 from attar.runtime.engine import DEFAULT, Engine, PromptObserver
@@ -44,6 +45,7 @@ class AsyncEngine:
         self.engine = engine
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._readers: dict[str, tuple[Loop, EventInbox]] = {}
+        self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._open, self._closing = True, Lock()  # no call is queued after the thread emptied the queue
         self.failure: Exception | None = None  # what ended the thread unexpectedly
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
@@ -76,7 +78,8 @@ class AsyncEngine:
         options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
         options |= {"adapter": adapter, "observe": observe}
         if params.guide is not None and self.engine.grammars is not None:
-            options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params, salt)
+            async with self._compiling.setdefault(salt, asyncio.Lock()):  # each tenant one at a time
+                options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params, salt)
 
         def add() -> str:
             name = self.engine.add(prompt, params, **options)

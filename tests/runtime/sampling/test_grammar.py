@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
 from attar.models.load import load_tokenizer
-from attar.runtime.sampling import grammar
+from attar.runtime.sampling import grammar, grammar_trial
 from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams
 from attar.runtime.sampling.warp import SamplingRow, warp
@@ -207,6 +207,26 @@ def test_a_grammar_is_compiled_once_and_old_ones_go(monkeypatch: pytest.MonkeyPa
     for number in [*range(KEPT + 1), KEPT, 0]:
         start(result, regex=f"a{number}")
     assert len(compiled) == KEPT + 2 and compiled[-1] == "a0" and len(result._compiled) == KEPT
+
+
+COSTLY = {
+    "an intersection with a complement": {"grammar": "start: T\nT: /.*a.{15}/ & /.*b.{14}/ & ~/.*c.{13}.*/"},
+    "multiples": {"json_schema": {"anyOf": [{"type": "integer", "multipleOf": 9000 + i} for i in range(20)]}},
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_takes_too_long_to_compile_is_refused_and_the_next_is_not(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In a server: the time of a thread that compiles has no bound."""
+    monkeypatch.setattr(grammar_trial, "SECONDS", 0.4)
+    result = Grammars(TOKENIZER, V)
+    result.prepare()
+    start(result, regex="ab?")
+    with pytest.raises(GrammarError, match=r"to compile it needs more than 0.4 s or 2,048 MiB"):
+        start(result, **COSTLY[name])
+    start(result, regex="ab")
 
 
 def test_tenants_share_no_compiled_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
 from attar.runtime.fair_cache import FairCache
+from attar.runtime.sampling.grammar_trial import GrammarTrial
 from attar.runtime.sampling.json_schema import BLANKS, schema_grammar
 from attar.runtime.sampling.params import SamplingParams
 
@@ -183,12 +184,15 @@ class Grammars:
         self._trie: tuple[LLTokenizer, int] | None = None
         self._compiled = FairCache[Matcher](KEPT)
         self._trie_lock = Lock()
+        self._trial: GrammarTrial | None = None
 
     def prepare(self) -> None:
-        """Build the vocabulary trie ahead of the first grammar, because llguidance holds the interpreter lock
-        meanwhile. Nothing happens where it is not installed or does not support the tokenizer."""
+        """For a server: build the vocabulary trie ahead of the first grammar, because llguidance holds the
+        interpreter lock meanwhile, and compile grammars in another process first. Nothing happens where it is
+        not installed or does not support the tokenizer."""
         with suppress(ImportError, ValueError):
             self._vocabulary_trie()
+            self._trial = GrammarTrial(*_tokenizer_json(self._tokenizer, self._vocabulary), LIMITS)
 
     def matcher(self, params: SamplingParams, tenant: str = "") -> Matcher | None:
         """In the initial state; None where the parameters have no grammar.
@@ -220,7 +224,10 @@ class Grammars:
             trie, end = self._vocabulary_trie()
         except ValueError as error:
             raise _refused(name, text, f"of the model's tokenizer: {_reason(str(error))}") from error
-        compiled = LLMatcher(trie, _to_lark(name, text), log_level=0, limits=LLParserLimits(**LIMITS))
+        lark = _to_lark(name, text)
+        if self._trial is not None and (reason := self._trial.fails(lark)) is not None:
+            raise _refused(name, text, reason, GrammarError)
+        compiled = LLMatcher(trie, lark, log_level=0, limits=LLParserLimits(**LIMITS))
         if compiled.is_error():
             raise _refused(name, text, _reason(compiled.get_error()))
         matcher = Matcher(compiled, self._vocabulary, end, (name, text))
@@ -246,6 +253,12 @@ def _make_trie(tokenizer: Any, vocabulary: int) -> tuple[LLTokenizer, int]:
     """
     from llguidance import LLTokenizer
 
+    text, end = _tokenizer_json(tokenizer, vocabulary)
+    return LLTokenizer(text, n_vocab=end + 1, eos_token=end), end
+
+
+def _tokenizer_json(tokenizer: Any, vocabulary: int) -> tuple[str, int]:
+    """For ``_make_trie``: tokenizer.json with the end token, and its id."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("it has no fast kind")
@@ -253,7 +266,7 @@ def _make_trie(tokenizer: Any, vocabulary: int) -> tuple[LLTokenizer, int]:
     tokenizer_json = json.loads(backend.to_str())
     added = [*tokenizer_json["added_tokens"], {"id": end, "content": "<|end of grammar|>", **_SPECIAL}]
     tokenizer_json |= {"padding": None, "truncation": None, "added_tokens": added}
-    return LLTokenizer(json.dumps(tokenizer_json), n_vocab=end + 1, eos_token=end), end
+    return json.dumps(tokenizer_json), end
 
 
 def _to_lark(name: str, text: str) -> str:
