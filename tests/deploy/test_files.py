@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attar.checkpoint import open_checkpoint
+from attar.version import __version__
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CPU, GPU = DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml"
 ENVIRONMENT = {"ATTAR_SERVICE_KEY": "a-key-of-services", "MAX_DRAFT_TOKENS": "4"}
@@ -126,6 +129,32 @@ def test_the_image_is_built_from_what_is_there():
             assert shlex.split(step)
 
 
+def example():
+    """Path and body of the request in compose.yaml's own comment."""
+    text = re.sub(r"^# ?", "", CPU.read_text(), flags=re.M).replace("\\\n", " ")
+    (line,) = re.findall(r"^ *curl localhost:8000.*$", text, flags=re.M)
+    words = shlex.split(line)
+    return words[1].removeprefix("localhost:8000"), json.loads(words[words.index("-d") + 1])
+
+
+def test_the_example_of_compose_is_a_request_that_its_model_answers():
+    path, body = example()
+    model = read(CPU)["services"]["coordinator"]["command"][1]
+    chats = (open_checkpoint(model).path / "chat_template.jinja").is_file()
+    assert body["model"] == model and path == ("/v1/chat/completions" if chats else "/v1/completions")
+
+
+def test_images_have_a_tag_and_homes_can_be_written():
+    images = [service["image"] for service in read(CPU)["services"].values()]
+    images += [pod["containers"][0]["image"] for pod in pods().values()]
+    assert set(images) == {f"attar:{__version__}"}
+    for pod in pods().values():
+        mounts = {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+        assert mounts >= {"/tmp", "/home/attar", "/models"}
+    variables = {one["name"] for one in pods()["attar"]["containers"][0]["env"]}
+    assert variables == {"ATTAR_SERVICE_KEY", "ATTAR_API_KEY"}
+
+
 @pytest.mark.slow
 def test_the_commands_of_compose_answer_a_client(tmp_path, monkeypatch):
     pytest.importorskip("grpc")
@@ -151,8 +180,8 @@ def test_the_commands_of_compose_answer_a_client(tmp_path, monkeypatch):
             model, command = options(name)
             process = service(tmp_path, name, *command, model=model)
             _, url, found[name] = stack.enter_context(process)
-        asked = {"model": "tiny", "prompt": "import os\n", "max_tokens": 24, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
-        assert answer["usage"]["completion_tokens"] == 24
+        path, body = example()
+        answer = httpx.post(f"{url}{path}", json={**body, "model": "tiny"}, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == body["max_tokens"], answer
         test = read(CPU)["services"]["draft"]["healthcheck"]["test"]
         assert compile(test[-1], "healthcheck", "exec")
