@@ -167,7 +167,7 @@ MUTANTS = (
         "quantization/columns.py",
         "torch.mul(column - grid.decode(codes[i], at), step, out=errors[i])",
         "torch.mul(target - grid.decode(codes[i], at), step, out=errors[i])",
-        "quantization/methods/test_gptq.py",
+        "kernels/test_columns_kernel.py::test_gptq_and_refinement_are_those_of_torch",
     ),
     M(
         "quantization/columns.py",

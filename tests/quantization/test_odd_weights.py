@@ -10,7 +10,7 @@ from attar.pruning.reconstruction.linear import LinearReconstructor
 from attar.pruning.zeros import ZEROS
 from attar.quantization.gates import check_layers
 from attar.quantization.grids import GGML, Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NVFP4Grid
-from attar.quantization.hessian import CrossHessian, Hessian, informed
+from attar.quantization.hessian import CrossHessian, Hessian, all_finite, informed
 from attar.quantization.layerwise import LayerSolver
 from attar.quantization.methods.exl2 import PATTERNS, quantize_layer
 from attar.quantization.methods.rtn import rtn
@@ -42,15 +42,18 @@ def odd(case):
         W[5], W[:, 9] = 0.0, 0.0
     if case == "constant":
         W.fill_(0.25)
-    if case == "one token":
-        X = X[:1]
+    if case in ("one token", "no token"):
+        X = X[: case == "one token"]
     return {"one row": W[:1], "huge": W * 1e12, "tiny": W * 1e-30}.get(case, W), X
 
 
 CASES = [
-    "unseen columns", "no inputs", "zero", "zero row and column", "constant", "one token", "one row", "huge",
+    "unseen columns", "no inputs", "zero", "zero row and column", "constant", "one token", "no token", "one row", "huge",
     "tiny",
 ]  # fmt: skip
+
+
+BLIND = ("no inputs", "no token")
 
 
 def seen(accumulator, X):
@@ -73,7 +76,7 @@ def test_every_rounding_keeps_what_it_has_no_information_of(method, case):
     result = rounded(method, W, X)
     whole, lost = float(W.double().norm()), float((result.weight - W).double().norm())
     assert result.weight.isfinite().all() and lost <= 0.25 * whole
-    unseen = {"unseen columns": UNSEEN, "no inputs": list(range(K))}.get(case, [])
+    unseen = {"unseen columns": UNSEEN, **dict.fromkeys(BLIND, list(range(K)))}.get(case, [])
     assert result.report["unseen"] == len(unseen)
     if unseen and method != "awq":
         step = result.tensors["scale"].abs().repeat_interleave(GROUP, 1)
@@ -84,7 +87,7 @@ def test_every_rounding_keeps_what_it_has_no_information_of(method, case):
     assert any(one.check == "inputs" for one in check_layers([named])) == bool(unseen)
 
 
-@pytest.mark.parametrize("case", ["unseen columns", "no inputs"])
+@pytest.mark.parametrize("case", ["unseen columns", *BLIND])
 @pytest.mark.parametrize("method", SWEPT)
 def test_without_a_search_unseen_columns_have_the_codes_of_rounding_to_nearest(method, case):
     W, X = odd(case)
@@ -131,7 +134,7 @@ def test_reconstruction_leaves_what_has_no_information(cut, case, bias, original
     accumulator = solver.accumulator(["layer"], K)
     new = solver.solve({"layer": W}, seen(accumulator, X))["layer"].weight
     assert new.isfinite().all() and not new[~mask].any()
-    if case in ("unseen columns", "no inputs"):
+    if case in ("unseen columns", *BLIND):
         at = UNSEEN if case == "unseen columns" else slice(None)
         torch.testing.assert_close(new[:, at], (W * mask)[:, at], rtol=1e-3, atol=1e-4)
 
@@ -157,6 +160,11 @@ def test_zeros_become_the_lower_median_of_the_others_and_alone_they_become_one(v
     wanted = {0.0: 2.0 if len(values) == 4 else 1.0}
     assert informed(torch.tensor(values)).tolist() == [wanted.get(one, one) for one in values]
     assert informed(torch.tensor([0.0, float("nan")]))[1].isnan()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_nothing_is_finite(shape):
+    assert all_finite(torch.zeros(shape))
 
 
 GRIDS = {

@@ -1,6 +1,7 @@
 """Refinement: every step lowers the layer's error; nothing a single code could do is left."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,3 +192,25 @@ def test_rows_refined_in_parts_are_those_refined_together(monkeypatch, grid, mas
     assert torch.allclose(parts.dequantize(), together.dequantize(), atol=1e-4)
     assert (parts.codes == together.codes).float().mean() > 0.98
     assert parts.parameters.stored.keys() == rounded.parameters.stored.keys()
+
+
+def test_a_row_whose_refitted_scales_are_worse_once_they_are_stored_keeps_its_old_ones():
+    """bfloat16 rounds eight scales of a row at once: neighbours of the rounded solution may be better."""
+    W, H, _ = layer(rows=64)
+    B = (W @ H).double()
+    first = refit(rtn(W, IntGrid(3, 8, storage=torch.bfloat16)), H, B.float())
+
+    def costs(scale):
+        D = (first.codes * scale.repeat_interleave(8, 1)).double()
+        return ((D @ H.double() - 2 * B) * D).sum(1)
+
+    best = first.parameters.scale
+    for group in range(8):
+        for ulp in (1 + 2**-7, 1 - 2**-7):
+            trial = best.clone()
+            trial[:, group] = (trial[:, group] * ulp).bfloat16().float()
+            best = torch.where((costs(trial) < costs(best) - 1e-6)[:, None], trial, best)
+    better = (best != first.parameters.scale).any(1)
+    assert better.sum() > 5
+    again = refit(replace(first, parameters=replace(first.parameters, scale=best)), H, B.float())
+    assert (costs(again.parameters.scale) <= costs(best) + 1e-6).all()
