@@ -335,6 +335,7 @@ def run_stage(
     check_output(out, force)
     if verb == "quantize":
         model = _dense(model)
+    load("attar.recipe.estimate:check_memory")(verb, model, settings)
     function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
         checkpoint: Checkpoint = function(

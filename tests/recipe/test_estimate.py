@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import attar
 from attar.checkpoint.open import open_checkpoint
 from attar.deployment.settings import ROUNDINGS
 from attar.distillation.students import make_student
 from attar.distillation.students.plan import plan_student
-from attar.errors import RecipeError
+from attar.errors import DataError, MemoryNeededError, RecipeError
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import METHOD_SETTINGS as PRUNE_METHODS
 from attar.quantization.settings import METHOD_SETTINGS
@@ -22,6 +23,7 @@ from attar.recipe.estimate import (
     METHOD_COSTS,
     PRUNE_COSTS,
     Work,
+    check_memory,
     estimate,
     evaluation_memory,
     evaluation_seconds,
@@ -30,6 +32,7 @@ from attar.recipe.estimate import (
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shapes import Shape, after, shape_of
+from attar.recipe.stages import STAGES
 from tests import tiny_models
 from tests.recipe.recipe_fakes import make_model
 
@@ -458,3 +461,35 @@ def test_a_gguf_file_has_the_size_of_its_type(kind: str, bits: float) -> None:
         f"model: attar:tiny\nstages: [{{stage: export, format: gguf, type: {kind}}}]"
     ).stages[0]
     assert after(entry, SHAPE).bytes == pytest.approx(SHAPE.parameters * bits / 8)
+
+
+SMALL = {"batch_size": 1, "sequence_length": 64}
+LARGE = {"batch_size": 64, "sequence_length": 512}
+OF_VERB = {"prune": {"method": "neurons"}, "recover": {"teacher": "attar:tiny"}, "distill": {}}
+
+
+@pytest.mark.parametrize("verb", OF_VERB)
+def test_batches_that_do_not_fit_are_refused_with_both_amounts_before_any_work(verb, monkeypatch, tmp_path):
+    monkeypatch.setattr("attar.recipe.estimate.free_memory", lambda **_: 500_000_000)
+    options = OF_VERB[verb]
+    reached = []
+
+    def ended(*words: object, **settings: object) -> None:
+        reached.append(verb)
+        raise DataError("begun")
+
+    monkeypatch.setattr(type(STAGES[verb]), "run", lambda self: ended)
+    with pytest.raises(DataError, match="begun"):
+        getattr(attar, verb)("attar:tiny", tmp_path / "out", **options, **SMALL)
+    refusal = rf"{verb} with batches of 64 x 512 tokens needs about [\d.]+ .B of memory, and 500 MB are free"
+    with pytest.raises(MemoryNeededError, match=refusal) as caught:
+        getattr(attar, verb)("attar:tiny", tmp_path / "out", **options, **LARGE)
+    assert "--batch-size" in (caught.value.hint or "") and reached == [verb] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+def test_what_works_block_by_block_is_not_refused(method, monkeypatch):
+    monkeypatch.setattr("attar.recipe.estimate.free_memory", lambda **_: 1)
+    settings = prune_entry(method).settings
+    monkeypatch.setattr("attar.recipe.estimate.flat_settings", lambda entry: settings)
+    check_memory("prune", "attar:tiny", settings)

@@ -35,11 +35,18 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.units import bytes_text
+from attar.errors import MemoryNeededError
+from attar.memory import free_memory
 from attar.quantization.settings import AutoRoundSettings, YAQASettings
 from attar.recipe.machine import Rates
-from attar.recipe.schema import StageEntry
-from attar.recipe.shapes import Shape, flat_settings
+from attar.recipe.schema import ORIGINAL, StageEntry
+from attar.recipe.shapes import Shape, after, flat_settings, shape_of
 
+_SURE = 0.75  # of an estimate of memory: less is not free, and the system ends the process
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
 _START = 1.0  # seconds to load models and data
@@ -225,6 +232,34 @@ def estimate(
     work = stage_work(entry, source, teacher, result)
     plain = _START + work.seconds(rates) + (source.bytes + result.bytes) / _DISK_RATE
     return Estimate(plain * factor, plain, _BASE_MEMORY + memory, result.bytes, scratch)
+
+
+def check_memory(verb: str, model: Any, settings: Any) -> None:
+    """Refuse a stage that holds its batches in memory, where they cannot fit. Those that work block by block
+    spill instead; on a GPU its own memory counts.
+
+    Raises:
+        MemoryNeededError: names both amounts.
+    """
+    import torch
+
+    entry = StageEntry(1, verb, verb, ORIGINAL, None, settings, "")
+    flat = flat_settings(entry)
+    cost = _prune_cost(flat) if verb == "prune" else PruneCost()
+    whole = verb in ("distill", "recover") or (verb == "prune" and cost.passes and not cost.swept)
+    if not whole or torch.cuda.is_available():
+        return
+    source = shape_of(open_checkpoint(model))
+    needed = _BASE_MEMORY + _memory(entry, source, source, after(entry, source))[0]
+    needed -= min(psutil.Process().memory_info().rss, _BASE_MEMORY)
+    free = free_memory(swap=True)
+    if _SURE * needed > free:
+        batch = f"{getattr(flat, 'batch_size', 1)} x {getattr(flat, 'sequence_length', 1)} tokens"
+        amounts = f"needs about {bytes_text(needed)} of memory, and {bytes_text(free)} are free"
+        raise MemoryNeededError(
+            f"{verb} with batches of {batch} {amounts}",
+            hint="a smaller --batch-size or --sequence-length needs less",
+        )
 
 
 def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
@@ -555,7 +590,10 @@ def _pruning_memory(settings: Any, source: Shape, reconstruction: str) -> tuple[
         return max(zeros, solved if descent else 0.0), source.bytes
     if not cost.passes:
         return _stream_memory("prune", source), 0.0
-    kept = _activations(settings, source) if cost.backward else 0.0
+    tokens = getattr(settings, "batch_size", 1) * getattr(settings, "sequence_length", 1)
+    kept = 8.0 * tokens * (source.vocabulary + source.hidden)  # logits, and what a block makes of the states
+    if cost.backward:
+        kept = _activations(settings, source)
     return (8 if cost.backward else 4) * source.parameters + kept, 0.0
 
 
