@@ -222,6 +222,8 @@ def test_a_shape_and_its_search_are_bounded():
     for _ in range(3):
         tokenizer.chat(CONVERSATION[:2])
     assert len(tokenizer._forms) == 1
+    tokenizer.chat(CONVERSATION[:2], ChatOptions(variables={"x": "y" * 100_000}))
+    assert len(tokenizer._forms) == 2 and len(str(list(tokenizer._forms))) < 10_000
 
 
 def test_results_get_the_name_of_their_call():

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from secrets import token_hex
 from threading import Lock
 from typing import Any
@@ -157,7 +158,8 @@ class ServerTokenizer:
     def _form(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> MessageForm:
         """The form of these messages that the template reads."""
         shape = shape_of(messages)
-        key = shape, bool(options.tools), repr(options.variables), self.template
+        variables = sha256(repr(options.variables).encode("utf-8", "replace")).digest()  # which may be large
+        key = shape, bool(options.tools), variables, self.template
         form = self._forms.get(key)
         if form is None:
             render = partial(self._rendered, options=replace(options, answer_begins=False))
