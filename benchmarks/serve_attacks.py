@@ -11,6 +11,7 @@ with log-probabilities, while another process attacks for some seconds. The firs
                which a client's kernel asks again where the queue of connections was full
     load       of the machine, in the minute before the row's end
     gap        the longest time between two pieces of the stream, milliseconds
+    bound      whether /health was answered within 0.2 s on the connection that is kept open
     answers    what the attack was answered, by status; 0: the connection was closed without an answer
 """
 
@@ -32,6 +33,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HEALTH_S = 0.2
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -47,11 +49,24 @@ def chat(content: object, **more: object) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **more}).encode()
 
 
+def nested(levels: int) -> object:
+    value: object = "x"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
 def schema(levels: int) -> dict[str, object]:
     schema: dict[str, object] = {"type": "string"}
     for _ in range(levels):
         schema = {"type": "array", "items": schema}
     return {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+
+
+def chat_schema(schema: dict[str, object]) -> bytes:
+    """A completion under a JSON schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return completion(response_format=form)
 
 
 BODIES: dict[str, list[tuple[str, Callable[[], bytes]]]] = {
@@ -69,12 +84,17 @@ BODIES: dict[str, list[tuple[str, Callable[[], bytes]]]] = {
     "300k logit_bias": [(COMPLETIONS, lambda: completion(logit_bias={str(t): 1 for t in range(300_000)}))],
     "80k logit_bias": [(COMPLETIONS, lambda: completion(logit_bias={str(t): 1 for t in range(80_000)}))],
     "deep schema": [(CHAT, lambda: chat("a", response_format=schema(900)))],
+    "deep template variables": [(CHAT, lambda: chat("a", chat_template_kwargs={"x": nested(900)}))],
     "deep JSON": [(COMPLETIONS, lambda: b"[" * 1_000_000)],
     "/tokenize, 1 MB": [("/tokenize", lambda: json.dumps({"prompt": "x = 1\n" * 145_000}).encode())],
     "regex bombs": [
         (COMPLETIONS, lambda: completion(regex=r"(.{1,5000}){1,5000}x")),
         (COMPLETIONS, lambda: completion(regex="(a|b|ab)*" * 50 + "c", max_tokens=50)),
         (COMPLETIONS, lambda: completion(grammar="start: start")),
+    ],
+    "grammars that compile for long": [
+        (COMPLETIONS, lambda: completion(grammar="start: T\nT: /.*a.{15}/ & /.*b.{14}/ & ~/.*c.{13}.*/")),
+        (COMPLETIONS, lambda: chat_schema({"type": "integer", "multipleOf": 1_000_003})),
     ],
     "ambiguous grammar, n=16": [(COMPLETIONS, lambda: completion(grammar=AMBIGUOUS, n=16, **ENDLESS))],
     "ambiguous grammar, n=63": [(COMPLETIONS, lambda: completion(grammar=AMBIGUOUS, n=63, **ENDLESS))],
@@ -98,6 +118,11 @@ def attack_with_bodies(name: str, url: str, seconds: float) -> Counter[int]:
             finally:
                 connection.close()
     return statuses
+
+
+def silent(url: str, seconds: float) -> Counter[int]:
+    """Open 1,500 connections that say nothing; with TLS, none gets through its handshake."""
+    return _hold(url, seconds, b"", 1500)
 
 
 def half_open(url: str, seconds: float) -> Counter[int]:
@@ -164,6 +189,7 @@ def vanishing(url: str, seconds: float) -> Counter[int]:
 
 
 CONNECTIONS = {
+    "silent connections": silent,
     "half-open connections": half_open,
     "slow bodies": slow_bodies,
     "header floods": header_flood,
@@ -197,7 +223,7 @@ def main() -> None:
     with serving(arguments.model, arguments.url) as url:
         print(
             f"{arguments.model}, {arguments.seconds:g} s each\n"
-            f"{'':28}  kept   99 %  fresh   99 %    gap  load  answers"
+            f"{'':28}  kept   99 %  fresh   99 %    gap  load  0.2 s  answers"
         )
         with watched(url):  # the first answers take longer
             time.sleep(2)
@@ -216,10 +242,9 @@ def row(name: str, url: str, seconds: float) -> None:
             answer = "{}"
     answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(json.loads(answer).items()))
     times = "".join(f" {1e3 * max(waits):6,.0f} {1e3 * p99(waits):6,.0f}" for waits in (kept, fresh))
-    load = os.getloadavg()[0]
-    print(
-        f"{name or 'none':27} {times} {1e3 * max(gaps, default=0):6,.0f} {load:5.1f}  {answers}", flush=True
-    )
+    load, bound = os.getloadavg()[0], "kept" if max(kept) <= HEALTH_S else "over"
+    gap = 1e3 * max(gaps, default=0)
+    print(f"{name or 'none':27} {times} {gap:6,.0f} {load:5.1f}  {bound:>5}  {answers}", flush=True)
 
 
 def p99(waits: list[float]) -> float:
