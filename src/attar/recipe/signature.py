@@ -79,5 +79,6 @@ def _table(settings: Sequence[SettingField]) -> str:
         default = "required" if setting.default is dataclasses.MISSING else short(setting.default)
         choices = f"{' | '.join(map(str, setting.choices))}; " if setting.choices else ""
         text = f"{setting.name}: {setting.help} [{choices}default: {default}]"
-        lines.append(textwrap.fill(text, 108, initial_indent="    ", subsequent_indent="        "))
+        wrapped = textwrap.wrap(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+        lines += [f"    {line}" for line in wrapped]
     return "\n".join(lines)
