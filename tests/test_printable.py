@@ -55,6 +55,7 @@ VERB_WORDS = {
     "generate": ["text"],
     "status": [],
     "inspect": [],
+    "list": [],
     "chat": [],
     "bench": [],
     "plan-kv": [],
