@@ -194,3 +194,6 @@ def test_constant_codes_are_refused(rule, form, tmp_path):
     save_file(tensors, checkpoint.path / "model.safetensors")
     with pytest.raises(NumericsError, match=r"a.x: nearly all codes are the same"):
         CompressedTensorsReader(open_checkpoint(checkpoint.path)).check(name)
+    tensors["a.x.weight_scale"] = torch.ones_like(tensors["a.x.weight_scale"])  # a weight that is all zero
+    save_file(tensors, checkpoint.path / "model.safetensors")
+    CompressedTensorsReader(open_checkpoint(checkpoint.path)).check(name)

@@ -319,7 +319,7 @@ class BitsAndBytesReader(PackedReader):
                 raise NumericsError(
                     f"{base}.{leaf} holds zero, negative or infinite scales", hint="quantize the model again"
                 )
-        check_codes(base, self.checkpoint.load(name))
+        check_codes(base, self.checkpoint.load(name), torch.arange(2.0))  # by the codes alone
 
     def _int8(self, name: str, read: Callable[[Mapping[str, Tensor]], T]) -> T:
         """``read`` of the tensors of an INT8 weight."""

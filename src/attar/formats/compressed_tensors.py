@@ -239,7 +239,7 @@ class CompressedTensorsReader(PackedReader):
             scales = [torch.where(scales[0] == 255, torch.nan, torch.exp2(scales[0] - 127))]
         optional = self.load_present(f"{base}.", (GLOBAL, INPUT_SCALE))
         check_scales(f"{base}.{SCALE}", [*scales, *(scale.float() for scale in optional.values())])
-        check_codes(base, self.checkpoint.load(name))
+        check_codes(base, self.checkpoint.load(name), scales[0])
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """Everything that decodes a weight, by the last part of its name."""

@@ -254,8 +254,9 @@ class EXL2Reader(PackedReader):
     def check(self, name: str) -> None:
         if self.is_coded(name):
             base = name.rpartition(".")[0]
-            check_scales(f"{base}.{LARGEST}", [self.checkpoint.load(f"{base}.{LARGEST}").float()])
-            check_codes(base, self.checkpoint.load(name))
+            scales = self.checkpoint.load(f"{base}.{LARGEST}").float()
+            check_scales(f"{base}.{LARGEST}", [scales])
+            check_codes(base, self.checkpoint.load(name), scales)
 
     def _outputs(self, base: str) -> int:
         """N of a weight: from the config, a bias or the vocabulary, else all stored outputs."""

@@ -324,7 +324,7 @@ class ModelOptReader(PackedReader):
         base, tensors = name.removesuffix(".weight"), self.tensors(name)
         scales = [tensors[leaf].float() for leaf in (SCALE, SCALE_2, INPUT_SCALE) if leaf in tensors]
         check_scales(f"{base}.{SCALE}", scales)
-        check_codes(base, tensors[WEIGHT])
+        check_codes(base, tensors[WEIGHT], scales[0])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Everything that belongs to a weight, by the last part of its name."""

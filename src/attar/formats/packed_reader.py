@@ -153,14 +153,18 @@ def check_scales(name: str, scales: Sequence[Tensor]) -> None:
             )
 
 
-def check_codes(module: str, codes: Tensor) -> None:
-    """Raise where nearly all codes (or words of codes) are the same.
+def check_codes(module: str, codes: Tensor, scales: Tensor) -> None:
+    """Raise where nearly all codes (or words of codes) are the same under scales of several sizes, or under
+    one other than 1: a weight that is all zero has one scale, which a single one says by being 1.
 
     Raises:
         NumericsError: names the module.
     """
     words = codes.flatten()
     words = words.view(torch.uint8) if words.element_size() == 1 else words
+    one_size = bool((scales.abs() == scales.flatten()[0].abs()).all())
+    if one_size and (scales.numel() > 1 or float(scales) == 1.0):
+        return
     if words.numel() > 64 and float((words == words[0]).float().mean()) > CONSTANT:
         raise NumericsError(
             f"{module}: nearly all codes are the same", hint="the weights were zero or damaged before"

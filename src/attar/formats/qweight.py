@@ -151,7 +151,7 @@ class QweightReader(PackedReader):
             raise NumericsError(
                 f"{base}.{SCALES} holds scales that are zero or not finite", hint="quantize the model again"
             )
-        check_codes(base, self.checkpoint.load(name))
+        check_codes(base, self.checkpoint.load(name), scales)
 
     def read_group_rule(
         self, entry: Mapping[str, Any], known: tuple[int, ...], default: int | None, symmetric: bool
