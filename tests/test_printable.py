@@ -102,7 +102,7 @@ def test_notes_bars_and_warnings(capsys, monkeypatch):
     with progress.task("[/red]" + EVIL, total=1) as task:
         task.advance()
     handler = _StderrHandler(logging.WARNING)
-    handler.emit(logging.makeLogRecord({"msg": EVIL, "levelname": "WARNING"}))
+    handler.emit(logging.makeLogRecord({"msg": EVIL, "levelname": "WARNING", "levelno": logging.WARNING}))
     print_lines(EVIL)
     written = capsys.readouterr().err
     assert written.count("\\u001b]0;title") == 4 and is_clean(written)
