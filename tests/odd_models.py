@@ -227,6 +227,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "a flag in text": {"tie_word_embeddings": "false"},
     "an end in text": {"eos_token_id": "</s>"},
     "scaling in text": {"rope_scaling": "linear"},
+    "an unknown type": {"dtype": "float7"},
+    "a quantization in text": {"quantization_config": "int4"},
 }
 """Numbers of config.json that cannot be; the first key must be named."""
 
@@ -365,6 +367,18 @@ ODD: dict[str, OddModel] = {
     "a width that the heads do not divide": OddModel(
         config(num_attention_heads=5, num_key_value_heads=5, head_dim=...), REFUSED, "heads"
     ),
+    "layers that skip a number": OddModel(
+        tensors(lambda t: {name.replace("layers.1.", "layers.2."): x for name, x in t.items()}),
+        REFUSED,
+        "no tensor for model.layers.1.",
+    ),
+    "a class of another family": OddModel(config(model_type="qwen3"), REFUSED, "q_norm"),
+    "a head that is not finite": OddModel(
+        tensors(lambda t: {name: x / 0 if name == HEAD else x for name, x in t.items()}),
+        REFUSED,
+        HEAD,
+        apart={"inspect": (WORKS, "")},
+    ),
     # codes
     "FP8 with scales": OddModel(tensors(in_fp8(True)), REFUSED, "no quantization_config"),
     "FP8 without scales": OddModel(tensors(in_fp8(False)), REFUSED, "no quantization_config"),
@@ -393,7 +407,24 @@ ODD: dict[str, OddModel] = {
     "a tokenizer of an unknown class": OddModel(
         edited("tokenizer_config.json", tokenizer_class="NovelTokenizerFast"), WORKS
     ),
+    "a tokenizer of Python code": OddModel(
+        both(
+            edited(
+                "tokenizer_config.json", tokenizer_class="Slow", auto_map={"AutoTokenizer": ["x.Slow", None]}
+            ),
+            lambda folder: (folder / "tokenizer.json").unlink(),
+        ),
+        REFUSED,
+        "Python code",
+    ),
     # config.json
+    "empty parts": OddModel(config(text_config=None, quantization_config={}), WORKS),
+    "an unknown activation": OddModel(config(hidden_act="novel"), REFUSED, "hidden_act"),
+    "an unknown scaling": OddModel(
+        config(rope_parameters=..., rope_theta=10000.0, rope_scaling={"rope_type": "novel", "factor": 2.0}),
+        REFUSED,
+        "rope_type",
+    ),
     "code files": OddModel(code_files, WORKS),
     "a pad without a row": OddModel(config(pad_token_id=320), NOTE, "pad_token_id"),
     "ends without rows": OddModel(config(eos_token_id=[0, 9999]), NOTE, "eos_token_id"),

@@ -208,12 +208,13 @@ def test_the_engine_that_serve_loads(name, folders, attempt, capsys):
 @pytest.mark.parametrize("name", ODD)
 def test_inspect_opens_what_is_refused(name, folders, capsys):
     odd = ODD[name]
-    if name == "Mistral's file alone":
+    if name == "Mistral's file alone":  # nothing to open
         return
     assert call(["inspect", str(folders.odd(name))]) == 0
     out = capsys.readouterr().out
-    if odd.verdict in (NOTE, REFUSED):
-        assert odd.verdict in out and odd.words in out
+    verdict, words = odd.expected("inspect")
+    if verdict in (NOTE, REFUSED):
+        assert verdict in out and words in out
 
 
 def test_methods_in_folders_are_those_that_are_read():

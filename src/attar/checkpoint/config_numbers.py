@@ -51,6 +51,8 @@ ROPE = ("rope_scaling", "rope_parameters")
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_sliding_window")
 LISTS = ("intermediate_size", "num_key_value_heads", "num_attention_heads", "ffn_dim", "num_kv_heads")
 """Numbers that some families have for each layer."""
+TYPES = ("dtype", "torch_dtype")
+FLOATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -74,6 +76,12 @@ def _odd_ones(prefix: str, config: Mapping[str, Any]) -> Iterator[Oddity]:
     for key in FLAGS:
         if config.get(key) is not None and not isinstance(config[key], bool):
             yield _odd(prefix + key, config[key], "true or false")
+    for key in TYPES:
+        name = config.get(key)
+        if name is not None and not (isinstance(name, str) and name.removeprefix("torch.") in FLOATS):
+            yield _odd(prefix + key, name, ", ".join(FLOATS[:-1]) + f" or {FLOATS[-1]}")
+    if not isinstance(config.get("quantization_config"), Mapping | None):
+        yield _odd(prefix + "quantization_config", config["quantization_config"], "a mapping")
     for key in TOKENS:
         if key in config and not _token(config[key]):
             yield _odd(prefix + key, config[key], "the number of a token, or several in a list")

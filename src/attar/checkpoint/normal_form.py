@@ -20,6 +20,8 @@ from attar.checkpoint.quantization_files import with_quantization
 from attar.checkpoint.tensors import TensorInfo
 from attar.checkpoint.weight_files import more, same_bytes
 
+EMPTY = ("text_config", "quantization_config")
+"""Keys that mean nothing where they are null or empty."""
 TIE = "tie_word_embeddings"
 METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "exl2", "mxfp4")
 """Of :data:`attar.formats.readers.READERS` in folders: their codes are known by their names and types."""
@@ -62,8 +64,9 @@ def normal_form(config: dict[str, Any], tensors: dict[str, TensorInfo], folder: 
     Raises:
         CheckpointError: an older writer's file of a quantization is no JSON object.
     """
+    config = {key: value for key, value in config.items() if key not in EMPTY or value}
     form = NormalForm(with_quantization(config, tensors, folder), tensors)
-    odd = odd_number(config)
+    odd = odd_number(form.config)
     if odd is not None:
         form.oddities.append(odd)
         return form
@@ -165,6 +168,8 @@ def _settle_tie(form: NormalForm) -> None:
     heads = [name for name in form.tensors if _HEAD.search(name)]
     embeddings = [name for name in form.tensors if _EMBEDDING.search(name) and not _LAYER.match(name)]
     flag = stated_tie(form.config)
+    if flag and not heads:
+        form.config = with_tie(form.config, True)
     if len(heads) != 1 or len(embeddings) > 1 or flag is False:
         return
     head, embedding = heads[0], embeddings[0] if embeddings else None

@@ -16,6 +16,8 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -58,6 +60,25 @@ def parse_config(config: Mapping[str, Any]) -> Any:
             raise ModelError(f"config of {config['model_type']}: {first_line(error)}") from error
 
 
+def refusal(kind: Any, config: Any, error: Exception) -> ModelError:
+    """The error for a config that a class refuses: by its key where it names an activation or a kind of
+    rotary embedding that transformers does not have."""
+    content = config.get_text_config().to_dict()
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        if isinstance(content.get(key), str) and content[key] not in ACT2FN:
+            return ModelError(
+                f"{key} is {content[key]!r}, which transformers {transformers.__version__} lacks"
+            )
+    rope = content.get("rope_parameters") or {}
+    name = rope.get("rope_type", "default")
+    if isinstance(name, str) and name not in ("default", *ROPE_INIT_FUNCTIONS):
+        known = ", ".join(sorted(("default", *ROPE_INIT_FUNCTIONS)))
+        return ModelError(
+            f"rope_type is {name!r}", hint=f"transformers {transformers.__version__} has {known}"
+        )
+    return ModelError(f"{kind.__name__} refuses the config: {first_line(error)}")
+
+
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether transformers has the family and the class that a config names."""
     kind = getattr(transformers, config["architectures"][0], None)
@@ -86,6 +107,9 @@ def model_class(config: Any) -> Any:
             f"(model_type {config.model_type})",
             hint=OWN_CODE_HINT if getattr(config, "auto_map", None) else "check config.json's architectures",
         )
+    family: Any = getattr(kind, "config_class", None)
+    if family and not isinstance(config, family) and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # model_type decides, as in transformers
     return kind
 
 

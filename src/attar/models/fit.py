@@ -139,7 +139,10 @@ def _known_model(view: Any) -> Any | None:
 
     if not is_known(view.config):
         return None
-    model = empty_model(view.config)
+    try:
+        model = empty_model(view.config)
+    except ModelError as error:
+        raise ModelError(f"{view.path / 'config.json'}: {error.message}", hint=error.hint) from error
     names = stored_names(model, view, strict=False)
     stacks = [name for name, module in model.named_modules() if stack_of(module) is not None]
     stored = all(any(known.startswith(f"{name}.") for known in names) for name in stacks)

@@ -25,9 +25,9 @@ from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.initialization import no_init_weights
 
 from attar.checkpoint.atomic import write_config
-from attar.errors import CheckpointError, ModelError
+from attar.errors import CheckpointError
 from attar.memory import check_memory
-from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
+from attar.models.configs import first_line, load_config, model_class, parse_config, quiet, refusal
 from attar.models.device import pick_device
 from attar.models.draft_heads.kind import refuse_draft_head
 from attar.models.experts import unstack
@@ -201,7 +201,7 @@ def empty_model(config: Mapping[str, Any] | Any, *, unstacked: bool = False) -> 
         try:
             model = kind._from_config(config)
         except Exception as error:
-            raise ModelError(f"{kind.__name__} refuses the config: {first_line(error)}") from error
+            raise refusal(kind, config, error) from error
     model.tie_weights()
     return (unstack(model) if unstacked else model).eval()
 
@@ -269,7 +269,7 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
             f"{path}: {pieces[0]} without tokenizer.json needs the packages sentencepiece and protobuf",
             hint="pip install sentencepiece protobuf; or copy a tokenizer.json there",
         )
-    if "trust_remote_code" in reason:
+    if "custom code" in reason or "trust_remote_code" in reason:
         reason = "its class is Python code of the folder's own, which attar does not run"
     return CheckpointError(f"{path}: the tokenizer cannot be loaded: {reason}")
 

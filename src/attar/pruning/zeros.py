@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.open import check_finite, open_checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import NumericsError
 from attar.models.device import pick_device
@@ -174,7 +174,11 @@ def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Bia
         if owners.get(name) in biases:
             return biases[owners[name]].to(load().dtype)
         linear = stored.get(name)
-        return load() if linear is None else linear.turned(weights(linear))
+        if linear is not None:
+            return linear.turned(weights(linear))
+        other = load()
+        check_finite(name, other, source.path)
+        return other
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         if isinstance(source, SingleExperts) and name in source.stacks:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.processes import ALONE, Processes
 from attar.checkpoint.shards import TensorSpec
-from attar.checkpoint.tensors import TORCH, stored_dtype
+from attar.checkpoint.tensors import TORCH, check_finite, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
 from attar.formats.coded import Coded
@@ -114,7 +114,9 @@ def write(
             return {**packed, **cache_scales}
         if name == chosen.embedding:
             return {**_embedding(chosen, name, cast(load())), **cache_scales}
-        return {name: cast(load()), **cache_scales}
+        other = load()
+        check_finite(name, other, checkpoint.path)
+        return {name: cast(other), **cache_scales}
 
     stream(
         checkpoint,

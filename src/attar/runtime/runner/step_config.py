@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.memory import check_memory
 from attar.models.plain_config import PlainConfig, plain_config
 
+SHORTER = "a smaller max_position_embeddings in config.json"
 HALVES = ("gpt_oss",)  # whose module gives each angle once
 
 
@@ -54,6 +56,8 @@ def rope(config: Any) -> dict[str, dict[str, Any]]:
 
 def rotary_tables(config: Any, context: int) -> dict[str, Tensor]:
     """Float32 (context, rotated dimensions) by type of layer."""
+    size = 3 * 4 * context * (getattr(config, "head_dim", None) or 64)
+    check_memory(f"the rotary table of {context:,} positions (max_position_embeddings)", size, hint=SHORTER)
     kinds = dict.fromkeys(layer_kind(config, index) for index in range(config.num_hidden_layers))
     if isinstance(config, PlainConfig):
         return dict.fromkeys(kinds, plain_table(config, context))
