@@ -135,7 +135,7 @@ class Terminal:
         if in_notebook():
             from tqdm.auto import tqdm
 
-            with tqdm(desc=what, total=total, initial=done) as notebook_bar:
+            with tqdm(desc=printable(what), total=total, initial=done) as notebook_bar:
                 yield _NotebookTask(notebook_bar)
             return
         if not sys.stderr.isatty():

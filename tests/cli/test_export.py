@@ -82,6 +82,15 @@ def test_refused_before_any_work(words, message, here, capsys):
     assert [path.name for path in here.iterdir()] == ["there.gguf"]
 
 
+def test_a_link_in_place_of_the_hidden_folder_is_not_followed(here, capsys):
+    (here / "victim").mkdir()
+    (here / "victim" / "file").write_text("mine")
+    (here / ".a.gguf.folder").symlink_to(here / "victim")
+    assert call(["export", "attar:tiny", "-o", "a.gguf", "--type", "Q8_0", "--no-check"]) == 1
+    assert "no folder of attar's" in capsys.readouterr().err
+    assert [path.name for path in (here / "victim").iterdir()] == ["file"]
+
+
 def test_a_type_of_gguf_given_as_a_scheme_points_to_export(here, capsys):
     assert call(["quantize", "attar:tiny", "-o", "q", "--scheme", "q4_k_m"]) == 2
     assert "attar export MODEL -o NAME.gguf --type Q4_K_M" in capsys.readouterr().err

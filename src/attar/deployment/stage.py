@@ -166,6 +166,7 @@ def _write_file(
         raise SettingsError("max_file", settings.max_file, "unset for a single file; -o a folder")
     atomic.check_file(final, force)
     folder = atomic.hidden(final, "folder")
+    atomic.check_own_folder(folder)
     _write(source, folder, settings, writer, progress, True, key)
     with atomic.explain_os_errors(final):
         written = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
