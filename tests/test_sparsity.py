@@ -91,3 +91,9 @@ def test_two_of_four_is_what_every_mask_of_the_pattern_has(text):
             counts.append(int(whole.unflatten(0, (-1, 4)).sum(1).max()))
         worst = max(counts)
     assert sparsity.two_of_four == (worst <= 2)
+
+
+def test_rows_whose_share_is_no_whole_number_lose_one_more_in_turn():
+    torch = pytest.importorskip("torch")
+    mask = parse_sparsity("0.5").mask(torch.arange(12.0).reshape(4, 3), by_row=True)
+    assert (~mask).sum(1).tolist() == [1, 2, 1, 2]
