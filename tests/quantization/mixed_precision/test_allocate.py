@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from attar.errors import NumericsError, SettingsError
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
+from attar.quantization.mixed_precision.mixture import with_losses
 
 
 def brute_force(groups, budget):
@@ -158,3 +159,17 @@ def test_no_option_and_a_loss_that_is_no_number_are_refused():
 
 def test_no_groups_cost_nothing():
     assert allocate({}, 0).choice == {}
+
+
+def test_a_group_that_the_text_never_reached_costs_what_others_do():
+    def options(*losses):
+        return [Option(f"W{bits}", bits * 100, loss) for bits, loss in zip((2, 4, 8), losses, strict=True)]
+
+    groups = {"a": options(0.9, 0.1, 0.01), "dead": options(0, 0, 0), "b": options(0.5, 0.3, 0.03)}
+    groups["c"] = options(0.7, 0.2, 0.0)
+    losses = {name: [one.loss for one in row] for name, row in with_losses(groups).items()}
+    assert losses["dead"] == [0.7, 0.2, 0.01]
+    assert all(losses[name] == [one.loss for one in groups[name]] for name in "abc")
+    assert allocate(with_losses(groups), 1600).choice["dead"] != "W2"
+    silent = {"a": options(0, 0, 0)}
+    assert with_losses(silent) == silent

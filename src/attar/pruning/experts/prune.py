@@ -72,7 +72,11 @@ def prune_experts(task: PruneTask) -> None:
             progress=task.progress,
         )
         groups = [choose(layer, criterion, keep) for layer in statistics]
-        output.details["layers"] = _report(list(modules), statistics, groups)
+        output.details["layers"] = rows = _report(list(modules), statistics, groups)
+        if unseen := sum(row["unseen_removed"] for row in rows):
+            task.progress.log(
+                f"{unseen} of the removed experts got no token of this text; another may need them"
+            )
     config = sizes.changed(source.config, keep, active)
     atomic.write_json(output.folder / "config.json", config)
     steps = cut_steps(source, tensors, groups)
@@ -228,7 +232,8 @@ def _check(
 def _report(
     names: Sequence[str], statistics: Sequence[ExpertStatistics], groups: Sequence[ExpertGroups]
 ) -> list[dict[str, Any]]:
-    """Per layer: the groups, and the share of choices and gates that removed experts had."""
+    """Per layer: the groups, the share of choices and gates that removed experts had, and how many of those
+    no token chose."""
     rows = []
     for name, layer, group in zip(names, statistics, groups, strict=True):
         removed = group.removed(len(layer.frequency))
@@ -238,6 +243,7 @@ def _report(
                 "experts": [list(members) for members in group.members],
                 "frequency_removed": float(layer.frequency[removed].sum() / layer.frequency.sum()),
                 "gates_removed": float(layer.gates[removed].sum() / layer.gates.sum()),
+                "unseen_removed": int((layer.frequency[removed] == 0).sum()),
             }
         )
     return rows

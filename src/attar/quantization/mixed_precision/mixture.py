@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,7 @@ def mix(
             if math.isfinite(one.kl):
                 options.append(Option(one.option, one.bits, one.kl))
     _check_cover(members, shapes)
+    groups = with_losses(groups)
     weights = sum(rows * columns for rows, columns in shapes.values())
     curve = tuple((point.bits / weights, point.loss) for point in frontier(groups))
     if curve[0][0] > bits_per_weight:
@@ -153,6 +155,25 @@ def mix(
     schemes = {name: chosen.choice[group] for group, names in members.items() for name in names}
     ordered = {name: schemes[name] for name in shapes}
     return SchemeMix(ordered, chosen.loss, chosen.gap, chosen.bits, chosen.bits / weights, curve)
+
+
+def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:
+    """The groups, with a loss for those that seem to cost nothing in any format.
+
+    The measured text never switched on their inputs, which says nothing of other text: each of their options
+    costs what it costs in the median over the other groups.
+    """
+    informed = [options for options in groups.values() if any(option.loss > 0 for option in options)]
+    losses: dict[str, list[float]] = {}
+    for option in (option for options in informed for option in options):
+        losses.setdefault(option.name, []).append(option.loss)
+    medians = {name: statistics.median(values) for name, values in losses.items()}
+    return {
+        group: options
+        if any(options is one for one in informed)
+        else [replace(option, loss=medians.get(option.name, option.loss)) for option in options]
+        for group, options in groups.items()
+    }
 
 
 def _check_cover(members: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any]) -> None:
