@@ -178,7 +178,8 @@ def test_evaluate_shows_questions_and_what_computed(
 ) -> None:
     task = {"name": "arc", "acc": 0.541, "acc_stderr": 0.0102, "acc_norm": 0.5, "acc_norm_stderr": None}
     for key, value in (
-        ("tasks", [task]), ("quality_kept", 0.9956), ("quality_kept_stderr", 0.00412), ("runner", "transformers"),
+        ("tasks", [task]), ("quality_kept", 0.9956), ("quality_kept_stderr", 0.00412),
+        ("runner", "transformers"),
         ("runner_note", "no attention"), ("activations", "int8"), ("kv_dtype", "fp8"),
     ):  # fmt: skip
         monkeypatch.setitem(MEASURED, key, value)

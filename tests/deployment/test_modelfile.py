@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from attar.chat_template import render_chat
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import sha256_file
 from attar.deployment.modelfile import modelfile, read_turns
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.chat_template import render_chat
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SMOLLM = (

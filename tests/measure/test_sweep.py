@@ -21,7 +21,10 @@ from attar.measure.sweep import SweepRecord, SweepRun, distinctions
             ["heads.ratio=0.2+neurons.ratio=0.3", "heads.ratio=0.2+neurons.ratio=0.4"],
             ["heads.ratio 0.2 neurons.ratio 0.3", "heads.ratio 0.2 neurons.ratio 0.4"],
         ),
-        (["q.keep_zeros=true+q.method=rtn", "q.keep_zeros=true+q.method=gptq"], ["keep zeros true rtn", "keep zeros true gptq"]),
+        (
+            ["q.keep_zeros=true+q.method=rtn", "q.keep_zeros=true+q.method=gptq"],
+            ["keep zeros true rtn", "keep zeros true gptq"],
+        ),
         (["recover.steps-of-all_a_3f2c", "recover.steps-of-all_b_9d1e"], ["a_3f2c", "b_9d1e"]),
         (["alone=1"], ["alone=1"]),
         (["a.x=1+b", "a.x=1"], ["a.x=1+b", "a.x=1"]),  # nothing but the end of one

@@ -244,7 +244,8 @@ def _provenance(card: Card, single: str) -> str:
     words = [word if not word.startswith("/") else Path(word).name for word in shlex.split(card.command)]
     return (
         f"{lines}\n\n```\n{shlex.join(words)}\n```\n\n"
-        f"With {versions}. `attar inspect {single or card.name}` shows all of it; `{file}` has it for programs."
+        f"With {versions}. `attar inspect {single or card.name}` shows all of it; "
+        f"`{file}` has it for programs."
     )
 
 

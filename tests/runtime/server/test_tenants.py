@@ -1,4 +1,4 @@
-"""Each path of the API carries its caller to the cache: no tenant finds a prefix that another has computed."""
+"""Each path of the API carries its caller to the cache: no tenant finds a prefix that another computed."""
 
 from __future__ import annotations
 

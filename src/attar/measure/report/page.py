@@ -68,8 +68,8 @@ def _top(run: RunRecord, name: str) -> Markup:
         if run.finished
         else el(
             "p",
-            f"The run is not finished: {len(run.stages)} checkpoint{'s' if len(run.stages) > 1 else ''} so far. "
-            "The same command goes on where it stopped.",
+            f"The run is not finished: {len(run.stages)} checkpoint{'s' if len(run.stages) > 1 else ''} "
+            "so far. The same command goes on where it stopped.",
             class_="warning",
         )
     )

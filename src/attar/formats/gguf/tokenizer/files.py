@@ -140,7 +140,7 @@ def check_added_ids(source: TokenizerFiles) -> None:
             raise ModelError(
                 f"{source.file}: the added token {entry['content']!r} has the id {entry['id']}, but the "
                 f"tokenizers library gives it {index}",
-                hint="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes the ids that it uses",
+                hint="AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes those that it uses",
             )
         largest = max(largest, index)
 
