@@ -132,7 +132,11 @@ def quantize(
 
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
-    return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
+    checked, source = _settings("quantize", settings), _dense(model)
+    check_output(out, force)
+    function = STAGES["quantize"].run()
+    checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
+    return checkpoint
 
 
 def merge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -471,6 +472,8 @@ OF_VERB = {"prune": {"method": "neurons"}, "recover": {"teacher": "attar:tiny"},
 @pytest.mark.parametrize("verb", OF_VERB)
 def test_batches_that_do_not_fit_are_refused_with_both_amounts_before_any_work(verb, monkeypatch, tmp_path):
     monkeypatch.setattr("attar.recipe.estimate.free_memory", lambda **_: 500_000_000)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=300_000_000))
+    monkeypatch.setattr("attar.recipe.estimate.psutil.Process", lambda: process)
     options = OF_VERB[verb]
     reached = []
 

@@ -40,7 +40,7 @@ def seeds(folder: Path) -> list[bytes]:
 
 def target(folder: Path) -> Callable[[bytes], bool]:
     """Opens and inspects a folder with these files."""
-    save_file({"a": torch.ones(2, 3)}, folder / SHARD)
+    save_file({name: torch.ones(2, 3) for name in "abcdef"}, folder / SHARD)  # as many as there are layers
 
     def handle(data: bytes) -> bool:
         if not _write(folder, data):
