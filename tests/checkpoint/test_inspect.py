@@ -220,6 +220,15 @@ def test_the_lineage_shows_what_differs_from_the_defaults(make):
     assert lines[start + 2] == "  └─ other  anneal: heat 3"
 
 
+@pytest.mark.parametrize("settings", [{"data": ["a"]}, {"scheme": {}}, {"samples": "many"}, {"samples": [[2]]}])
+def test_settings_of_another_type_are_shown_as_they_are(make, settings):
+    root = Parent(role="weights", name="org/base", stage="original")
+    parent = Parent(role="weights", name="w4", stage="quantize", settings=settings, parents=(root,))
+    folder = make()
+    Card(name="w4", stage="prune", parents=(parent,)).write(folder)
+    assert next(iter(settings)).replace("_", " ") in inspect(folder).render()
+
+
 def test_json_and_text_tell_the_lineage(make):
     folder = make("small")
     root = Parent(role="weights", name="org/base", stage="original", licence={"ids": ["llama3.1"]})

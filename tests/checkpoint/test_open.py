@@ -51,6 +51,11 @@ def test_scalars_and_empty_tensors(make):
     assert checkpoint.load("empty").shape == (0, 4)
 
 
+@pytest.mark.timeout(20)
+def test_a_file_without_tensors_is_opened_at_once(make):
+    assert open_anyway(make(tensors={})).tensors == {}
+
+
 def test_a_loaded_tensor_owns_its_memory(make):
     checkpoint = open_checkpoint(make())
     name = next(iter(checkpoint.tensors))

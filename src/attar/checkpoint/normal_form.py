@@ -91,7 +91,9 @@ def _settle_names(form: NormalForm) -> None:
     names = {name: _unwrapped(name) for name in form.tensors}
     prefixes = [piece for piece in _INSIDE if any(piece in name for name in form.tensors)]
     wrappers = _WRAPPERS if "text_config" not in form.config else _WRAPPERS[:-1]
-    while wrapper := next((one for one in wrappers if all(n.startswith(one) for n in names.values())), None):
+    while names and (
+        wrapper := next((one for one in wrappers if all(n.startswith(one) for n in names.values())), None)
+    ):
         names = {name: bare.removeprefix(wrapper) for name, bare in names.items()}
         prefixes.append(wrapper)
     if prefixes and len(set(names.values())) == len(names):

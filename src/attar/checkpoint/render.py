@@ -205,7 +205,7 @@ def _changed(parent: Parent) -> dict[str, Any]:
     }
     try:
         changed = differing(nest(cls, {name: value for name, value in values.items() if name in known}))
-    except (AttarError, TypeError, ValueError):
+    except (AttarError, AttributeError, TypeError, ValueError):  # a card has values of any type
         return parent.settings
     main = ("scheme", "method", "format", "ratio", "" if "method" in known else "steps")
     return {name: value for name, value in values.items() if name in changed or name in main}
