@@ -220,7 +220,9 @@ def test_the_lineage_shows_what_differs_from_the_defaults(make):
     assert lines[start + 2] == "  └─ other  anneal: heat 3"
 
 
-@pytest.mark.parametrize("settings", [{"data": ["a"]}, {"scheme": {}}, {"samples": "many"}, {"samples": [[2]]}])
+@pytest.mark.parametrize(
+    "settings", [{"data": ["a"]}, {"scheme": {}}, {"samples": "many"}, {"samples": [[2]]}]
+)
 def test_settings_of_another_type_are_shown_as_they_are(make, settings):
     root = Parent(role="weights", name="org/base", stage="original")
     parent = Parent(role="weights", name="w4", stage="quantize", settings=settings, parents=(root,))
