@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,8 @@ def work(asked):
 
 
 @pytest.fixture()
-def limited():
+def limited(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # the child imports this file
     return LimitedProcess(NAME, 0.3, 1 << 30)
 
 
