@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import AttarError, CheckpointError, ModelError, NumericsError, SettingsError
 from attar.models.configs import quiet
-from attar.models.load import empty_model, load_model, load_tokenizer, save_model
+from attar.models.load import empty_model, load_model, load_tokenizer, read_tokenizer, save_model
 from tests import tiny_models
 
 
@@ -260,3 +260,14 @@ def test_tokenizer_that_is_missing_or_broken(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()
     assert "no tokenizer" in message_of(load_tokenizer, folder, kind=CheckpointError)
+
+
+def test_a_damaged_tokenizer_is_refused_whatever_packages_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("attar.models.load.SENTENCEPIECE", ("nosuch.package", "nosuch"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="needs the packages sentencepiece and protobuf"):
+        read_tokenizer(tmp_path)

@@ -263,8 +263,8 @@ def _warn_other_tokens(file: str, kind: str) -> None:
 def _unreadable(path: Path, reason: str) -> CheckpointError:
     """The error for a tokenizer that transformers cannot load, with its real cause."""
     pieces = [name for name in ("tokenizer.model", "spiece.model") if (path / name).is_file()]
-    missing = [name for name in SENTENCEPIECE if find_spec(name) is None]
-    if pieces and not (path / "tokenizer.json").is_file() and missing:
+    alone = pieces and not (path / "tokenizer.json").is_file()
+    if alone and not all(map(_installed, SENTENCEPIECE)):
         return CheckpointError(
             f"{path}: {pieces[0]} without tokenizer.json needs the packages sentencepiece and protobuf",
             hint="pip install sentencepiece protobuf; or copy a tokenizer.json there",
@@ -272,6 +272,13 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
     if "custom code" in reason or "trust_remote_code" in reason:
         reason = "its class is Python code of the folder's own, which attar does not run"
     return CheckpointError(f"{path}: the tokenizer cannot be loaded: {reason}")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
