@@ -21,10 +21,10 @@ def test_peak_sees_what_came_and_went() -> None:
     if not reset_peak():
         pytest.skip("this system cannot forget a peak")
     before = peak_rss_bytes()
-    torch.ones(16 * 2**20).sum()  # 64 MiB, freed at once
-    assert peak_rss_bytes() - before > 40 * 2**20
+    torch.ones(64 * 2**20).sum()  # 256 MiB, freed at once; what else comes and goes meanwhile is less
+    assert peak_rss_bytes() - before > 128 * 2**20
     reset_peak()
-    assert peak_rss_bytes() - before < 40 * 2**20
+    assert peak_rss_bytes() - before < 128 * 2**20
 
 
 def test_peak_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
