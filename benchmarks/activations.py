@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.paths import find
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled

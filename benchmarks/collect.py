@@ -35,10 +35,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from attar.distillation.collection.collect import collect
-from attar.distillation.collection.filters.near_duplicates import SHINGLE, near_duplicates
-from attar.distillation.collection.filters.settings import FilterSettings
-from attar.distillation.collection.settings import CollectSettings, EndpointSettings
+from attar.collection.collect import collect
+from attar.collection.filters.near_duplicates import SHINGLE, near_duplicates
+from attar.collection.filters.settings import FilterSettings
+from attar.collection.settings import CollectSettings, EndpointSettings
 
 SPAWN = multiprocessing.get_context("spawn")
 VOCABULARY = 20_000  # words

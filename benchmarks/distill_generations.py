@@ -22,7 +22,7 @@ from attar.checkpoint import open_checkpoint
 from attar.data.packing import evaluation_rows
 from attar.distillation.outputs import run_model
 from attar.distillation.rollouts.sampling import completions
-from attar.models.load import load_model, load_tokenizer
+from attar.models.loading.load import load_model, load_tokenizer
 
 ANSWERS, PROMPT, LENGTH = 64, 32, 96  # rows, tokens of text in front, tokens of a row
 BATCH = 16

@@ -45,8 +45,8 @@ from attar.distillation.settings import DistillSettings, distill_settings
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students import make_student
 from attar.distillation.tasks import TASKS
-from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.surgery import keep_layers
+from attar.models.loading.load import load_model, load_tokenizer, save_model
+from attar.models.surgery.cut_model import keep_layers
 from attar.options import flatten
 from attar.progress import SILENT
 from attar.runtime.loading import load

@@ -21,7 +21,7 @@ import torch
 from decode_cases import SHAPES
 from torch import Tensor
 
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.engine import Engine
 from attar.runtime.kv.block_manager import BlockManager

@@ -14,13 +14,13 @@ from heads_training import DRAFT_MODEL, HEADS, all_trained
 
 from attar.checkpoint.hashing import identity
 from attar.errors import AttarError
+from attar.measure.speculation.metrics import ProfileRow
+from attar.measure.speculation.profile import FixedPolicy, profile
+from attar.measure.speculation.prompts import prompt_sets, question_sets, read_questions
 from attar.progress import Terminal
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.speculate.build import make_speculator
-from attar.runtime.speculate.profile.metrics import ProfileRow
-from attar.runtime.speculate.profile.profile import FixedPolicy, profile
-from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 

@@ -27,6 +27,7 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.hashing import identity
 from attar.distillation.head_settings import HEAD_SETTINGS
 from attar.distillation.heads import HEAD_MAKERS
+from attar.measure.speculation.profile import FixedPolicy, profile
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head
 from attar.progress import Terminal
@@ -39,7 +40,6 @@ from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.load import load_head_proposer
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.speculator import Speculator
 

@@ -9,11 +9,11 @@ import argparse
 import math
 from typing import Any, cast
 
+from attar.measure.speculation.profile import FixedPolicy, profile
+from attar.measure.speculation.prompts import prompt_sets
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.speculate.build import make_speculator
-from attar.runtime.speculate.profile.profile import FixedPolicy, profile
-from attar.runtime.speculate.profile.prompts import prompt_sets
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 

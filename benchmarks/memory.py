@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from attar.walks.compare import KEPT
+from attar.sensitivity.compare import KEPT
 
 MB = 1e6
 PARTS = ("stream", "sweep", "gate")
@@ -58,7 +58,7 @@ STREAM = """
 SWEEP = """
     import sys, torch
     from transformers import LlamaForCausalLM
-    import attar.walks.sweep, attar.models.load, attar.models.anatomy
+    import attar.walks.sweep, attar.models.loading.load, attar.models.anatomy.discover
     from attar.checkpoint import open_checkpoint
     from attar.quantization.hessian import Hessian
     from attar.walks.sweep import Solution, sweep
@@ -79,7 +79,7 @@ SWEEP = """
 GATE = """
     import sys, torch, transformers
     from attar.checkpoint import open_checkpoint
-    from attar.walks.compare import compare
+    from attar.sensitivity.compare import compare
     torch.randn(512, 512) @ torch.randn(512, 512)
     tokens = [torch.randint(0, 262144, (4, 512))]
     checkpoints = [open_checkpoint(path) for path in sys.argv[1:3]]
@@ -209,7 +209,7 @@ def expert_layers(folder: Path, layers: int, experts: int) -> Path:
     """A checkpoint of random weights in bf16, a file for each expert."""
     import transformers
 
-    from attar.models.load import empty_model
+    from attar.models.loading.load import empty_model
 
     config = transformers.Qwen3MoeConfig(num_hidden_layers=layers, num_experts=experts, **A3B)
     config.architectures = ["Qwen3MoeForCausalLM"]

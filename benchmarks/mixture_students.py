@@ -25,8 +25,8 @@ import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import pack
 from attar.distillation.students.dense import expert_use
-from attar.models.anatomy import discover
-from attar.models.load import load_model, load_tokenizer
+from attar.models.anatomy.discover import discover
+from attar.models.loading.load import load_model, load_tokenizer
 
 
 def main() -> None:

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import AttarError
-from attar.models.anatomy import discover
-from attar.models.load import load_model
-from attar.models.stored import stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.loading.load import load_model
+from attar.models.loading.stored import stored_names
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.1b": {

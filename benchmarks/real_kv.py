@@ -33,7 +33,7 @@ from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
 from attar.data.python_text import texts as python_files
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.memory import LayerShape, block_bytes

@@ -23,7 +23,7 @@ import quality as packed
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.deployment.gguf import dense_view
-from attar.formats.gguf.mixes import bits, mix
+from attar.formats.gguf.quant_types import bits, mix
 from attar.formats.gguf.tensor_map import architecture, placements, sizes
 from attar.measure.table import table_rows
 

@@ -33,13 +33,13 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.paths import resolve
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
+from attar.measure.speculation.metrics import ProfileRow
+from attar.measure.speculation.profile import profile
+from attar.measure.speculation.prompts import SpecBenchQuestion, read_questions
+from attar.measure.speculation.run import make_methods
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled
-from attar.runtime.speculate.profile.metrics import ProfileRow
-from attar.runtime.speculate.profile.profile import profile
-from attar.runtime.speculate.profile.prompts import SpecBenchQuestion, read_questions
-from attar.runtime.speculate.profile.run import make_methods
 from attar.runtime.speculate.settings import ALONE, ProfileSettings
 
 __all__ = ["kv", "serving", "speculation", "speed"]

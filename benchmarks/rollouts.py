@@ -23,9 +23,9 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.data.packing import evaluation_rows
 from attar.distillation.rollouts.sampling import sample_rows
-from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.loading.load import load_model, load_tokenizer, save_model
+from attar.runtime.runner.blended import BlendedRunner
 from attar.runtime.runner.from_model import runner_of
-from attar.runtime.runner.mixture import MixtureRunner
 
 ROW = "{:<34}{:>10}{:>12}{:>12}"
 
@@ -84,7 +84,7 @@ def mixed(
     """Two compiled steps in lock step; the teacher's runner is made once and not counted."""
     teacher = _runner(model, prompts, length)
     began = time.perf_counter()
-    runner = MixtureRunner([_runner(model, prompts, length), teacher], [0.8, 0.2], vocabulary=vocabulary)
+    runner = BlendedRunner([_runner(model, prompts, length), teacher], [0.8, 0.2], vocabulary=vocabulary)
     ready = time.perf_counter()
     sample_rows(runner, prompts, length, vocabulary=vocabulary, ends=(), seed=0)
     return ready - began, time.perf_counter() - ready

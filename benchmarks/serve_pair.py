@@ -73,7 +73,7 @@ def _random_model(folder: Path, shape: dict[str, int]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from attar.checkpoint import open_checkpoint
-    from attar.models.load import TOKENIZER_FILES
+    from attar.models.loading.load import TOKENIZER_FILES
 
     tiny = open_checkpoint("attar:tiny")
     config = LlamaConfig(

@@ -43,24 +43,24 @@ from typing import Any, cast
 import torch
 from decode_cases import llama_config, random_tensor, tensor_shapes
 
+from attar.measure.speculation.profile import profile
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.services.build import hello_of
-from attar.runtime.services.channel import DRAFT, Network, Security, listen
-from attar.runtime.services.draft_service import DraftService
-from attar.runtime.services.draft_stream import serve_drafts
-from attar.runtime.services.offer_proposer import OfferPolicy, OfferProposer
-from attar.runtime.services.replicas import Replicas
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency, measure
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.proposer import DraftRequest, DraftTimes
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import Runner, StepInput, TokenSpan
+from attar.serving.services.build import hello_of
+from attar.serving.services.channel import DRAFT, Network, Security, listen
+from attar.serving.services.draft_service import DraftService
+from attar.serving.services.draft_stream import serve_drafts
+from attar.serving.services.offer_proposer import OfferPolicy, OfferProposer
+from attar.serving.services.replicas import Replicas
 
 PROMPT, MOST = 32, 16
 BLOCKS = 256  # of the pool

@@ -30,7 +30,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import produce
 from attar.data import python_text
 from attar.data.packing import end_token, pack_stream, tokenize
-from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.loading.load import load_model, load_tokenizer, save_model
 from attar.progress import Progress, Terminal
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings

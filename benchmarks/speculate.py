@@ -33,6 +33,8 @@ from speculate_cases import Oracle, print_ngram_figures, print_policy_figures, p
 from speculate_pair import generated, print_pair
 
 from attar.cli.bench import profile_text
+from attar.measure.speculation.profile import FixedPolicy, profile
+from attar.measure.speculation.run import run_profile
 from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -42,8 +44,6 @@ from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.profile import FixedPolicy, profile
-from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import StepInput, TokenSpan

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from attar.measure.speculation.profile import second_engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
@@ -26,7 +27,6 @@ from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import LossBudget
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.profile import second_engine
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.suffix import SuffixProposer
 

@@ -14,7 +14,7 @@ import ngrams
 from ngrams import NgramIndex, NgramProposer, SharedNgrams
 
 from attar.data.python_text import texts
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.runtime.speculate.draft import LEVELS, Draft, DraftBuilder
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy

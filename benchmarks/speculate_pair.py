@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from attar.models.load import load_model, load_tokenizer
+from attar.measure.speculation.metrics import speedup
+from attar.measure.speculation.profile import second_engine
+from attar.measure.speculation.prompts import prompt_sets
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.build import make_speculator
-from attar.runtime.speculate.profile.metrics import speedup
-from attar.runtime.speculate.profile.profile import second_engine
-from attar.runtime.speculate.profile.prompts import prompt_sets
 from attar.runtime.speculate.settings import SpeculationSettings
 
 Way = Callable[[list[int]], list[int]]

@@ -39,8 +39,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import pack
-from attar.models.load import load_model, load_tokenizer
-from attar.models.surgery import keep_layers
+from attar.models.loading.load import load_model, load_tokenizer
+from attar.models.surgery.cut_model import keep_layers
 
 HERE = Path(__file__).parent
 WORK = Path("~/.cache/attar/train").expanduser()

@@ -22,17 +22,17 @@ from attar.cluster.settings import ClusterSettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
-from attar.runtime.server.settings import (
+from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
+from attar.runtime.speculate.settings import ProfileSettings
+from attar.serving.http.settings import (
     EmbeddingSettings,
     LoraSettings,
     ModelsSettings,
     ServerSettings,
     TemplateSettings,
 )
-from attar.runtime.server.transport import ConnectionSettings
-from attar.runtime.services.settings import ServiceSettings
-from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
-from attar.runtime.speculate.settings import ProfileSettings
+from attar.serving.http.transport import ConnectionSettings
+from attar.serving.services.settings import ServiceSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"

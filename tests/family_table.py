@@ -27,15 +27,15 @@ import transformers
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import AttarError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.app import create_app
-from attar.runtime.server.backend import EngineBackend
-from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.serving.http.app import create_app
+from attar.serving.http.backend import EngineBackend
+from attar.serving.http.settings import ServerSettings
+from attar.serving.http.tokenizer import ServerTokenizer
 from tests import tiny_models
-from tests.runtime.server.test_live import running_app
+from tests.serving.http.test_live import running_app
 
 DOCUMENT = Path(__file__).parents[1] / "docs/families.md"
 ENCODERS = tiny_models.ENCODERS

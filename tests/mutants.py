@@ -526,16 +526,16 @@ MUTANTS = (
         "deployment/test_gguf_export.py::test_weights_that_float16_scales_cannot_hold_are_refused",
     ),
     M(
-        "deployment/gguf_mixture.py",
+        "deployment/gguf_type_search.py",
         "return -(-count // ALIGNMENT) * ALIGNMENT",
         "return count",
-        "deployment/test_gguf_mixture.py",
+        "deployment/test_gguf_type_search.py",
     ),
     M(
-        "deployment/gguf_mixture.py",
+        "deployment/gguf_type_search.py",
         "        if math.isfinite(one.kl):\n",
         "        if True:\n",
-        "deployment/test_gguf_mixture.py",
+        "deployment/test_gguf_type_search.py",
     ),
     M(
         "formats/gguf/codes.py",
@@ -553,40 +553,40 @@ MUTANTS = (
     M("formats/gguf/imatrix.py", "float(max(calls, 1))", "float(calls)", "formats/gguf/test_imatrix.py"),
     # services: the tenant at every hop, bounds of messages
     M(
-        "runtime/services/draft_service.py",
+        "serving/services/draft_service.py",
         "most, session.salt, None if",
         'most, "", None if',
-        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+        "serving/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
     ),
     M(
-        "runtime/services/offer_proposer.py",
+        "serving/services/offer_proposer.py",
         "len(tokens), request.salt[:256], rules",
         'len(tokens), "", rules',
-        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+        "serving/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
     ),
     M(
-        "runtime/services/target_client.py",
+        "serving/services/target_client.py",
         "priority, deadline_s, salt[:256])",
         'priority, deadline_s, "")',
-        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+        "serving/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
     ),
     M(
-        "runtime/services/target_service.py",
+        "serving/services/target_service.py",
         '"salt": message.salt}',
         '"salt": ""}',
-        "runtime/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
+        "serving/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
     ),
     M(
-        "runtime/services/draft_service.py",
+        "serving/services/draft_service.py",
         "max(tokens, default=0) < self.vocabulary and",
         "",
-        "runtime/services/test_draft_service.py",
+        "serving/services/test_draft_service.py",
     ),
     M(
-        "runtime/services/draft_service.py",
+        "serving/services/draft_service.py",
         " and held + len(tokens) <= self.most_tokens",
         "",
-        "runtime/services/test_draft_service.py",
+        "serving/services/test_draft_service.py",
     ),
     # what is on the disk before it has its name
     M(
@@ -620,10 +620,10 @@ MUTANTS = (
         "formats/gguf/test_gguf_container.py",
     ),
     M(
-        "distillation/collection/journal.py",
+        "collection/journal.py",
         "                os.fsync(self._descriptor)\n",
         "                pass\n",
-        "distillation/collection/test_journal.py",
+        "collection/test_journal.py",
     ),
 )
 """Spread over the tree; a break that survived once gets a test first, and then a row."""

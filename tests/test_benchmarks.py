@@ -212,7 +212,7 @@ def test_a_dense_checkpoint_keeps_what_the_tool_did_not_change(tmp_path):
 
 
 def test_output_error_of_scaled_blocks(tmp_path):
-    from attar.models.load import load_model, save_model
+    from attar.models.loading.load import load_model, save_model
 
     model = load_model("attar:tiny", dtype=torch.float32)
     rows = torch.arange(64).reshape(2, 32)

@@ -31,7 +31,7 @@ SOLVERS = (
             "weighted_activation",
         )
     ),
-    *(f"walks/importance/{name}.py" for name in ("activation", "influence", "stream_activation")),
+    *(f"importance/{name}.py" for name in ("activation", "influence", "stream_activation")),
     *(f"pruning/solvers/{name}.py" for name in ("alps", "least_squares", "sparsegpt")),
     *(
         f"quantization/grids/{name}.py"
@@ -97,9 +97,9 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.errors",
     "attar.kernels.precision",
     "attar.kernels.threads",
-    "attar.models.parts",
+    "attar.models.anatomy.parts",
     "attar.progress",
-    "attar.walks.importance.activation",
+    "attar.importance.activation",
     "attar.merging.methods.common.random_masks",
     "attar.merging.search.loss_cache",
     "attar.merging.methods.common.chunked",
@@ -120,7 +120,6 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/gates.py": {"attar.kernels"},
     "quantization/methods/refine.py": {"attar.kernels"},
 }
-ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 
 
 def imports(file):
@@ -169,39 +168,45 @@ def test_solvers_know_only_torch(name):
     }
 
 
+FLOORS: tuple[set[str], ...] = (
+    {"kernels", "checkpoint"},
+    {"cluster", "data", "formats"},
+    {"models"},
+    {"walks", "runtime"},
+    {"sensitivity"},
+    {"importance"},
+    {"collection", "distillation", "measure", "merging", "quantization"},
+    {"deployment", "pruning"},
+    {"recipe", "serving"},
+    {"cli"},
+)
+"""Packages of one floor do not know each other, and import from the floors below alone."""
+
+FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
+ENTRANCES = {"__init__.py", "__main__.py", "verbs.py"}
+
+
+def may_import(file, module):
+    """Whether a file may import a module of attar: one of a floor below, or one beside all packages."""
+    importer, imported = package(file), module.split(".")[1]
+    if imported not in FLOOR or importer == imported or importer in ENTRANCES:
+        return True
+    if importer not in FLOOR:
+        return imported == "checkpoint"
+    return FLOOR[imported] < FLOOR[importer]
+
+
+def test_every_package_has_a_floor():
+    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")}
+    assert packages == set(FLOOR)
+
+
 def test_packages_import_only_downwards():
-    forbidden = {
-        "kernels": {
-            "checkpoint",
-            "models",
-            "data",
-            "walks",
-            *ALGORITHMS,
-            "measure",
-            "recipe",
-            "cli",
-            "formats",
-        },
-        "checkpoint": {"models", "data", "walks", *ALGORITHMS, "measure", "recipe", "cli", "formats"},
-        "cluster": {"models", "data", "walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "runtime"},
-        "models": {"walks", *ALGORITHMS, "measure", "recipe", "cli"},
-        "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
-        "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
-        "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
-        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
-        "pruning": {"distillation", "merging", "measure", "recipe", "cli"},
-        "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
-        "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
-        "measure": {*ALGORITHMS, "recipe", "cli"},
-        "recipe": {"cli"},
-        "yaml.py": {"checkpoint", "models", "data", "walks", *ALGORITHMS, "recipe", "cli"},
-        "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},
-    }
     wrong = [
         f"{file.relative_to(ROOT)} imports {module}"
         for file in sorted(ROOT.rglob("*.py"))
         for module in sorted(of_attar(file))
-        if len(module.split(".")) > 1 and module.split(".")[1] in forbidden.get(package(file), set())
+        if len(module.split(".")) > 1 and not may_import(file, module)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -216,8 +221,8 @@ LIGHT = (
     "attar.cluster.workers",
     "attar.recipe.sweep",
     "attar.recipe.status",
-    "attar.distillation.collection.collect",
-    "attar.distillation.collection.settings",
+    "attar.collection.collect",
+    "attar.collection.settings",
     "attar.distillation.settings",
     "attar.pruning.settings",
     "attar.quantization.settings",
@@ -228,8 +233,8 @@ LIGHT = (
     "attar.runtime.kv.memory",
     "attar.runtime.kv.block_manager",
     "attar.runtime.sampling.params",
-    "attar.runtime.server.settings",
-    "attar.runtime.services.settings",
+    "attar.serving.http.settings",
+    "attar.serving.services.settings",
     "attar.runtime.scheduler",
     "attar.runtime.step",
 )
@@ -274,8 +279,8 @@ except SystemExit as end:
 """
 SERVE = """
 from starlette.testclient import TestClient
-import attar.runtime.server.run
-from attar.runtime.server import serve
+import attar.serving.http.run
+from attar.serving.http import serve
 
 def run(app, settings, told, *rest):
     with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -283,7 +288,7 @@ def run(app, settings, told, *rest):
         answer = client.post("/v1/completions", json=asked)
         assert answer.status_code == 200, answer.text
 
-attar.runtime.server.run.run = run
+attar.serving.http.run.run = run
 serve("{model}", show=lambda line: None)
 """
 

@@ -8,7 +8,7 @@ import torch
 
 from attar import memory
 from attar.errors import MemoryNeededError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.runtime.loading import load as load_runner
 
 GB = 10**9

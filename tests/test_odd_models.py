@@ -17,8 +17,8 @@ from attar.checkpoint.normal_form import METHODS
 from attar.checkpoint.oddities import ODDITIES
 from attar.cli.main import call
 from attar.formats.readers import READERS
-from attar.models.configs import quiet
-from attar.models.load import load_model
+from attar.models.loading.configs import quiet
+from attar.models.loading.load import load_model
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import odd_models

@@ -9,8 +9,8 @@ import pytest
 from attar.deployment.settings import ExportSettings
 from attar.errors import AttarError, SettingsError
 from attar.formats import compressed_tensors
-from attar.formats.gguf.mixes import overridden
-from attar.models.parts import matches
+from attar.formats.gguf.quant_types import overridden
+from attar.models.anatomy.parts import matches
 from attar.patterns import LONGEST, SECONDS, RegexError, check, matches_start, search
 from attar.pruning.settings import WandaSettings
 from attar.quantization.plan import _override as override

@@ -39,7 +39,7 @@ def main() -> None:
 
     import attar
     from attar.data.packing import calibration_batches
-    from attar.models.load import load_tokenizer
+    from attar.models.loading.load import load_tokenizer
 
     rows = jobs.load_tokens(job)
     ours = calibration_batches(

@@ -99,7 +99,7 @@ def main() -> None:
 
     import attar
     from attar.data.packing import calibration_batches
-    from attar.models.load import load_tokenizer
+    from attar.models.loading.load import load_tokenizer
 
     rows = jobs.load_tokens(job)
     settings = settings_of(job, *rows.shape)

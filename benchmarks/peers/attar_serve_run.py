@@ -12,11 +12,11 @@ import torch
 
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
-from attar.runtime.server.app import create_app
-from attar.runtime.server.backend import EngineBackend
-from attar.runtime.server.run import run
-from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.serving.http.app import create_app
+from attar.serving.http.backend import EngineBackend
+from attar.serving.http.run import run
+from attar.serving.http.settings import ServerSettings
+from attar.serving.http.tokenizer import ServerTokenizer
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import calibration_batches, row_length
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from peers import environments
 from peers.job import Job
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
     from attar.cluster.settings import ClusterSettings
-    from attar.distillation.collection.collect import CollectionResult
-    from attar.distillation.collection.cost import CollectionEstimate
+    from attar.collection.collect import CollectionResult
+    from attar.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
     from attar.recipe.run import RunResult
     from attar.recipe.sweep import SweepOutcome
@@ -58,7 +58,7 @@ def collect(
         out: the data, a file that ends with ``.jsonl``; its card is ``OUT.card.json``.
         teacher: the URL of an endpoint that speaks OpenAI's API, or a model.
         offline: ask nothing: write what the journal has.
-        settings: see :class:`attar.distillation.collection.settings.CollectSettings`.
+        settings: see :class:`attar.collection.settings.CollectSettings`.
 
     Raises:
         AttarError: bad input, or an endpoint that fails; the journal stays.
@@ -405,7 +405,7 @@ def run_collect(
 ) -> CollectionResult:
     """Call the collection with settings that are checked already."""
     teacher = _teacher_of(teacher)
-    function = load("attar.distillation.collection.collect:collect")
+    function = load("attar.collection.collect:collect")
     result: CollectionResult = function(
         Path(prompts),
         Path(out),
@@ -424,7 +424,7 @@ def run_plan_collection(
 ) -> CollectionEstimate:
     """What a collection would ask and cost at most; asks nothing."""
     teacher = _teacher_of(teacher)
-    function = load("attar.distillation.collection.collect:plan_collection")
+    function = load("attar.collection.collect:plan_collection")
     plan: CollectionEstimate = function(Path(prompts), Path(out), teacher, settings)
     return plan
 
@@ -438,7 +438,7 @@ def run_filter_collection(
     progress: Progress | bool | None = None,
 ) -> CollectionResult:
     """Call the filters alone."""
-    function = load("attar.distillation.collection.collect:filter_collection")
+    function = load("attar.collection.collect:filter_collection")
     result: CollectionResult = function(
         Path(data), Path(out), settings, force=force, progress=shown(progress)
     )
@@ -525,7 +525,7 @@ def source_of(model: Any) -> Any:
     check_models(model)
     if model is None or isinstance(model, str | Path | Checkpoint):
         return model
-    return load("attar.models.in_memory:checkpoint_of")(model)
+    return load("attar.models.loading.in_memory:checkpoint_of")(model)
 
 
 def is_dense(model: ModelSource) -> bool:

@@ -9,9 +9,9 @@ from attar.checkpoint.inspect import inspect
 from attar.checkpoint.readme import render_readme
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import save_draft_head
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
-from attar.models.fit import admit
-from attar.models.load import load_model, load_tokenizer
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.runtime.loading import load
 
 REPORT = {"agreement": [0.75, 0.5], "acceptance": [0.625, 0.25]}

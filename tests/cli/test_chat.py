@@ -20,9 +20,9 @@ import pytest
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
 from attar.errors import DataError, ModelError
-from attar.runtime.chat import Chat
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.serving.chat import Chat
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -126,7 +126,7 @@ def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("attar.runtime.server.serve", lambda *given, **named: seen.append((given, named)))
+    monkeypatch.setattr("attar.serving.http.serve", lambda *given, **named: seen.append((given, named)))
     options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --sequences 7 --waiting 5 --prefix-cache off"
     assert call(["serve", "m", *options.split()]) == 0
     (model, settings, *_), named = seen[0]

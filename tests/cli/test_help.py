@@ -16,8 +16,8 @@ from attar.cli.help_text import EXAMPLES, HEADING_OF, heading_of
 from attar.cli.main import VERBS, call
 from attar.recipe.settings import settings_of, short
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
-from attar.runtime.server.settings import ServerSettings
 from attar.runtime.settings import BenchSettings, TextSettings
+from attar.serving.http.settings import ServerSettings
 
 SETTINGS = {verb: stage.settings_class() for verb, stage in STAGES.items()}
 SETTINGS |= {"evaluate": load(EVALUATE_SETTINGS), "generate": TextSettings}

@@ -12,10 +12,10 @@ import pytest
 
 from attar.checkpoint import paths
 from attar.cli.main import call
+from attar.measure.speculation.profile import FixedPolicy
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
-from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.settings import ProfileSettings
 
 
@@ -120,7 +120,7 @@ def _check_help(
 
 def test_serve_hands_speculation_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("attar.runtime.server.serve", lambda *given, **named: seen.append(named))
+    monkeypatch.setattr("attar.serving.http.serve", lambda *given, **named: seen.append(named))
     assert call(["serve", "m", "--speculate", "lookahead", "--drafts", "7", "--verification", "exact"]) == 0
     assert call(["serve", "m", "--draft", "small"]) == 0
     assert [seen[0][name] for name in FLAGS] == ["lookahead", None, 7, "exact"]

@@ -9,7 +9,7 @@ from attar.data.answers import answer_spans, dialogues, has_conversations, pack_
 from attar.data.packing import PADDING, render
 from attar.data.sources import MessageList, read_split
 from attar.errors import DataError
-from attar.models.plain_tokenizer import PlainTokenizer
+from attar.models.loading.plain_tokenizer import PlainTokenizer
 from tests import tiny_models
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<|start_header_id|>",

@@ -159,7 +159,7 @@ def test_images_have_a_tag_and_homes_can_be_written():
 def test_the_commands_of_compose_answer_a_client(tmp_path, monkeypatch):
     pytest.importorskip("grpc")
     httpx = pytest.importorskip("httpx")
-    from tests.runtime.services.processes import service
+    from tests.serving.services.processes import service
 
     monkeypatch.setenv("ATTAR_SERVICE_KEY", ENVIRONMENT["ATTAR_SERVICE_KEY"])
     monkeypatch.setenv("ATTAR_KERNELS", "required")

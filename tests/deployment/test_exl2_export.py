@@ -7,7 +7,7 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError
 from attar.formats.exl2 import decode
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 

@@ -20,7 +20,7 @@ from attar.formats.gguf import container
 from attar.formats.gguf.imatrix import ImportanceEntry, write_imatrix
 from attar.formats.gguf.tensor_map import placements
 from attar.formats.readers import Decoded
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.progress import SILENT
 from attar.quantization.hessian import Hessian, output_error
 from tests import tiny_models
@@ -103,7 +103,7 @@ def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
 def _inputs(folder):
     """Inputs of the first gate projection on text of the calibration split."""
     from attar.data.packing import calibration_batches
-    from attar.models.load import load_tokenizer
+    from attar.models.loading.load import load_tokenizer
 
     model, seen = load_model(folder, dtype=torch.float32), []
     model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

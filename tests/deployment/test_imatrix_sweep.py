@@ -8,8 +8,8 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment import imatrix
 from attar.deployment.imatrix import compute, head_sums
 from attar.errors import NumericsError
-from attar.models.anatomy import discover
-from attar.models.load import load_model
+from attar.models.anatomy.discover import discover
+from attar.models.loading.load import load_model
 from attar.walks.sweep import sweep
 from tests import tiny_models
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.schemes import SCHEMES
 from tests import tiny_models
 from tests.quantization.packing import pack, save

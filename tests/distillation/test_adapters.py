@@ -14,10 +14,10 @@ from attar.distillation.adapters import add_adapters
 from attar.distillation.settings import recover_settings
 from attar.distillation.stage import recover
 from attar.errors import MissingExtraError, SettingsError
-from attar.models.adapter_files import read_adapter_config
-from attar.models.anatomy import discover
-from attar.models.load import load_model
-from attar.models.parts import weight_of
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.adapter_files import read_adapter_config
+from attar.models.loading.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.rtn import rtn
 from tests import tiny_models

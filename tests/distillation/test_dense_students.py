@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import attar
 from attar.distillation.students.dense import ExpertUse, dense_student, expert_use, joined
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from tests import tiny_models
 
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -15,7 +15,7 @@ from attar.distillation.rollouts import teacher as rollouts
 from attar.distillation.rollouts.teacher import RolloutWriter, write_rows
 from attar.distillation.settings import distill_settings
 from attar.distillation.stage import distill
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT
 from tests import tiny_models
 

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import attar
 from attar.distillation.router_loss import load_balance, router_loss, z_loss
 from attar.errors import ModelError, SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests import tiny_models
 
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

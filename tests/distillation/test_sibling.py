@@ -5,10 +5,10 @@ import torch
 
 from attar.data.packing import pack
 from attar.distillation.objectives.overlap import acceptance
-from attar.models.load import load_model, load_tokenizer
+from attar.measure.speculation.profile import FixedPolicy
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.profile import FixedPolicy
 
 
 def test_it_agrees_along_the_whole_context():

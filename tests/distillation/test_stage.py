@@ -12,7 +12,7 @@ from attar.distillation.adapters import add_adapters
 from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.stage import distill, recover
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.progress import Silent
 from tests import tiny_models
 

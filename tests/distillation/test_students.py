@@ -17,10 +17,10 @@ from attar.distillation.students import make_student
 from attar.distillation.students.plan import plan_student
 from attar.distillation.students.text import ScoringText
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.masking import masked_units
-from attar.models.plan_space import plan_space
+from attar.models.anatomy.discover import discover
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.masking import masked_units
+from attar.models.surgery.plan_space import plan_space
 from tests import tiny_models
 from tests.cases import mostly_slow
 

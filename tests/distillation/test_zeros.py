@@ -14,8 +14,8 @@ from attar.distillation.masked_adapters import add_masked_adapters, merge_masked
 from attar.distillation.settings import recover_settings
 from attar.distillation.stage import linears_of, recover
 from attar.errors import NumericsError, UsageError
-from attar.models.load import load_model
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.load import load_model
 from attar.walks import train as module
 from attar.walks.masks import Masks
 from tests import tiny_models

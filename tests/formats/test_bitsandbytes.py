@@ -22,7 +22,7 @@ from attar.formats.bitsandbytes import (
 from attar.formats.coded import Coded
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
 from attar.quantization.methods.rtn import rtn

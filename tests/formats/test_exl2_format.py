@@ -13,7 +13,7 @@ from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import exl2
 from attar.formats.exl2 import decode, encode, layout, refuse, scales, sections_of
 from attar.formats.readers import reader
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests.quantization.packing import save
 
 SECTIONS = ((8, 32), (6, 32), (5, 64), (4, 32), (3, 64), (2, 64), (2, 32))

@@ -16,7 +16,7 @@ from attar.formats.modelopt import unpack
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
 from attar.formats.readers import reader
 from attar.formats.rules import ActivationRule, WeightRule
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.schemes import SCHEMES
 from tests.quantization.packing import pack, save
 

@@ -12,7 +12,7 @@ from attar.measure.evaluate import evaluate
 from attar.measure.logits import next_token_logits
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.verbs import quantize
 from attar.walks.block_by_block import BlockByBlock
 from attar.walks.skeleton import Skeleton

@@ -21,7 +21,7 @@ from attar.measure.generation import (
     sample_prompt,
 )
 from attar.measure.subject import Subject, load_subject
-from attar.models.plain_config import end_tokens
+from attar.models.loading.plain_config import end_tokens
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models

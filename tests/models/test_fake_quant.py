@@ -7,9 +7,9 @@ import torch
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.rules import ActivationRule
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.models.fake_quant import on_keys_and_values, quantize_activation, round_cache, round_inputs
-from attar.models.load import load_model, save_model
+from attar.models.loading.load import load_model, save_model
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 

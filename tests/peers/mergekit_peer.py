@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.companions import copy_companions
-from attar.models.load import save_model
+from attar.models.loading.load import save_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "mergekit" / "bin" / "python"

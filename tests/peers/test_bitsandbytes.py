@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attar.formats.bitsandbytes import STATE, decode_nf4, encode_nf4, layout_nf4, read_state
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
 from attar.quantization.methods.rtn import rtn
 from tests import tiny_models

@@ -17,7 +17,7 @@ from attar.checkpoint import open_checkpoint
 from attar.formats import bitsandbytes as ours_format
 from attar.formats.coded import Coded
 from attar.formats.readers import reader
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.rtn import rtn
 from tests import tiny_models

@@ -18,7 +18,7 @@ from attar.formats import awq, gptq
 from attar.formats.coded import Coded, dequantize
 from attar.formats.limits import limits
 from attar.formats.readers import reader
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests import tiny_models
 from tests.formats.integer_weights import random_coded, rule
 

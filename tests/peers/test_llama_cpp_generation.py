@@ -16,7 +16,7 @@ import torch
 
 import attar
 from attar.data.packing import evaluation_rows
-from attar.models.load import load_model, load_tokenizer
+from attar.models.loading.load import load_model, load_tokenizer
 
 pytestmark = pytest.mark.peers
 PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "llama-cpp" / "bin" / "python"

@@ -24,8 +24,8 @@ from attar.formats.gguf.config import file_placements, hf_config
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.tensor_map import architecture, placements
-from attar.models.load import load_model
-from attar.models.surgery import keep_heads, keep_layers, keep_neurons
+from attar.models.loading.load import load_model
+from attar.models.surgery.cut_model import keep_heads, keep_layers, keep_neurons
 from tests import tiny_models
 from tests.formats.gguf.variants import VARIANTS, build, given_back, placed_tensors, said, stored, unstacked
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attar.formats.gguf.mixes import DEFAULTS, mix
+from attar.formats.gguf.quant_types import DEFAULTS, mix
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 gguf = pytest.importorskip("gguf")

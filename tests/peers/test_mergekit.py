@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import attar
 from attar.checkpoint import open_checkpoint
-from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.loading.load import load_model, load_tokenizer, save_model
 from attar.walks.objectives import next_token
 from attar.walks.train import train
 from tests.peers.mergekit_peer import (

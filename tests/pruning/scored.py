@@ -1,9 +1,9 @@
 """Scores of a small model's units, for the tests of criteria."""
 
-from attar.models.anatomy import discover
+from attar.importance.scoring import UnitScoring
+from attar.models.anatomy.discover import discover
 from attar.pruning.structures import STRUCTURES
 from attar.walks.objectives import masked_token_loss, next_token_loss
-from attar.walks.scoring import UnitScoring
 
 MASK_TOKEN = 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from attar.pruning.allocation import whole_counts
 from attar.pruning.sensitivity import choose, measured_at
-from attar.walks.measurements import Measurement
+from attar.sensitivity.measurements import Measurement
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -7,8 +7,8 @@ import transformers
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError
-from attar.models.anatomy import discover
-from attar.models.experts import unstack
+from attar.models.anatomy.discover import discover
+from attar.models.loading.experts import unstack
 from tests import tiny_models
 
 SMALL = {"samples": 4, "sequence_length": 32, "batch_size": 4}

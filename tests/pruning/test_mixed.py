@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
-from attar.models.load import load_model, save_model
-from attar.models.plan_costs import STRUCTURES, PlanSizes
-from attar.models.plan_space import first_units
-from attar.models.surgery import cut_model
+from attar.models.loading.load import load_model, save_model
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.plan_costs import STRUCTURES, PlanSizes
+from attar.models.surgery.plan_space import first_units
 from attar.progress import SILENT
 from attar.pruning.planning.candidates import held_out_kl
 from attar.pruning.planning.scan import curves

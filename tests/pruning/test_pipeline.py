@@ -11,9 +11,9 @@ from attar.checkpoint.render import render
 from attar.formats.readers import Decoded
 from attar.measure.run_folder import read_run
 from attar.measure.verdict import findings
-from attar.models.anatomy import discover
-from attar.models.load import load_model
-from attar.models.parts import weight_of
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.load import load_model
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.models.unit_weights import units_of
+from attar.models.anatomy.unit_weights import units_of
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
 
 

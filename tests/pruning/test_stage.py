@@ -11,9 +11,9 @@ from attar.cli.main import call
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
-from attar.models import device
-from attar.models.load import load_model
-from attar.models.surgery import keep_neurons
+from attar.models.loading import device
+from attar.models.loading.load import load_model
+from attar.models.surgery.cut_model import keep_neurons
 from attar.progress import Silent
 from attar.pruning import units
 from attar.pruning.selection import keep_most_important
@@ -212,7 +212,7 @@ def test_encoders_are_judged_by_masked_tokens(tmp_path):
 
 
 def test_rigid_families_can_have_their_heads_zeroed(tmp_path):
-    from attar.models.anatomy import discover
+    from attar.models.anatomy.discover import discover
 
     settings = prune_settings(method="heads", ratio=0.5, rigid="zero", **SMALL)
     pruned = prune(save("opt", tmp_path), tmp_path / "out", settings)

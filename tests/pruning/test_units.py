@@ -10,17 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from attar.cli.main import call
 from attar.errors import ModelError, SettingsError, UsageError
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.load import load_model
-from attar.models.masking import masked_units
+from attar.importance import LAYER_CRITERIA
+from attar.models.anatomy.discover import discover
+from attar.models.loading.load import load_model
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.masking import masked_units
 from attar.pruning import units
 from attar.pruning.criteria import HIDDEN_CRITERIA, UNIT_CRITERIA
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import prune
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import choose_units, informed_scores
-from attar.walks.importance import LAYER_CRITERIA
 from tests import tiny_models
 from tests.pruning.scored import scoring
 from tests.pruning.test_stage import SMALL, Lines, save

@@ -52,7 +52,7 @@ def test_what_comes_out_is_an_ordinary_dense_checkpoint(method, model, tmp_path)
     assert "quantization_config" not in out.config
     theirs = AutoModelForCausalLM.from_pretrained(out.path, dtype=torch.float32).eval()
     tokens = tiny_models.tokens(theirs)
-    ours = attar.models.load.load_model(out, dtype=torch.float32)
+    ours = attar.models.loading.load.load_model(out, dtype=torch.float32)
     assert torch.equal(tiny_models.logits(theirs, tokens), tiny_models.logits(ours, tokens))
 
 

@@ -12,9 +12,9 @@ from attar.checkpoint.inspect import inspect
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError, NumericsError, SettingsError
-from attar.models.anatomy import discover
-from attar.models.load import load_model
-from attar.models.parts import weight_of
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.load import load_model
 from attar.progress import Silent
 from attar.pruning import layerwise
 from attar.pruning.linears import pruned_linears

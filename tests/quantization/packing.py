@@ -5,7 +5,7 @@ import torch
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.models.fake_quant import on_keys_and_values
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.options import option_fields
 from attar.quantization.calibration import ActivationRange
 from attar.quantization.methods.rtn import rtn

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attar.errors import SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.progress import Silent
 from attar.quantization.plan import READS_WEIGHTS
 from attar.quantization.settings import quantize_settings

@@ -11,12 +11,12 @@ from attar.checkpoint.tensors import read_tensor
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.models import single_experts as reading
-from attar.models.anatomy import discover
-from attar.models.experts import unstack
-from attar.models.fit import admit
-from attar.models.load import load_model
-from attar.models.single_experts import single_experts
+from attar.models.anatomy.discover import discover
+from attar.models.loading import single_experts as reading
+from attar.models.loading.experts import unstack
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_model
+from attar.models.loading.single_experts import single_experts
 from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
@@ -98,7 +98,7 @@ def test_each_expert_gets_bits_by_its_sensitivity(tmp_path, monkeypatch):
     """Gate, up and down of one expert share a scheme."""
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     model, out = quantized(tmp_path, "mixtral", method="rtn", bits=5.0, moe_schemes="apart")
-    schemes = out.card.details["mixture"]["schemes"]
+    schemes = out.card.details["mixed_precision"]["schemes"]
     experts = {name: scheme for name, scheme in schemes.items() if ".experts." in name}
     each = {}
     for name, scheme in experts.items():

@@ -5,7 +5,7 @@ import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, SettingsError
-from attar.models.parts import matches
+from attar.models.anatomy.parts import matches
 from attar.quantization.plan import group_size, plan, static_inputs
 from tests import tiny_models
 from tests.quantization.packing import save, settings

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, NumericsError, SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from attar.recipe.stages import STAGES

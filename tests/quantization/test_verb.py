@@ -20,8 +20,8 @@ from attar.errors import NumericsError, SettingsError
 from attar.formats.readers import Decoded
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
-from attar.models import device
-from attar.models.load import load_model
+from attar.models.loading import device
+from attar.models.loading.load import load_model
 from attar.progress import Silent
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize_settings
@@ -327,7 +327,7 @@ def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
     settings = settings_for(bits=4.5, method="gptq", **SMALL)
     quantized = quantize(folder, tmp_path / "out", settings)
-    mixture = quantized.card.details["mixture"]
+    mixture = quantized.card.details["mixed_precision"]
     assert mixture["bits_per_weight"] <= 4.5 and mixture["gap"] == 0
     assert len(set(mixture["schemes"].values())) > 1
     for block in (0, 1):

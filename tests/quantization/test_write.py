@@ -11,7 +11,7 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import NumericsError
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import plan

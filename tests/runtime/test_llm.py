@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attar.errors import DataError, NumericsError, SettingsError
-from attar.models.load import load_model, load_tokenizer
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.llm import LLM

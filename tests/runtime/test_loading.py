@@ -20,7 +20,7 @@ from attar.kernels.build import load as build
 from attar.kernels.build import warn_slower
 from attar.kernels.product import default_activation_bits, default_threads
 from attar.kernels.structures import library
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids.ggml import GGML
 from attar.runtime import loading
 from attar.runtime.kv.evict import H2O, Streaming

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.runtime import scoring
 from attar.runtime.loading import load
 from attar.runtime.scoring import prompt_logits

@@ -15,7 +15,7 @@ import torch
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.launch import without_launch
 from attar.errors import UsageError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests import tiny_models
 
 OPTIONS = ["--layers", 2, "--batch-size", 4, "--sequence-length", 32, "--precision", "fp32"]

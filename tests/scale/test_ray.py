@@ -254,11 +254,11 @@ def test_answers_of_a_teacher_on_actors_are_those_of_one_process(cluster, tmp_pa
 
 
 def test_a_request_that_kills_actors_is_refused_and_others_are_answered(cluster, monkeypatch):
-    from attar.distillation.collection.requests import TeacherRequest
-    from attar.distillation.collection.retry import TeacherFailure
-    from attar.distillation.collection.settings import CollectSettings
-    from attar.distillation.collection.teachers import TeacherAnswer
-    from attar.distillation.collection.teachers import cluster as teachers
+    from attar.collection.requests import TeacherRequest
+    from attar.collection.retry import TeacherFailure
+    from attar.collection.settings import CollectSettings
+    from attar.collection.teachers import TeacherAnswer
+    from attar.collection.teachers import cluster as teachers
 
     class Deadly:
         def __init__(self, *words):

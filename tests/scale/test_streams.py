@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attar.checkpoint.open import open_checkpoint
-from attar.models.load import load_model, save_model
+from attar.models.loading.load import load_model, save_model
 from tests.scale import streams
 from tests.scale.processes import run_ranks
 from tests.scale.test_launch import gone, ranks_of, start, wait_until

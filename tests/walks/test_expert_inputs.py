@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.quantization.layerwise import LayerSolver

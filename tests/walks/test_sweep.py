@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.models import device
-from attar.models.load import load_model
-from attar.models.parts import weight_of
-from attar.models.surgery import keep_layers
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading import device
+from attar.models.loading.load import load_model
+from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.sweep import Solution, sweep
 from benchmarks import memory

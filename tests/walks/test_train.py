@@ -12,7 +12,7 @@ from attar import interruption
 from attar.data.packing import PADDING, Batches
 from attar.errors import NumericsError, SettingsError
 from attar.interruption import StoppedError
-from attar.models import device
+from attar.models.loading import device
 from attar.walks import optimizers
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings

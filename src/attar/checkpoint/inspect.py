@@ -21,7 +21,7 @@ from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
 
-JUDGE = "attar.models.fit"
+JUDGE = "attar.models.loading.fit"
 """Module whose ``judged`` compares a checkpoint with its family; by name, because models/ is above."""
 
 DESCRIBERS = {".gguf": "attar.formats.gguf.open"}

@@ -3,7 +3,7 @@ ask.
 
 What config.json and the headers tell is judged when a checkpoint is opened
 (:mod:`attar.checkpoint.normal_form`), and what needs the family or the tokenizer before the first work of a
-verb (:mod:`attar.models.fit`). A ``note`` is printed
+verb (:mod:`attar.models.loading.fit`). A ``note`` is printed
 once by each verb; ``refused`` is an error before anything is written, which ``attar inspect`` shows; what
 ``works`` needs no word.
 

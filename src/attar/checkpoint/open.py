@@ -47,7 +47,7 @@ class Checkpoint:
             their bytes.
         oddities: what is odd about it (:mod:`attar.checkpoint.oddities`); config and tensors are without.
         as_stored: all tensors of the files have their names there.
-        fits: :func:`attar.models.fit.admit` has compared it with its family and its tokenizer.
+        fits: :func:`attar.models.loading.fit.admit` has compared it with its family and its tokenizer.
     """
 
     path: Path

@@ -73,7 +73,7 @@ def _profile(
 ) -> Answer:
     """Measure speculation methods, and draw the picture where it is requested."""
     picture = _picture_path(values.get("picture"))
-    from attar.runtime.speculate.profile.run import run_profile
+    from attar.measure.speculation.run import run_profile
 
     profile = run_profile(values["model"], methods, cases, engine, batches=batches, progress=progress)
     if picture is not None:

@@ -41,8 +41,8 @@ def build_chat(verb: str) -> Any:
         check_models(values["model"])
         params = read_settings(ChatSettings, verb, values).params()
         options = read_settings(EngineSettings, verb, values).options()
-        from attar.runtime.chat import Chat
         from attar.runtime.llm import LLM
+        from attar.serving.chat import Chat
 
         with progress.task("load", total=1) as task:
             llm = LLM(values["model"], **options)

@@ -78,7 +78,7 @@ def build_generate(verb: str) -> Any:
 def _to_file(
     verb: str, values: dict[str, Any], prompts: list[str], cluster: ClusterSettings, progress: Progress
 ) -> Answer:
-    from attar.runtime.batch import generate_to_file
+    from attar.serving.batch import generate_to_file
 
     size = values["batch_rows"] or "32"
     result = generate_to_file(

@@ -7,16 +7,16 @@ from typing import Any
 
 from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
 from attar.progress import Progress
-from attar.runtime.server.settings import (
+from attar.runtime.settings import EngineSettings
+from attar.serving.http.settings import (
     EmbeddingSettings,
     LoraSettings,
     ModelsSettings,
     ServerSettings,
     TemplateSettings,
 )
-from attar.runtime.server.transport import ConnectionSettings
-from attar.runtime.services.settings import ServiceSettings
-from attar.runtime.settings import EngineSettings
+from attar.serving.http.transport import ConnectionSettings
+from attar.serving.services.settings import ServiceSettings
 from attar.verbs import check_models
 
 
@@ -35,7 +35,7 @@ def build_serve(verb: str) -> Any:
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
-        from attar.runtime.server import serve
+        from attar.serving.http import serve
 
         check_models(values["model"])
         settings = read_settings(ServerSettings, verb, values)

@@ -18,8 +18,8 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import quant_method, reader
-from attar.models.single_experts import stacked_reader
-from attar.models.stored import stored_precision
+from attar.models.loading.single_experts import stacked_reader
+from attar.models.loading.stored import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
 

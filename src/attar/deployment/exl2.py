@@ -31,10 +31,10 @@ from attar.formats import exl2
 from attar.formats.exl2 import WEIGHT, decode, layout, sections_of
 from attar.formats.exl2 import refuse as refuse_shape
 from attar.formats.readers import quant_method, reader
-from attar.models.anatomy import discover
-from attar.models.device import pick_device
-from attar.models.load import empty_model, load_tokenizer
-from attar.models.stored import stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import empty_model, load_tokenizer
+from attar.models.loading.stored import stored_names
 from attar.progress import Progress
 from attar.quantization.gates import checked_layers
 from attar.quantization.hessian import Hessian

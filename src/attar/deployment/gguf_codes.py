@@ -148,9 +148,9 @@ class HeadImportance:
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> QuantizationPlan:
     """The Linears of the blocks as sites on the grids of their types."""
-    from attar.models.anatomy import discover
-    from attar.models.load import empty_model
-    from attar.models.stored import stored_names
+    from attar.models.anatomy.discover import discover
+    from attar.models.loading.load import empty_model
+    from attar.models.loading.stored import stored_names
     from attar.quantization.plan import LayerPlan, QuantizationPlan
 
     model = empty_model(view.config, unstacked=True)

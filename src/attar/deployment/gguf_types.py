@@ -15,8 +15,8 @@ from attar.errors import SettingsError
 from attar.formats.coded import Coded
 from attar.formats.gguf.architecture import sizes
 from attar.formats.gguf.codes import exact_type
-from attar.formats.gguf.mixes import canonical, mix, overridden
 from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.quant_types import canonical, mix, overridden
 from attar.formats.gguf.reader import GGUFReader
 from attar.formats.gguf.tensor_map import architecture
 from attar.formats.gguf.types import FILE_TYPES, TYPES
@@ -64,7 +64,7 @@ class TensorTypes:
             "tensor_bytes": bits // 8,
             "bits_per_weight": bits / weights,
             "carried": len(self.carried),
-            **({"mixture": dict(self.report)} if self.report else {}),
+            **({"type_search": dict(self.report)} if self.report else {}),
         }
 
 
@@ -200,9 +200,9 @@ def _budget(
     processes: Processes,
     progress: Progress,
 ) -> TensorTypes:
-    from attar.deployment.gguf_mixture import gguf_mixture
+    from attar.deployment.gguf_type_search import search_types
 
-    mixture = gguf_mixture(
+    choice = search_types(
         source,
         placed,
         settings,
@@ -212,8 +212,8 @@ def _budget(
         processes=processes,
         progress=progress,
     )
-    label = f"{mixture.bits_per_weight:.2f}bpw"
-    return TensorTypes(mixture.kinds, label, mixture.file_type, notes=mixture.notes, report=mixture.report)
+    label = f"{choice.bits_per_weight:.2f}bpw"
+    return TensorTypes(choice.kinds, label, choice.file_type, notes=choice.notes, report=choice.report)
 
 
 def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from attar.checkpoint import atomic
 from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.progress import SILENT, Progress
 from attar.walks.passes import StopForward
 from attar.walks.skeleton import HiddenStates, Skeleton

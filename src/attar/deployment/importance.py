@@ -16,7 +16,7 @@ from attar.deployment.gguf_types import FLOATS
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
-from attar.models.device import pick_device
+from attar.models.loading.device import pick_device
 from attar.progress import Progress
 from attar.quantization.gates import unseen_inputs
 from attar.quantization.hessian import informed
@@ -153,8 +153,8 @@ def _compute(
     progress: Progress,
 ) -> InputImportance:
     from attar.deployment.imatrix import compute
-    from attar.models.load import load_tokenizer
-    from attar.models.single_experts import single_experts
+    from attar.models.loading.load import load_tokenizer
+    from attar.models.loading.single_experts import single_experts
 
     length = row_length(settings.sequence_length, source.config)
     batches = calibration_batches(

@@ -25,11 +25,11 @@ from attar.formats.convert import convert, converted_rule, misfit
 from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
-from attar.models.anatomy import discover
-from attar.models.experts import Experts
-from attar.models.load import empty_model
-from attar.models.roles import is_linear
-from attar.models.stored import stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.roles import is_linear
+from attar.models.loading.experts import Experts
+from attar.models.loading.load import empty_model
+from attar.models.loading.stored import stored_names
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from attar.deployment.verify import same_weights
 from attar.errors import ModelError
 from attar.formats import mxfp4
 from attar.formats.readers import quant_method, reader
-from attar.models.single_experts import Stacked, stacked_reader, stacks_of
+from attar.models.loading.single_experts import Stacked, stacked_reader, stacks_of
 from attar.progress import Progress
 from attar.walks.stream import WriteStep, stream_steps
 

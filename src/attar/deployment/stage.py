@@ -41,7 +41,7 @@ from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import GGUF, HEAD_FORMATS, VERSION, ExportSettings
 from attar.errors import DataError, ModelError, SettingsError
 from attar.models.draft_heads.kind import is_draft_head
-from attar.models.fit import admit
+from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _recorded(
 ) -> ExportSettings:
     """Record the text that will be read. Where there is no text, and the importance matrix was not asked for,
     the settings without it."""
-    from attar.models.load import load_tokenizer
+    from attar.models.loading.load import load_tokenizer
 
     length = row_length(settings.sequence_length, source.config)
     try:

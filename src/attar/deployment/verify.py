@@ -30,7 +30,7 @@ def same_tensors(
     Raises:
         NumericsError: a tensor differs, overflows, or is degenerate.
     """
-    from attar.models.single_experts import stacked_reader
+    from attar.models.loading.single_experts import stacked_reader
 
     before, after = stacked_reader(reader(source), source), reader(written)
     stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
@@ -84,7 +84,7 @@ def same_weights(source: Checkpoint, written: Checkpoint, progress: Progress = S
     Raises:
         NumericsError: a tensor differs, or is degenerate.
     """
-    from attar.models.single_experts import stacked_reader
+    from attar.models.loading.single_experts import stacked_reader
 
     before, after = reader(source), reader(written)
     stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}

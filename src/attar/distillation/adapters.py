@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint.atomic import write_config
 from attar.errors import MissingExtraError, SettingsError
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
 
 CONFIG = "adapter_config.json"
 SCALING = 2.0  # c / r

@@ -8,7 +8,7 @@ while it learns.
     last      the last ones
     0,3,6     these
 
-and, measured on text (:mod:`attar.walks.importance`), by students/make.py:
+and, measured on text (:mod:`attar.importance`), by students/make.py:
 
     influence    those that turn the residual stream most (ShortGPT, eq. 1)
     kl           those that the teacher misses most, each left out alone

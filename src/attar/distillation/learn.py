@@ -30,11 +30,11 @@ from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.tasks.task import Task
 from attar.errors import DataError, SettingsError
-from attar.models.device import resolve
 from attar.models.frozen import round_frozen
 from attar.models.head import head_of
-from attar.models.load import load_tokenizer
-from attar.models.plain_config import end_tokens
+from attar.models.loading.device import resolve
+from attar.models.loading.load import load_tokenizer
+from attar.models.loading.plain_config import end_tokens
 from attar.progress import Progress
 from attar.walks.distributed import blocks_of, sharded, shards
 from attar.walks.masks import Masks

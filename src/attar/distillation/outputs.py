@@ -17,9 +17,9 @@ from attar.data.examples import Examples
 from attar.distillation.fused import head_loss
 from attar.distillation.learner import student_of
 from attar.distillation.objectives.chunked import ChunkLoss, mean_of_chunks
+from attar.models.anatomy.qkv import QKV, recording_qkv
 from attar.models.head import Head, product_type, without_logits
 from attar.models.inputs import model_inputs
-from attar.models.qkv import QKV, recording_qkv
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.errors import ModelError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 
 
 @dataclass(frozen=True)

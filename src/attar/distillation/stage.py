@@ -36,12 +36,12 @@ from attar.distillation.students.make import given_student, make_student
 from attar.distillation.students.plan import StudentPlan, plan_student
 from attar.distillation.students.text import ScoringText
 from attar.distillation.tasks import task_of
-from attar.models.anatomy import discover
-from attar.models.device import pick_device, resolve
-from attar.models.fit import admit
-from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.stored import precision_note, stored_precision
-from attar.models.zeros import resolve_zeros, stated_zeros, zero_mask
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import pick_device, resolve
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_model, load_tokenizer, save_model
+from attar.models.loading.stored import precision_note, stored_precision
+from attar.models.surgery.zeros import resolve_zeros, stated_zeros, zero_mask
 from attar.progress import SILENT, Progress
 from attar.walks.masks import Masks
 from attar.walks.train import TrainHistory

@@ -34,9 +34,9 @@ from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, torch_dtype
 from attar.measure.uncertainty import mean_stderr, ratio_stderr
 from attar.models.classifiers import class_names_of, is_classifier
-from attar.models.fit import admit
 from attar.models.inputs import model_inputs
-from attar.models.load import load_model, load_tokenizer
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
 
 

@@ -25,7 +25,7 @@ from attar.data.auto import AUTO, CODE, fitting
 from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
-from attar.models.plain_config import end_tokens
+from attar.models.loading.plain_config import end_tokens
 from attar.runtime.bench import measure
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams

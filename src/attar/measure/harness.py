@@ -17,7 +17,7 @@ from attar.errors import MissingExtraError
 from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
 from attar.measure.multiple_choice import ScoredPair, log_likelihoods
 from attar.measure.subject import load_subject
-from attar.models.plain_config import end_tokens
+from attar.models.loading.plain_config import end_tokens
 from attar.runtime.sampling.params import SamplingParams
 
 try:

@@ -19,8 +19,8 @@ from attar.checkpoint import Checkpoint
 from attar.errors import MemoryNeededError, ModelError, SettingsError
 from attar.formats.readers import Decoded, quant_method
 from attar.measure.settings import DTYPES
-from attar.models.fit import admit
-from attar.models.load import load_model, load_tokenizer, round_activations
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_model, load_tokenizer, round_activations
 from attar.runtime.loading import Loaded
 from attar.runtime.loading import load as load_runner
 from attar.walks.block_by_block import BlockByBlock

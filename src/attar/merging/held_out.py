@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from attar.data.packing import pack, row_length
 from attar.errors import ModelError
 from attar.merging.settings import MergeSettings
-from attar.models.device import pick_device
-from attar.models.load import empty_model, load_model, load_tokenizer
-from attar.models.stored import stored_names
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import empty_model, load_model, load_tokenizer
+from attar.models.loading.stored import stored_names
 from attar.walks.objectives import masked_token_loss, next_token_loss
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class HeldOutText:
         return cls(packed.rows, tokenizer.mask_token_id, settings.device)
 
     def loss(self, model: str | Path | Checkpoint) -> float:
-        """Loss of a checkpoint. Raises as :func:`attar.models.load.load_model`."""
+        """Loss of a checkpoint. Raises as :func:`attar.models.loading.load.load_model`."""
         return self.score(load_model(model, dtype=torch.float32, device=self.device))
 
     def loss_of(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> float:
@@ -130,7 +130,7 @@ class HeldOutText:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Give an empty model (:func:`attar.models.load.empty_model`) its weights, in float32.
+    """Give an empty model (:func:`attar.models.loading.load.empty_model`) its weights, in float32.
 
     The model is changed and returned; the tensors are not changed.
 

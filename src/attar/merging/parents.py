@@ -21,8 +21,8 @@ from attar.merging.adapters.apply import AdaptedCheckpoint
 from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import ModelReference
 from attar.merging.planning.model import ModelView
-from attar.models.adapter_files import CONFIG, WEIGHTS
-from attar.models.fit import fitting
+from attar.models.loading.adapter_files import CONFIG, WEIGHTS
+from attar.models.loading.fit import fitting
 
 
 @dataclass

@@ -19,7 +19,7 @@ from attar.merging.held_out import HeldOutText
 from attar.merging.planning.model import ModelView
 from attar.merging.planning.prepare import PreparedMerge
 from attar.merging.settings import MergeSettings
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 
 WORSE = 1.5

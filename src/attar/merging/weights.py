@@ -26,7 +26,7 @@ from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
 from attar.merging.methods.common.random_masks import RandomMasks
 from attar.merging.planning.plan import InputTensor, MergePlan, OutputTensor
-from attar.models.device import trim_memory
+from attar.models.loading.device import trim_memory
 from attar.progress import SILENT, Progress
 from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
 

@@ -10,7 +10,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from attar.errors import ModelError
-from attar.models.configs import quiet
+from attar.models.loading.configs import quiet
 
 SUFFIX = "ForSequenceClassification"
 

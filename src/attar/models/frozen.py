@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attar.models.roles import is_linear
+from attar.models.anatomy.roles import is_linear
 
 
 def round_frozen(model: Any) -> int:

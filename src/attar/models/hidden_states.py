@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attar.errors import ModelError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 
 
 def hook_states(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import write_json
 from attar.checkpoint.jsonfile import read_json
-from attar.models.device import pick_device
+from attar.models.loading.device import pick_device
 from attar.pruning.criteria.magnitude import global_zeros
 from attar.pruning.criteria.owl import block_zeros, outlier_share
 from attar.pruning.criteria.wanda import InputNorms, observe_norms, wanda_scores

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError, SettingsError
 from attar.formats.readers import refuse_packed
-from attar.models.anatomy import discover
-from attar.models.load import empty_model
-from attar.models.parts import matches, weight_of
-from attar.models.single_experts import single_experts
-from attar.models.stored import stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import matches, weight_of
+from attar.models.loading.load import empty_model
+from attar.models.loading.single_experts import single_experts
+from attar.models.loading.stored import stored_names
 from attar.pruning.settings import ZerosSettings
 from attar.sparsity import Sparsity, parse_sparsity
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.atomic import hidden
 from attar.data.auto import fit
 from attar.errors import UsageError
-from attar.models.fit import admit
-from attar.models.load import save_model
-from attar.models.plan_space import plan_space
-from attar.models.stored import precision_note, stored_precision
+from attar.importance.scoring import UnitScoring, no_loss
+from attar.models.loading.fit import admit
+from attar.models.loading.load import save_model
+from attar.models.loading.stored import precision_note, stored_precision
+from attar.models.surgery.plan_space import plan_space
 from attar.progress import SILENT, Progress
 from attar.pruning.planning.budget import plan_budget
 from attar.pruning.planning.candidates import candidate_texts, compare_candidates
@@ -31,7 +32,6 @@ from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.settings import PruneSettings
 from attar.pruning.task import PruneTask, calibration
 from attar.pruning.units import checked_cut
-from attar.walks.scoring import UnitScoring, no_loss
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -1,5 +1,5 @@
 """Fractions of zeros for each layer, by the KL that pruning its group alone costs the model
-(walks/sensitivity.py), under a total.
+(sensitivity/weight_changes.py), under a total.
 
     minimise sum_g kl[g, s_g]    under   sum_g n_g s_g >= s sum_g n_g
 
@@ -24,10 +24,9 @@ from attar.pruning.criteria.wanda import observe_norms, wanda_scores
 from attar.pruning.linears import Linears
 from attar.pruning.task import PruneTask
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate
-from attar.sparsity import Sparsity
-from attar.walks.measurements import Measurement
-from attar.walks.reference import MEMORY, reference_of
-from attar.walks.sensitivity import (
+from attar.sensitivity.measurements import Measurement
+from attar.sensitivity.reference import MEMORY, reference_of
+from attar.sensitivity.weight_changes import (
     NewWeight,
     SensitivityInputs,
     WeightChange,
@@ -36,6 +35,7 @@ from attar.walks.sensitivity import (
     measure_changes,
     shared_groups,
 )
+from attar.sparsity import Sparsity
 
 REACH = 0.25  # fractions further from the one asked for are not measured
 STEP = 0.02  # between two fractions to choose from

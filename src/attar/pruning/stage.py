@@ -11,7 +11,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.models.fit import admit
+from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
 from attar.pruning.experts.prune import prune_experts
 from attar.pruning.linears import pruned_linears

@@ -10,7 +10,7 @@ from torch import Tensor
 from attar.checkpoint.output import StageOutput
 from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import note_texts, record
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.pruning.settings import PruneSettings
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError, UsageError
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.device import pick_device
-from attar.models.load import empty_model, load_model, load_tokenizer, save_model
-from attar.models.masking import masked_units
-from attar.models.parts import Anatomy, weight_of
-from attar.models.stored import precision_note, stored_precision
-from attar.models.surgery import cut_model
-from attar.models.unit_weights import UnitWeights
+from attar.importance.scoring import UnitScoring, no_loss
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import Anatomy, weight_of
+from attar.models.anatomy.unit_weights import UnitWeights
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import empty_model, load_model, load_tokenizer, save_model
+from attar.models.loading.stored import precision_note, stored_precision
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.masking import masked_units
 from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
 from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
@@ -36,7 +37,6 @@ from attar.pruning.task import PruneTask
 from attar.quantization.hessian import informed
 from attar.walks.distributed import agreed_precision
 from attar.walks.objectives import Loss, masked_token_loss, next_token_loss
-from attar.walks.scoring import UnitScoring, no_loss
 
 
 def prune_units(task: PruneTask) -> None:

@@ -23,8 +23,8 @@ from attar.checkpoint.atomic import write_config
 from attar.checkpoint.open import check_finite, open_checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import NumericsError
-from attar.models.device import pick_device
-from attar.models.single_experts import SingleExperts, single_experts
+from attar.models.loading.device import pick_device
+from attar.models.loading.single_experts import SingleExperts, single_experts
 from attar.pruning.allocation import amounts_of
 from attar.pruning.criteria.magnitude import magnitude_scores
 from attar.pruning.layerwise import LayerPruner, PruneSolver

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.models.device import resolve
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.device import resolve
 from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import autoround

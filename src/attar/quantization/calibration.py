@@ -22,9 +22,9 @@ from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
-from attar.models.device import pick_device
 from attar.models.fake_quant import on_keys_and_values
-from attar.models.load import load_tokenizer
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.settings import QuantizeSettings

@@ -15,13 +15,13 @@ from torch import Tensor
 from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.formats.readers import Decoded
-from attar.models.device import pick_device
-from attar.models.load import load_model, load_tokenizer, round_activations
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
 from attar.quantization.gates import check_layers, check_model, raise_on_error, stuck, suspect
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.compare import Comparison, compare
+from attar.sensitivity.compare import Comparison, compare
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.models.zeros import zero_mask
+from attar.models.surgery.zeros import zero_mask
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
@@ -47,7 +47,7 @@ class LayerSolver:
 
     Attributes:
         method: the rounding; see rounding.METHODS.
-        keep_zeros: which weights that are zero stay zero; see attar.models.zeros.
+        keep_zeros: which weights that are zero stay zero; see attar.models.surgery.zeros.
         output_hessian: gives H_O (N, N) of a module, for yaqa.
     """
 

@@ -16,12 +16,12 @@ from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
 from attar.formats.readers import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
-from attar.models.anatomy import discover
-from attar.models.load import empty_model
-from attar.models.parts import Anatomy, matches
-from attar.models.roles import is_linear
-from attar.models.single_experts import SingleExperts, single_experts
-from attar.models.stored import stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import Anatomy, matches
+from attar.models.anatomy.roles import is_linear
+from attar.models.loading.load import empty_model
+from attar.models.loading.single_experts import SingleExperts, single_experts
+from attar.models.loading.stored import stored_names
 from attar.patterns import RegexError, check
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme

@@ -21,11 +21,11 @@ from torch import Tensor
 from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
-from attar.models.anatomy import discover
-from attar.models.device import pick_device
-from attar.models.experts import unstack
-from attar.models.load import empty_model, load_model, load_tokenizer
-from attar.models.zeros import zero_mask
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import pick_device
+from attar.models.loading.experts import unstack
+from attar.models.loading.load import empty_model, load_model, load_tokenizer
+from attar.models.surgery.zeros import zero_mask
 from attar.progress import Progress
 from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.calibration import batches_of

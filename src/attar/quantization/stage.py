@@ -24,16 +24,16 @@ from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
-from attar.models.fit import admit
-from attar.models.load import load_tokenizer
-from attar.models.single_experts import single_experts
-from attar.models.stored import stored_precision
-from attar.models.zeros import resolve_zeros, stated_zeros
+from attar.models.loading.fit import admit
+from attar.models.loading.load import load_tokenizer
+from attar.models.loading.single_experts import single_experts
+from attar.models.loading.stored import stored_precision
+from attar.models.surgery.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result
 from attar.quantization.gates import rarest_expert
-from attar.quantization.mixed_precision.mixture import mixture
+from attar.quantization.mixed_precision.search import choose_bits
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import METHODS, RoundingTask
 from attar.quantization.settings import (
@@ -87,7 +87,7 @@ def quantize(
         note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.storage.bits:
-            assigned, details["mixture"] = mixture(
+            assigned, details["mixed_precision"] = choose_bits(
                 checkpoint, settings, output.work, progress, processes=output.processes
             )
         single = single_experts(checkpoint)

@@ -108,7 +108,7 @@ EVALUATE_SETTINGS = "attar.measure.settings:EvaluateSettings"
 EVALUATE_VERSION = "attar.measure.settings:VERSION"
 """No stage: a recipe evaluates the checkpoint of every stage."""
 
-COLLECT_SETTINGS = "attar.distillation.collection.settings:CollectSettings"
+COLLECT_SETTINGS = "attar.collection.settings:CollectSettings"
 """No stage: its output is text, before there is a student."""
 
 EXTRACT_SETTINGS = "attar.merging.adapters.settings:ExtractSettings"

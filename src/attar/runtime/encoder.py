@@ -55,8 +55,8 @@ class Encoder:
     """
 
     def __init__(self, model: str | Path | Checkpoint, *, pooling: str = "auto", device: str = "cpu") -> None:
-        from attar.models.fit import admit  # takes transformers with it
-        from attar.models.load import load_model, load_tokenizer
+        from attar.models.loading.fit import admit  # takes transformers with it
+        from attar.models.loading.load import load_model, load_tokenizer
 
         checkpoint = admit(model, text=True)
         config = checkpoint.config

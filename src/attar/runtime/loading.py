@@ -24,10 +24,10 @@ from attar.kernels.build import warn_slower
 from attar.kernels.decode import ModelWeights, pool_bytes
 from attar.kernels.product import default_threads
 from attar.memory import check_memory
-from attar.models.device import pick_device
-from attar.models.fit import admit
-from attar.models.plain_config import end_tokens
-from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
+from attar.models.loading.device import pick_device
+from attar.models.loading.fit import admit
+from attar.models.loading.plain_config import end_tokens
+from attar.models.loading.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
@@ -195,8 +195,8 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
 def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
     """transformers' modules; Linears keep their codes where the checkpoint is quantized and the device a
     CPU."""
-    from attar.models.anatomy import discover
-    from attar.models.load import load_model
+    from attar.models.anatomy.discover import discover
+    from attar.models.loading.load import load_model
     from attar.runtime.runner.modules import Modules
     from attar.runtime.runner.packed_model import packed_model
     from attar.runtime.runner.probe import probe
@@ -236,7 +236,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
     plain = plain_tokenizer(checkpoint.path, checkpoint.config)
     if plain is not None:
         return plain
-    from attar.models.load import load_tokenizer
+    from attar.models.loading.load import load_tokenizer
 
     return load_tokenizer(checkpoint)
 

@@ -20,7 +20,7 @@ from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.decode import TILE
 from attar.kernels.memory import PAGE
-from attar.models.device import pick_device
+from attar.models.loading.device import pick_device
 from attar.runtime.encoder import is_encoder
 from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.hidden_pool import HiddenPool

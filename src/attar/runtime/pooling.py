@@ -79,6 +79,6 @@ def pooler_of(loaded: Loaded) -> PromptPooler:
 def _final_layer(runner: Any) -> int:
     if hasattr(runner, "weights"):
         return len(runner.weights.layers)
-    from attar.models.anatomy import discover
+    from attar.models.anatomy.discover import discover
 
     return len(discover(runner.model).blocks)

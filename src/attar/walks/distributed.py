@@ -27,7 +27,7 @@ from torch import Tensor, distributed, nn
 from attar.checkpoint.processes import SHARD, Processes, count
 from attar.data.examples import Examples, predictions
 from attar.errors import DataError
-from attar.models.device import resolve
+from attar.models.loading.device import resolve
 
 Rows: TypeAlias = Tensor | Examples
 
@@ -73,7 +73,7 @@ def own_batches(batches: Sequence[Tensor], processes: Processes) -> list[Tensor]
 def agreed_precision(
     processes: Processes, precision: str, device: torch.device, work: Path | None = None
 ) -> str:
-    """As :func:`attar.models.device.resolve` of the first process has it, on every process."""
+    """As :func:`attar.models.loading.device.resolve` of the first process has it, on every process."""
     return processes.of_first(resolve(precision, device, work) if processes.first else "")
 
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.processes import ALONE, Processes
-from attar.models.device import bf16_products
-from attar.models.experts import Expert, Experts
+from attar.models.loading.device import bf16_products
+from attar.models.loading.experts import Expert, Experts
 from attar.walks.skeleton import HiddenStates
 
 

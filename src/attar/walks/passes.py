@@ -16,7 +16,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from attar.models.device import bf16_products
+from attar.models.loading.device import bf16_products
 
 
 class StopForward(Exception):  # noqa: N818  (control flow, not an error)

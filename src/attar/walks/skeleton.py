@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from attar.checkpoint.tensors import read_tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.models.anatomy import discover
-from attar.models.device import bf16_products
-from attar.models.load import empty_model
-from attar.models.masking import replaced_forward
-from attar.models.single_experts import single_experts
-from attar.models.stored import stored_buffers, stored_names
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import bf16_products
+from attar.models.loading.load import empty_model
+from attar.models.loading.single_experts import single_experts
+from attar.models.loading.stored import stored_buffers, stored_names
+from attar.models.surgery.masking import replaced_forward
 from attar.walks.passes import StopForward
 
 

@@ -39,9 +39,9 @@ from attar.checkpoint.processes import ALONE, Processes
 from attar.errors import NumericsError, SettingsError
 from attar.interruption import Interruption, StateFile, interruptible
 from attar.kernels.precision import reduced_products
-from attar.models.device import bf16_products, free_memory, trim_memory
-from attar.models.experts import Experts
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.device import bf16_products, free_memory, trim_memory
+from attar.models.loading.experts import Experts
 from attar.progress import SILENT, Progress
 from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages

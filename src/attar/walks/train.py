@@ -40,7 +40,7 @@ from attar.data.examples import Examples
 from attar.data.packing import Batches
 from attar.errors import NumericsError, SettingsError
 from attar.interruption import Interruption, interruptible
-from attar.models.device import resolve
+from attar.models.loading.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import distributed, optimizers, states
 from attar.walks.masks import Masks, mask_gradients, mask_weights

@@ -16,7 +16,7 @@ from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.outputs import Insides, run_model
 from attar.distillation.signals.online import OnlineTeacher
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from tests import tiny_models
 
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

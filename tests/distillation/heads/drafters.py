@@ -3,7 +3,7 @@
 import torch
 
 from attar.distillation.head_settings import BlockSettings, DSparkSettings
-from attar.distillation.heads import block
+from attar.distillation.heads import block_loss as block
 from attar.models.head import head_of
 
 

@@ -8,7 +8,8 @@ import torch
 import attar
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
-from attar.distillation.heads import block, draft_loss
+from attar.distillation.heads import block_loss as block
+from attar.distillation.heads import draft_loss
 from attar.distillation.heads.anchors import choose_anchors, run_blocks
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.objectives import chunked

@@ -8,7 +8,9 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.head_settings import Eagle3Settings, EagleSettings
-from attar.distillation.heads import eagle, eagle3, unroll
+from attar.distillation.heads import eagle3_loss as eagle3
+from attar.distillation.heads import eagle_loss as eagle
+from attar.distillation.heads import unroll
 from attar.distillation.heads.draft_vocabulary import choose_tokens
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.heads.unrolled_chains import chains

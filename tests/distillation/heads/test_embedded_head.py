@@ -6,9 +6,9 @@ import json
 from functools import cache
 
 from attar.checkpoint import paths
+from attar.measure.speculation.profile import FixedPolicy
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.profile import FixedPolicy
 
 PROMPTS = (
     "import os\n\n\ndef main(",

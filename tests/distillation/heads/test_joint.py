@@ -19,7 +19,7 @@ from attar.distillation.heads import joint_train
 from attar.distillation.heads.joint import JointLearner, original_of, schedule
 from attar.distillation.rollouts import teacher as rollouts
 from attar.errors import SettingsError
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.models.head import head_of
 from attar.runtime.speculate.heads.load import trained_for
 from attar.walks.optimizers import build

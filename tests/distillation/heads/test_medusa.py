@@ -7,10 +7,10 @@ import attar
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.head_settings import MedusaSettings
-from attar.distillation.heads import medusa
+from attar.distillation.heads import medusa_loss as medusa
 from attar.distillation.heads.target_pass import run_target
 from attar.distillation.rollouts import teacher as rollouts
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.models.draft_heads.static_tree import PUBLISHED, search_tree
 from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import head_of

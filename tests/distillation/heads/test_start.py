@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from attar.distillation.head_settings import Eagle3Settings
-from attar.distillation.heads import block, eagle3
+from attar.distillation.heads import block_loss as block
+from attar.distillation.heads import eagle3_loss as eagle3
 from attar.distillation.heads.start import norm_scale, start_block_drafter
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.models.draft_heads.decoder_layer import rotary, turned
 from attar.models.head import head_of
 from attar.models.hidden_states import recording_states

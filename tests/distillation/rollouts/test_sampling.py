@@ -11,9 +11,9 @@ from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.stage import linears_of
 from attar.errors import NumericsError
 from attar.kernels.structures import library
+from attar.runtime.runner.blended import BlendedRunner
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.from_model import runner_of, shared_copy
-from attar.runtime.runner.mixture import MixtureRunner
 from attar.runtime.runner.modules import Modules
 from tests import tiny_models
 
@@ -125,7 +125,7 @@ def test_a_mixture_draws_from_both_models():
     student, teacher, a, T = tiny_models.build("gpt2"), tiny_models.build("llama3", seed=3), 0.6, 1.5
     prompts = [[7, 8, 9]] * 800
     runners = [runner_of(model, sequences=64, length=5, exact=True) for model in (student, teacher)]
-    mixed = MixtureRunner(runners, [1 - a, a], vocabulary=40, temperature=T)
+    mixed = BlendedRunner(runners, [1 - a, a], vocabulary=40, temperature=T)
     rows, logprobs = sample_rows(mixed, prompts, 5, vocabulary=40, ends=(), seed=0)
     q, p = ((tiny_models.logits(model, rows)[..., :40] / T).softmax(-1) for model in (student, teacher))
     law = a * p + (1 - a) * q

@@ -16,7 +16,7 @@ from attar.distillation.settings import distill_settings
 from attar.distillation.signals.online import OnlineTeacher
 from attar.distillation.stage import distill
 from attar.errors import DataError, ModelError
-from attar.models.surgery import keep_layers
+from attar.models.surgery.cut_model import keep_layers
 from attar.walks import train
 from tests import tiny_models
 

@@ -23,7 +23,7 @@ from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 from attar.formats.readers import Decoded, reader
 from attar.formats.rules import WeightRule
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import HALVES, random_blocks, write_gguf
 

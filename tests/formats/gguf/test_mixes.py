@@ -3,7 +3,7 @@
 import pytest
 
 from attar.errors import SettingsError
-from attar.formats.gguf.mixes import DEFAULTS, bits, fitting, mix, quantizable, use_more_bits
+from attar.formats.gguf.quant_types import DEFAULTS, bits, fitting, mix, quantizable, use_more_bits
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 

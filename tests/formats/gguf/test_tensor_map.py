@@ -25,8 +25,8 @@ from attar.formats.gguf.tensor_map import (
     placements,
     sorted_groups,
 )
-from attar.models.configs import parse_config
-from attar.models.load import empty_model
+from attar.models.loading.configs import parse_config
+from attar.models.loading.load import empty_model
 from tests.formats.gguf import variants
 from tests.formats.gguf.variants import (
     VARIANTS,

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attar.runtime.server.app import create_app
-from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import FakeBackend, FakeTokenizer
+from attar.serving.http.app import create_app
+from attar.serving.http.settings import ServerSettings
+from tests.serving.http.fake import FakeBackend, FakeTokenizer
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.eagle import EagleConfig, EagleHead
-from attar.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.models.draft_heads.folder import load_draft_head, save_draft_head
 from attar.models.draft_heads.vocabulary import set_vocabulary, tokens_of
 

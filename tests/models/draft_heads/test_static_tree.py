@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from attar.models.draft_heads.medusa import MedusaConfig
+from attar.models.draft_heads.medusa_module import MedusaConfig
 from attar.models.draft_heads.static_tree import (
     PUBLISHED,
     check_tree,

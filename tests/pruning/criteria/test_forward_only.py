@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.masking import masked_units
-from attar.models.parts import weight_of
-from attar.models.surgery import cut_model
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import weight_of
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.masking import masked_units
 from attar.pruning.structures import STRUCTURES
 from tests import tiny_models
 from tests.pruning.scored import scored, scoring

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from attar.errors import NumericsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.pruning.criteria.gradient import masked
 from attar.pruning.selection import keep_most_important
 from attar.pruning.structures import STRUCTURES

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attar.data.packing import calibration_batches
-from attar.models.cut_plan import CutPlan
-from attar.models.load import load_model, load_tokenizer
-from attar.models.masking import masked_units
-from attar.walks.reference import reference_of
+from attar.models.loading.load import load_model, load_tokenizer
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.masking import masked_units
+from attar.sensitivity.reference import reference_of
 from tests.pruning.scored import scored, scoring
 
 LAYER, EVERY = 4, 32

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from attar.models.anatomy import discover
-from attar.models.surgery import RowColumnCut
+from attar.models.anatomy.discover import discover
+from attar.models.surgery.cut_model import RowColumnCut
 from attar.pruning.structures import STRUCTURES
 from tests import tiny_models
 from tests.pruning.scored import loss_of, scored

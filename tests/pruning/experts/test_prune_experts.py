@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import attar
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import ModelError, SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.pruning.experts.grouping import (
     SCORES,
     ExpertGroups,

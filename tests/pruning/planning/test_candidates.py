@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.errors import DataError, ModelError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.pruning.planning import candidates
 from attar.pruning.planning.candidates import held_out_kl, pick_candidates
 from attar.pruning.settings import prune_settings

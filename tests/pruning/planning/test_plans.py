@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from attar.models.plan_costs import PlanGrid, PlanSizes
-from attar.models.plan_space import steps
+from attar.models.surgery.plan_costs import PlanGrid, PlanSizes
+from attar.models.surgery.plan_space import steps
 from attar.pruning.planning.plans import (
     QualityCurve,
     are_distinct,

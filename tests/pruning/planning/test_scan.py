@@ -15,10 +15,10 @@ import torch
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.errors import CheckpointError, ModelError
-from attar.models.load import load_model
-from attar.models.plan_costs import PlanSizes
-from attar.models.plan_space import plan_space
-from attar.models.surgery import cut_model
+from attar.models.loading.load import load_model
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.plan_costs import PlanSizes
+from attar.models.surgery.plan_space import plan_space
 from attar.progress import SILENT
 from attar.pruning.mixed import scan
 from attar.pruning.planning.scan import (
@@ -70,7 +70,7 @@ def test_every_measurement_is_that_of_the_cut_model(llama, tmp_path):
         before = whole(input_ids=tokens).logits
     for row in scanned.rows:
         if row.layer is not None and row.structure != "layers":
-            continue  # no config says it: that masks are right is tests/models/test_masking.py
+            continue  # no config says it: that masks are right is tests/models/surgery/test_masking.py
         layers = range(full.layers)
         sizes = full
         if row.layer is not None:

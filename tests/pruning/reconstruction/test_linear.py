@@ -6,8 +6,8 @@ import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import NumericsError
-from attar.models.load import load_model
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.load import load_model
 from attar.pruning.reconstruction.linear import LinearReconstructor, OnesAppended, reconstructed_weight
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.sweep import sweep

@@ -9,7 +9,7 @@ import torch
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
 from attar.errors import SettingsError
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.pruning.reconstruction import walk
 from attar.pruning.settings import METHOD_SETTINGS, prune_settings
 from attar.pruning.stage import prune

@@ -11,7 +11,7 @@ from torch import nn
 from attar.checkpoint import open_checkpoint
 from attar.errors import SettingsError
 from attar.interruption import StateFile, StoppedError, interruptible
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.grids import IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid

@@ -8,7 +8,7 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, NumericsError, SettingsError
 from attar.formats import exl2 as exl2_format
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods import exl2
 from attar.quantization.methods.gptq import gptq

@@ -9,7 +9,7 @@ from torch import nn
 
 from attar.errors import ModelError, SettingsError
 from attar.formats.rules import ActivationRule
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import NVFP4Grid

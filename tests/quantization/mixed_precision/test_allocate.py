@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attar.errors import NumericsError, SettingsError
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
-from attar.quantization.mixed_precision.mixture import with_losses
+from attar.quantization.mixed_precision.search import with_losses
 
 
 def brute_force(groups, budget):

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from attar.errors import CheckpointError, DataError, ModelError, SettingsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.quantization.grids import IntGrid
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision import sensitivity
-from attar.quantization.mixed_precision.mixture import integer_candidates, interaction, mix
+from attar.quantization.mixed_precision.search import integer_candidates, interaction, mix
 from attar.quantization.mixed_precision.sensitivity import measure
-from attar.walks.measurements import SensitivityKey, read
-from attar.walks.sensitivity import shared_groups
+from attar.sensitivity.measurements import SensitivityKey, read
+from attar.sensitivity.weight_changes import shared_groups
 from tests import tiny_models
 
 KEY = SensitivityKey("fingerprint", "text", 64, 16, 0)

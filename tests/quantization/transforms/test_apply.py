@@ -9,8 +9,8 @@ import transformers
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover
-from attar.models.load import load_model
+from attar.models.anatomy.discover import discover
+from attar.models.loading.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods.rtn import rtn

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.errors import AttarError, CheckpointError, ModelError, NumericsError, SettingsError
 from attar.merging.adapters.apply import AdaptedCheckpoint
-from attar.models.adapter_files import CONFIG, WEIGHTS
+from attar.models.loading.adapter_files import CONFIG, WEIGHTS
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate, read_lora

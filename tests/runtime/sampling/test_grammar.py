@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("llguidance")
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.runtime.sampling import grammar, grammar_trial
 from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from attar.errors import SettingsError
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from attar.errors import SettingsError
+from attar.measure.speculation.profile import MeteredProposer
 from attar.runtime.admission import Limits
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
@@ -19,7 +20,6 @@ from attar.runtime.speculate.combined import MERGED, CombinedProposer, combined,
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.profile import MeteredProposer
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.suffix import SuffixProposer

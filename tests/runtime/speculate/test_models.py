@@ -247,7 +247,7 @@ def test_fifty_seeds_of_attar_tiny(options) -> None:
 
 def test_the_server_sees_the_counts() -> None:
     pytest.importorskip("prometheus_client")
-    from attar.runtime.server.backend import EngineBackend
+    from attar.serving.http.backend import EngineBackend
 
     llm = drafting(speculate="ngram")
     llm.generate(CODE[0], GREEDY)

@@ -10,7 +10,7 @@ import torch
 
 from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load as build
-from attar.models.surgery import keep_layers
+from attar.models.surgery.cut_model import keep_layers
 from attar.runtime.completion import Completion
 from attar.runtime.kv.evict import Streaming
 from attar.runtime.loading import Loaded, load

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from attar.measure.speculation.profile import FixedPolicy
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS
 from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, DraftPolicy
-from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculative_pass import SpeculationCounts
 from attar.runtime.speculate.speculator import Speculator

@@ -9,8 +9,8 @@ import pytest
 
 import attar
 from attar.errors import SettingsError
+from attar.measure.speculation.profile import FixedPolicy
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.typical import DELTA, EPSILON, longest_typical, threshold
 from attar.runtime.speculate.verify import verify

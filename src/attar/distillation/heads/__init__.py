@@ -11,7 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.distillation.heads import block, eagle, eagle3, medusa, unrolled_chains
+from attar.distillation.heads import block_loss as block
+from attar.distillation.heads import eagle3_loss as eagle3
+from attar.distillation.heads import eagle_loss as eagle
+from attar.distillation.heads import medusa_loss as medusa
+from attar.distillation.heads import unrolled_chains
 from attar.distillation.heads.finish import HeadFinish, finish_by
 from attar.distillation.heads.target_pass import TargetPass
 from attar.models.head import Head

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from attar.data.packing import PADDING
 from attar.distillation.heads.target_pass import TargetPass
-from attar.models.draft_heads.block_drafter import BlockDrafter
+from attar.models.draft_heads.block_module import BlockDrafter
 from attar.models.draft_heads.decoder_layer import attention
 
 

@@ -25,11 +25,11 @@ from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.fused import head_loss
 from attar.distillation.head_settings import JointSettings, MedusaSettings
-from attar.distillation.heads import medusa
+from attar.distillation.heads import medusa_loss as medusa
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.objectives import forward_kl, hard
 from attar.distillation.objectives.chunked import blockwise
-from attar.models.draft_heads.medusa import MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaHeads
 from attar.models.head import Head, without_logits
 from attar.models.inputs import model_inputs
 

@@ -29,11 +29,11 @@ from attar.distillation.heads.states import TargetStates
 from attar.distillation.learn import mean_loss
 from attar.distillation.settings import DistillSettings
 from attar.errors import SettingsError
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head, head_of
-from attar.models.load import save_model
-from attar.models.stored import precision_note, stored_precision
+from attar.models.loading.load import save_model
+from attar.models.loading.stored import precision_note, stored_precision
 from attar.progress import Progress
 from attar.walks.distributed import passes_of, shards
 from attar.walks.train import TrainHistory, train

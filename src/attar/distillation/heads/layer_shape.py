@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from attar.formats.draft_heads.rope_scaling import rope_scaling
-from attar.models.anatomy import discover, text_config
+from attar.models.anatomy.discover import discover, text_config
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
 
 

@@ -24,7 +24,7 @@ from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, he
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks import TASKS
 from attar.errors import DataError
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 
 if TYPE_CHECKING:

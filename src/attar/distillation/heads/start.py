@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import discover
-from attar.models.draft_heads.block_drafter import BlockDrafter
-from attar.models.draft_heads.eagle3 import Eagle3Head
-from attar.models.parts import Block, Projection, weight_of
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import Block, Projection, weight_of
+from attar.models.draft_heads.block_module import BlockDrafter
+from attar.models.draft_heads.eagle3_module import Eagle3Head
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

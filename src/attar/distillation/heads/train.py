@@ -30,10 +30,10 @@ from attar.distillation.learn import mean_loss
 from attar.distillation.settings import VERSION, DistillSettings
 from attar.distillation.tasks import TASKS, task_of
 from attar.errors import ModelError
-from attar.models.device import bf16_products, resolve
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.frozen import round_frozen
 from attar.models.head import Head, head_of
+from attar.models.loading.device import bf16_products, resolve
 from attar.progress import Progress
 from attar.walks.train import TrainHistory, train
 

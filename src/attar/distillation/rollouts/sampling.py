@@ -23,7 +23,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.engine import Engine
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.results import Event
-from attar.runtime.runner.mixture import MixtureRunner
+from attar.runtime.runner.blended import BlendedRunner
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.step import Runner
@@ -108,7 +108,7 @@ def sample_rows(
         NumericsError: the model's logits are not finite.
     """
     if temperature != 1.0:
-        runner = MixtureRunner([runner], [1.0], vocabulary=vocabulary, temperature=temperature)
+        runner = BlendedRunner([runner], [1.0], vocabulary=vocabulary, temperature=temperature)
     manager = BlockManager(runner.capacity, runner.block_size, reuse=False)
     limits = Limits(step_tokens=STEP, sequences=ROWS)
     scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)

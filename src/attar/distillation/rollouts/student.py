@@ -19,8 +19,8 @@ from attar.data.examples import Examples
 from attar.distillation.learner import student_of
 from attar.distillation.outputs import run_model
 from attar.distillation.rollouts.sampling import ROWS, Rollouts, completions, prompt_lengths, sample_rows
+from attar.runtime.runner.blended import BlendedRunner
 from attar.runtime.runner.from_model import runner_of
-from attar.runtime.runner.mixture import MixtureRunner
 from attar.runtime.step import Runner
 
 
@@ -58,7 +58,7 @@ class StudentWriter:
         sampled_at = self.temperature
         if self.mix:
             parts, weights = [runner, self._teachers_runner(length)], [1.0 - self.mix, self.mix]
-            runner = MixtureRunner(parts, weights, vocabulary=self.vocabulary, temperature=self.temperature)
+            runner = BlendedRunner(parts, weights, vocabulary=self.vocabulary, temperature=self.temperature)
             sampled_at = 1.0
         lengths = prompt_lengths(text, self.prompt_tokens)
         prompts = [row[:n].tolist() for row, n in zip(text.tokens, lengths.tolist(), strict=True)]

@@ -29,7 +29,7 @@ from attar.data.packing import pack
 from attar.distillation.rollouts.sampling import ROWS, completions, joined, prompt_lengths, sample_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS
-from attar.models.plain_config import end_tokens
+from attar.models.loading.plain_config import end_tokens
 from attar.progress import Progress
 from attar.runtime.runner.from_model import runner_of
 

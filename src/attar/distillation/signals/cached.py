@@ -32,8 +32,8 @@ from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.prediction_store import PredictionStore, row_digest
 from attar.distillation.signals.sampling import sparse_prediction, sparse_weights
 from attar.distillation.signals.target import SignalSource
-from attar.models.device import resolve
 from attar.models.head import Head, head_of
+from attar.models.loading.device import resolve
 from attar.progress import SILENT, Progress
 
 VERSION = 2  # of a file's content

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import discover, text_config
-from attar.models.configs import first_line, model_class, parse_config, quiet
-from attar.models.rebuild import named_config
-from attar.models.surgery import neurons_key
+from attar.models.anatomy.discover import discover, text_config
+from attar.models.loading.configs import first_line, model_class, parse_config, quiet
+from attar.models.surgery.cut_model import neurons_key
+from attar.models.surgery.rebuild import named_config
 
 
 def fresh_student(config: Any, teacher: Any, seed: int) -> Any:

@@ -17,18 +17,18 @@ from attar.distillation.student_settings import StudentSettings
 from attar.distillation.students.fresh import fresh_student, narrower_config
 from attar.distillation.students.plan import StudentPlan, plan_student
 from attar.distillation.students.text import ScoringText
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.load import empty_model
-from attar.models.plan_space import cut_plan_of, first_units
-from attar.models.rebuild import named_config
-from attar.models.surgery import cut_model
-from attar.models.unit_weights import group_weights, neuron_weights
-from attar.walks.importance import LAYER_CRITERIA
-from attar.walks.importance.activation import activation_importance
-from attar.walks.importance.stream_activation import stream_activation_importance
-from attar.walks.ranking import RankedUnits, rank_units
-from attar.walks.scoring import UnitScoring, no_loss
+from attar.importance import LAYER_CRITERIA
+from attar.importance.activation import activation_importance
+from attar.importance.ranking import RankedUnits, rank_units
+from attar.importance.scoring import UnitScoring, no_loss
+from attar.importance.stream_activation import stream_activation_importance
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.unit_weights import group_weights, neuron_weights
+from attar.models.loading.load import empty_model
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.plan_space import cut_plan_of, first_units
+from attar.models.surgery.rebuild import named_config
 
 RANKED = {
     "heads": RankedUnits("head groups", group_weights, activation_importance),

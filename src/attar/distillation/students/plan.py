@@ -19,13 +19,13 @@ from attar.distillation.layer_map import MEASURED, layer_count, layer_map
 from attar.distillation.student_settings import StudentSettings
 from attar.distillation.students.fresh import narrower_config
 from attar.errors import SettingsError
-from attar.models.anatomy import discover
-from attar.models.cut_plan import CutPlan
-from attar.models.load import empty_model
-from attar.models.parts import Anatomy
-from attar.models.plan_costs import WIDTHS, PlannedModel, PlanSizes
-from attar.models.plan_space import PlanSpace, cut_plan_of, first_units, full_sizes, plan_space
-from attar.models.surgery import cut_model
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.parts import Anatomy
+from attar.models.loading.load import empty_model
+from attar.models.surgery.cut_model import cut_model
+from attar.models.surgery.cut_plan import CutPlan
+from attar.models.surgery.plan_costs import WIDTHS, PlannedModel, PlanSizes
+from attar.models.surgery.plan_space import PlanSpace, cut_plan_of, first_units, full_sizes, plan_space
 
 WIDTH_STEPS = 16  # of the proportion in which heads, neurons and channels are tried
 SHOWN_DEPTHS = (1.0, 0.75, 0.5, 0.25)  # fractions of the layers whose widest plans are reported

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import record
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.walks.settings import TrainSettings
 

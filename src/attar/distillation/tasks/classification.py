@@ -26,9 +26,9 @@ from attar.distillation.settings import LearnSettings
 from attar.distillation.tasks.task import Task
 from attar.errors import ModelError
 from attar.models.classifiers import class_names_of, fresh_weights, is_classifier, with_classifier
-from attar.models.configs import load_config
-from attar.models.device import pick_device
-from attar.models.load import load_model, load_tokenizer
+from attar.models.loading.configs import load_config
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

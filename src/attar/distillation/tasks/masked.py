@@ -17,9 +17,9 @@ from attar.data.seen import record
 from attar.distillation.settings import LearnSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS, Task
 from attar.errors import ModelError
-from attar.models.anatomy import discover
-from attar.models.device import pick_device
-from attar.models.load import load_model, load_tokenizer
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.formats.draft_heads.block_head import (
+from attar.formats.draft_heads.block_layout import (
     KINDS,
     block_content,
     block_layers,

@@ -25,7 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.draft_heads import block_head, eagle3_head
+from attar.formats.draft_heads import block_layout as block_head
+from attar.formats.draft_heads import eagle3_layout as eagle3_head
 from attar.formats.draft_heads.content import HeadContent, HeadTarget, entry, rest_of, with_rest
 from attar.formats.draft_heads.decoder_config import DecoderLayers
 

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from attar.formats.draft_heads import deepspec, eagle, medusa, speculators
+from attar.formats.draft_heads import deepspec, speculators
+from attar.formats.draft_heads import eagle_layout as eagle
+from attar.formats.draft_heads import medusa_layout as medusa
 from attar.formats.draft_heads.content import HeadContent, HeadTarget
 
 

@@ -46,7 +46,7 @@ class ModuleMapping:
             true. Elsewhere the module is left out.
         experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
         stacked: the checkpoint stacks the experts too; then the expert's name in a model whose experts are
-            modules (models/experts.py), ``{}`` as in ``stored``.
+            modules (models/loading/experts.py), ``{}`` as in ``stored``.
         part: what it is of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """

@@ -31,7 +31,7 @@ from attar.checkpoint.tensors import TORCH, read_tensor
 from attar.formats.readers import DecodedInfo
 from attar.kernels.threads import one_thread
 from attar.merging.tokenizer.chat_template import read_chat_template, write_chat_template
-from attar.models.adapter_files import HEAD, find_updates, read_adapter_config
+from attar.models.loading.adapter_files import HEAD, find_updates, read_adapter_config
 
 
 def tokenizer_folder(view: Any) -> Path:

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from attar.checkpoint.parts import part_of
 from attar.errors import ModelError
 from attar.merging.planning.model import ModelView
-from attar.models.load import empty_model
-from attar.models.stored import stored_names
+from attar.models.loading.load import empty_model
+from attar.models.loading.stored import stored_names
 
 
 @dataclass(frozen=True)

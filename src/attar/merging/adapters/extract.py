@@ -40,8 +40,8 @@ from attar.merging.adapters.differences import ModelPair, TensorPair, pair_model
 from attar.merging.adapters.low_rank import low_rank
 from attar.merging.adapters.settings import VERSION, ExtractSettings
 from attar.merging.planning.model import ModelView
-from attar.models.adapter_files import CONFIG, WEIGHTS
-from attar.models.fit import admit
+from attar.models.loading.adapter_files import CONFIG, WEIGHTS
+from attar.models.loading.fit import admit
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

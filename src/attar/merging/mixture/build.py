@@ -124,7 +124,7 @@ def prepare_mixture(
         raise SettingsError("search", settings.search, "0: a mixture has no coefficients to search")
     if settings.tokens > 0:
         raise SettingsError("tokens", settings.tokens, "0: attar evaluate measures a mixture")
-    from attar.models.configs import parse_config
+    from attar.models.loading.configs import parse_config
 
     base = parents.view(document.base)
     sources = [*document.experts, *document.shared]

@@ -24,8 +24,8 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.merging.adapters.apply import tokenizer_folder
 from attar.merging.mixture.config import ExpertSource
-from attar.models.device import pick_device
-from attar.models.load import load_tokenizer
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_tokenizer
 from attar.walks.skeleton import HiddenStates, Skeleton
 
 SMALLEST = 1e-8

@@ -27,7 +27,7 @@ from attar.merging.search.coefficients import SearchSpace, search
 from attar.merging.search.loss_cache import LossCache
 from attar.merging.search.soup import greedy_soup
 from attar.merging.settings import MergeSettings
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 
 FILE = "found.yml"

@@ -27,7 +27,7 @@ from attar.checkpoint.atomic import explain_os_errors
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, ModelError
-from attar.models import load
+from attar.models.loading import load
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 PLAIN_FLAGS: dict[str, bool] = dict.fromkeys(FLAGS, False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attar.models.draft_heads.block_drafter import BlockDrafter, DFlashConfig, DSparkConfig
+from attar.models.draft_heads.block_module import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.config import HeadConfig
-from attar.models.draft_heads.eagle import EagleConfig, EagleHead
-from attar.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 
 DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {
     "medusa": (MedusaConfig, MedusaHeads),

@@ -1,14 +1,14 @@
 """Pruning criteria: one file each, and the tables of their names. A criterion of units gets a
-:class:`~attar.walks.scoring.UnitScoring` and returns scores, the more important the larger: float64
+:class:`~attar.importance.scoring.UnitScoring` and returns scores, the more important the larger: float64
 (layers, units) of heads and neurons, (1, channels) of the residual stream, (1, layers).
 """
 
+from attar.importance import UnitCriterion
+from attar.importance.activation import activation_importance
+from attar.importance.stream_activation import stream_activation_importance
 from attar.pruning.criteria.gradient import gradient_importance
 from attar.pruning.criteria.taylor import taylor_importance
 from attar.pruning.criteria.weighted_activation import weighted_activation_importance
-from attar.walks.importance import UnitCriterion
-from attar.walks.importance.activation import activation_importance
-from attar.walks.importance.stream_activation import stream_activation_importance
 
 UNIT_CRITERIA: dict[str, UnitCriterion] = {
     "wanda": weighted_activation_importance,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from attar.models.unit_weights import UnitWeights
-    from attar.walks.scoring import UnitScoring
+    from attar.importance.scoring import UnitScoring
+    from attar.models.anatomy.unit_weights import UnitWeights
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
 
 if TYPE_CHECKING:
-    from attar.walks.scoring import UnitScoring
+    from attar.importance.scoring import UnitScoring
 
 
 def weighted_activation_importance(scoring: UnitScoring) -> Tensor:

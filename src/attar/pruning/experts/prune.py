@@ -20,8 +20,8 @@ from attar.checkpoint import atomic
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import ModelError, SettingsError
 from attar.formats.readers import quant_method
-from attar.models.device import pick_device
-from attar.models.load import load_model
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import load_model
 from attar.pruning.experts.grouping import SCORES, ExpertGroups, keep_best, merge_similar
 from attar.pruning.experts.mixtures import (
     ExpertTensor,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attar.checkpoint.units import byte_count, bytes_text
 from attar.errors import SettingsError, UsageError
-from attar.models.plan_costs import (
+from attar.models.surgery.plan_costs import (
     PlanGrid,
     PlannedModel,
     PlannedTensor,

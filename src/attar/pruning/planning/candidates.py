@@ -24,9 +24,9 @@ from attar.checkpoint.jsonfile import read_json
 from attar.data.packing import pack, row_length
 from attar.data.seen import note_texts, record
 from attar.errors import DataError, ModelError
-from attar.models.load import load_tokenizer
-from attar.models.parts import Anatomy
-from attar.models.surgery import cut_model
+from attar.models.anatomy.parts import Anatomy
+from attar.models.loading.load import load_tokenizer
+from attar.models.surgery.cut_model import cut_model
 from attar.pruning.planning.study import CutScan, CutStudy
 from attar.pruning.planning.trials import PlanTrial
 from attar.walks.objectives import distillation_loss, soft_loss, token_kl

@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from attar.models.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlanSizes
+from attar.models.surgery.plan_costs import STRUCTURES, WIDTHS, PlanGrid, PlanSizes
 
 DISTINCT = 8  # plans differ if some structure differs by a unit and by an eighth of the model's units
 

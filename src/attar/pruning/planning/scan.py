@@ -2,8 +2,8 @@
 
 A scan is a list of cuts, each measured alone by the KL of the whole model to the cut one on calibration text,
 and by the cut model's loss there (causal models). Which units go is decided once, by the criterion; which
-layers, by the KL that leaving each of them out costs. The cuts are masks (models/masking.py), so nothing is
-copied, and a cut of one layer runs the model from that layer on (walks/reference.py).
+layers, by the KL that leaving each of them out costs. The cuts are masks (models/surgery/masking.py), so
+nothing is copied, and a cut of one layer runs the model from that layer on (sensitivity/reference.py).
 
 The file is replaced after every measurement, so a killed scan goes on after the last one, and ends with the
 same bytes:
@@ -27,11 +27,11 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.units import table
 from attar.errors import CheckpointError, ModelError
-from attar.models.plan_costs import STRUCTURES, PlanGrid, PlanSizes
+from attar.models.surgery.plan_costs import STRUCTURES, PlanGrid, PlanSizes
 from attar.progress import ProgressTask
 from attar.pruning.planning.plans import QualityCurve
+from attar.sensitivity.reference import ReferenceModel
 from attar.walks.objectives import next_token_loss, token_kl
-from attar.walks.reference import ReferenceModel
 
 FORMAT, VERSION = "attar scan", 1
 LAYER_AMOUNTS = (0.75, 0.5)  # shares of the units of one layer that stay

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.data.sources import fingerprint
-from attar.models.anatomy import discover
-from attar.models.device import pick_device, resolve
-from attar.models.load import load_model, load_tokenizer
-from attar.models.masking import masked_units
-from attar.models.plan_costs import WIDTHS, PlannedModel, PlanSizes
-from attar.models.plan_space import PlanSpace, UnitRanking
+from attar.importance.ranking import RankedUnits, rank_units
+from attar.models.anatomy.discover import discover
+from attar.models.loading.device import pick_device, resolve
+from attar.models.loading.load import load_model, load_tokenizer
+from attar.models.surgery.masking import masked_units
+from attar.models.surgery.plan_costs import WIDTHS, PlannedModel, PlanSizes
+from attar.models.surgery.plan_space import PlanSpace, UnitRanking
 from attar.progress import Progress
 from attar.pruning.planning.scan import (
     CutMeasurement,
@@ -34,8 +35,7 @@ from attar.pruning.planning.scan import (
 from attar.pruning.settings import MixedSettings, PruneSettings
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import training_loss
-from attar.walks.ranking import RankedUnits, rank_units
-from attar.walks.reference import MEMORY, ReferenceModel, reference_of
+from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.units import bytes_text
-from attar.models.plan_costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
+from attar.models.surgery.plan_costs import STRUCTURES, PlanGrid, PlannedModel, PlanSizes
 from attar.progress import Progress
 from attar.pruning.planning.budget import plan_budget
 from attar.pruning.planning.plans import QualityCurve, plans_within, predicted_kl, shortlist

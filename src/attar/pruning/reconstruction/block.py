@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError
-from attar.models.device import bf16_products
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.device import bf16_products
 from attar.pruning.reconstruction.linear import PrunedSource
 from attar.walks.sweep import BlockView, Solution
 

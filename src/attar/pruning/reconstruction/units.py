@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.models.cut_plan import CutPlan
-from attar.models.parts import Anatomy, weight_of
-from attar.models.stored import stored_precision
+from attar.models.anatomy.parts import Anatomy, weight_of
+from attar.models.loading.stored import stored_precision
+from attar.models.surgery.cut_plan import CutPlan
 from attar.pruning.reconstruction.walk import ReconstructionPlan, reconstruct
 from attar.pruning.task import PruneTask
 

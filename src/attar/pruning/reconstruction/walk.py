@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from attar.formats.readers import Decoded, quant_method
-from attar.models.device import pick_device
-from attar.models.load import empty_model
-from attar.models.stored import stored_names
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import empty_model
+from attar.models.loading.stored import stored_names
 from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource
 from attar.pruning.task import PruneTask

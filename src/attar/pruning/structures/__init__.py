@@ -1,8 +1,8 @@
 """What can be removed from a model: one file for each structure, and the table of their names.
 
 A further structure (the experts of a mixture, say) is a file here and a row of the table; what it removes is
-a field of :class:`~attar.models.cut_plan.CutPlan`, which :mod:`attar.models.surgery` cuts and
-:mod:`attar.models.masking` masks.
+a field of :class:`~attar.models.surgery.cut_plan.CutPlan`, which :mod:`attar.models.surgery.cut_model` cuts
+and :mod:`attar.models.surgery.masking` masks.
 """
 
 from attar.pruning.structures.heads import HEADS, QUERY_HEADS

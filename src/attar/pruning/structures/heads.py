@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attar.models.cut_plan import CutPlan, heads_of_groups
-from attar.models.parts import Anatomy, weight_of
-from attar.models.unit_weights import group_weights, query_weights
+from attar.models.anatomy.parts import Anatomy, weight_of
+from attar.models.anatomy.unit_weights import group_weights, query_weights
+from attar.models.surgery.cut_plan import CutPlan, heads_of_groups
 from attar.pruning.criteria import UNIT_CRITERIA
 from attar.pruning.structures.structure import Structure, nearest
 

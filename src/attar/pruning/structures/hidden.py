@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attar.models.cut_plan import CutPlan
+from attar.models.surgery.cut_plan import CutPlan
 from attar.pruning.criteria import HIDDEN_CRITERIA
 from attar.pruning.structures.sizes import snapped
 from attar.pruning.structures.structure import Structure, no_weights

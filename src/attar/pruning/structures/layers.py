@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attar.models.cut_plan import CutPlan
+from attar.importance import LAYER_CRITERIA
+from attar.models.surgery.cut_plan import CutPlan
 from attar.pruning.structures.structure import Structure, nearest, no_weights
-from attar.walks.importance import LAYER_CRITERIA
 
 LAYERS = Structure(
     noun="layers",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attar.models.cut_plan import CutPlan
-from attar.models.parts import Anatomy
-from attar.models.unit_weights import neuron_weights
+from attar.models.anatomy.parts import Anatomy
+from attar.models.anatomy.unit_weights import neuron_weights
+from attar.models.surgery.cut_plan import CutPlan
 from attar.pruning.criteria import UNIT_CRITERIA
 from attar.pruning.structures.sizes import snapped
 from attar.pruning.structures.structure import Structure

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from attar.models.cut_plan import CutPlan
-from attar.models.parts import Anatomy
-from attar.models.unit_weights import UnitWeights
-from attar.walks.importance import UnitCriterion
+from attar.importance import UnitCriterion
+from attar.models.anatomy.parts import Anatomy
+from attar.models.anatomy.unit_weights import UnitWeights
+from attar.models.surgery.cut_plan import CutPlan
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError, SettingsError
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor, TileParameters
 from attar.quantization.grids.grid import stored_scale
 from attar.quantization.grids.straight_through import (

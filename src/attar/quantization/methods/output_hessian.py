@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
-from attar.models.device import free_memory, pick_device, resolve
-from attar.models.experts import unstack
-from attar.models.load import load_model
+from attar.models.loading.device import free_memory, pick_device, resolve
+from attar.models.loading.experts import unstack
+from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings, YAQASettings
-from attar.walks.kronecker import collect
+from attar.sensitivity.kronecker import collect
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ every entry is rounded after the errors of all entries above and to the left of 
 so that E = A^T R B and the cost is sum r_ik^2 / (U_O,ii U_I,kk)^2 / 2: an error's weight is
 what the entries not yet rounded cannot compensate. H_O = I is GPTQ.
 
-Letters: W (N, K) weight, N outputs, K inputs; H_O (N, N), H_I (K, K) from walks/kronecker.py; R (N, K)
+Letters: W (N, K) weight, N outputs, K inputs; H_O (N, N), H_I (K, K) from sensitivity/kronecker.py; R (N, K)
 rounding errors; Z = R B. The sum falls into s_ik = sum over b < k of r_ib B_bk, along the row, and v_ik = sum
 over a < i of z_ak A_ai, down the column, where z = s + r: t = w - s - v.
 

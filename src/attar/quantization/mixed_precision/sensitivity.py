@@ -1,9 +1,9 @@
 """How sensitive a model is to the quantization of each part: the KL of each group alone on each grid, as
-walks/sensitivity.py measures it.
+sensitivity/weight_changes.py measures it.
 
 Weights are rounded to nearest with scales searched for the smallest squared error: a better rounding improves
 every grid, so the order of the grids holds.
-:func:`attar.quantization.mixed_precision.mixture.interaction` measures how far a whole mix is from the sum of
+:func:`attar.quantization.mixed_precision.search.interaction` measures how far a whole mix is from the sum of
 its groups.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from attar.checkpoint.processes import ALONE, Processes
-from attar.models.parts import weight_of
+from attar.models.anatomy.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.grids.scales import choose_scales
-from attar.walks.measurements import Measurement, SensitivityKey
-from attar.walks.reference import MEMORY
-from attar.walks.sensitivity import NewWeight, WeightChange, changed, measure_changes
+from attar.sensitivity.measurements import Measurement, SensitivityKey
+from attar.sensitivity.reference import MEMORY
+from attar.sensitivity.weight_changes import NewWeight, WeightChange, changed, measure_changes
 
 CandidateGrid = Callable[[torch.dtype], Grid]
 """A grid for weights of a storage type."""
@@ -59,7 +59,7 @@ def measure(
 
     Args:
         model, batches, file, key, blocks, after_blocks, memory, processes: as in
-            :func:`attar.walks.sensitivity.measure_changes`.
+            :func:`attar.sensitivity.weight_changes.measure_changes`.
         groups: names of Linears (or Conv1D, or Embedding) by group.
         dtype: of the stored weights; None: that of the loaded ones.
         fits: whether a grid suits an (N, K) weight; a candidate is left out for a group where it does not.
@@ -107,7 +107,7 @@ def _changes(
 def rounded(
     model: nn.Module, grids: Mapping[str, Grid], rounding: RoundFunction = nearest_mse
 ) -> AbstractContextManager[dict[str, list[float]]]:
-    """Matrices on grids for the length of the context, see :func:`attar.walks.sensitivity.changed`."""
+    """Matrices on grids while the context lasts, see :func:`attar.sensitivity.weight_changes.changed`."""
     return changed(model, {name: _rounding(grid, rounding) for name, grid in grids.items()})
 
 

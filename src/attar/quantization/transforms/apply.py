@@ -1,9 +1,9 @@
 """Transforms: a dense checkpoint in, a dense one of the same function with less rounding error out.
 
 ``smoothquant``, ``awq``   scales found with calibration data (a sweep that changes no weight), folded into
-                           the modules before (:mod:`attar.models.folding`)
+                           the modules before (:mod:`attar.models.anatomy.folding`)
 ``rotate``                 norms folded into the Linears after them, then the residual stream and each head's
-                           values rotated (:mod:`attar.models.residual`); needs no data
+                           values rotated (:mod:`attar.models.anatomy.residual`); needs no data
 
 Any rounding runs on the result, and transforms compose: rotate, then smooth. All scales are found on the
 unmodified model: a fold does not change the inputs of any other fold, and a grid with scales for each row
@@ -29,12 +29,12 @@ from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError, SettingsError
 from attar.formats.rules import ActivationRule
-from attar.models.anatomy import discover
-from attar.models.device import pick_device
-from attar.models.folding import Foldable, foldable, rescales
-from attar.models.load import empty_model
-from attar.models.residual import residual
-from attar.models.stored import stored_names, stored_precision
+from attar.models.anatomy.discover import discover
+from attar.models.anatomy.folding import Foldable, foldable, rescales
+from attar.models.anatomy.residual import residual
+from attar.models.loading.device import pick_device
+from attar.models.loading.load import empty_model
+from attar.models.loading.stored import stored_names, stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import batches_of
 from attar.quantization.grids import Grid, IntGrid

@@ -34,7 +34,7 @@ from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.hessian import Hessian, exact_energy, informed
 
 if TYPE_CHECKING:
-    from attar.models.folding import Fold
+    from attar.models.anatomy.folding import Fold
 
 POINTS = 20  # values of alpha
 SMALLEST = 1e-4  # of m and w, so that no channel's scale is 0

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from attar.errors import ModelError
 
 if TYPE_CHECKING:
-    from attar.models.residual import HeadValues, NormRead, Residual
+    from attar.models.anatomy.residual import HeadValues, NormRead, Residual
 
 FACTOR = 64  # largest power of two that is one Kronecker factor
 CHUNK = 1 << 24  # numbers rotated at a time

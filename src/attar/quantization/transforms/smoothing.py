@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.models.folding import Fold
+from attar.models.anatomy.folding import Fold
 from attar.quantization.grids import Grid
 from attar.quantization.transforms.awq import AWQRule
 from attar.quantization.transforms.smoothquant import SmoothQuantRule

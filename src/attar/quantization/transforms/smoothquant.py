@@ -26,7 +26,7 @@ from attar.quantization.grids import Grid
 from attar.quantization.hessian import informed
 
 if TYPE_CHECKING:
-    from attar.models.folding import Fold
+    from attar.models.anatomy.folding import Fold
 
 ALPHAS = tuple(step / 20 for step in range(21))
 SAMPLE = 512  # tokens kept for the search

@@ -16,7 +16,7 @@ from attar.kernels.build import why_missing
 from attar.kernels.decode import TILE
 from attar.kernels.product import default_activation_bits
 from attar.kernels.structures import library
-from attar.models.device import pick_device
+from attar.models.loading.device import pick_device
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.runner.compiled import KV_DTYPES
 from attar.runtime.runner.compiled_weights import check_config

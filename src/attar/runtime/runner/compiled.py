@@ -211,7 +211,7 @@ def compiled(
     """A runner of a checkpoint.
 
     Args:
-        config: of transformers (``attar.models.configs.load_config``).
+        config: of transformers (``attar.models.loading.configs.load_config``).
         tensors: a dict of tensors (a ``state_dict``), or a checkpoint: what has ``tensors`` and ``load``.
         weights: bf16, int8 or int4.
         head: the head's; None: as ``weights``.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.models.anatomy import discover
+from attar.models.anatomy.discover import discover
 from attar.models.hidden_states import hook_states
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.step import StepInput

@@ -26,7 +26,13 @@ from transformers.pytorch_utils import Conv1D
 from attar.checkpoint.open import check_finite
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import ModelError
-from attar.models.adapter_files import CONFIG, WEIGHTS, rank_and_scale, read_adapter_config, read_tensors
+from attar.models.loading.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    rank_and_scale,
+    read_adapter_config,
+    read_tensors,
+)
 from attar.runtime.runner.latent import LatentProducts
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
 from attar.runtime.step import StepInput

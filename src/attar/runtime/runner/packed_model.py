@@ -9,8 +9,9 @@ Both return the dtype of their input. The activations of W8A8 are those of Packe
 activations that a scheme asks for is not done (``dtype="float32"`` loads a model that does it).
 
 The module tree is created without weights, and tensors are read one at a time: a coded weight becomes one of
-these Linears, everything else an ordinary parameter. Experts are Linears of their own (models/experts.py).
-Models whose tensors do not map one to one are refused, and ``models/load.py`` loads them dense.
+these Linears, everything else an ordinary parameter. Experts are Linears of their own
+(models/loading/experts.py). Models whose tensors do not map one to one are refused, and
+``models/loading/load.py`` loads them dense.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
-from attar.models.configs import load_config
-from attar.models.load import empty_model
-from attar.models.roles import is_linear
-from attar.models.stored import stored_names
+from attar.models.anatomy.roles import is_linear
+from attar.models.loading.configs import load_config
+from attar.models.loading.load import empty_model
+from attar.models.loading.stored import stored_names
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.sparse_choice import sparse_pays
 

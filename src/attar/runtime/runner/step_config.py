@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from attar.memory import check_memory
-from attar.models.plain_config import PlainConfig, plain_config
+from attar.models.loading.plain_config import PlainConfig, plain_config
 
 SHORTER = "a smaller max_position_embeddings in config.json"
 HALVES = ("gpt_oss",)  # whose module gives each angle once
 
 
 def step_config(checkpoint: Any) -> Any:
-    """A :class:`attar.models.plain_config.PlainConfig`, else a config of transformers.
+    """A :class:`attar.models.loading.plain_config.PlainConfig`, else a config of transformers.
 
     Raises:
         ModelError: transformers does not know the family.
@@ -36,7 +36,7 @@ def step_config(checkpoint: Any) -> Any:
     plain = plain_config(checkpoint.config)
     if plain is not None:
         return plain
-    from attar.models.configs import load_config
+    from attar.models.loading.configs import load_config
 
     return load_config(checkpoint.path, checkpoint.config)
 

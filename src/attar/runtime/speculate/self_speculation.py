@@ -25,7 +25,7 @@ from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.kernels.decode import pool_bytes
-from attar.models.anatomy import text_config
+from attar.models.anatomy.discover import text_config
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.modules import Modules

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.eagle import EagleConfig, EagleHead
-from attar.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.models.draft_heads.vocabulary import set_vocabulary
-from attar.runtime.speculate.heads.eagle import EagleDrafter
+from attar.runtime.speculate.heads.eagle_proposer import EagleDrafter
 from attar.runtime.speculate.heads.own_tensors import OwnTensors
 from tests import tiny_models
 

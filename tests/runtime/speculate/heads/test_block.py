@@ -8,7 +8,7 @@ from attar.distillation.heads.anchors import run_blocks
 from attar.distillation.heads.target_pass import run_target
 from attar.models.head import head_of
 from attar.runtime.speculate.draft_model import GrowingDraft
-from attar.runtime.speculate.heads.block import block_head
+from attar.runtime.speculate.heads.block_proposer import block_head
 from attar.runtime.speculate.heads.own_tensors import OwnTensors
 from attar.runtime.speculate.proposer import DraftRequest
 from tests import tiny_models
@@ -59,7 +59,9 @@ def test_drafting_is_the_training_pass(kind, family, changes, chosen, monkeypatc
     tensors = OwnTensors(target.embedding, lambda h: h @ own.weight.T, own.scale, own.softcap)
     head = block_head(drafter, tensors)
     assert head.drafts == K and hasattr(head, "confidence") == (kind == "dspark")
-    monkeypatch.setattr("attar.runtime.speculate.heads.block.BYTES", 4 * 320 * 4)  # fewer slots than a block
+    monkeypatch.setattr(
+        "attar.runtime.speculate.heads.block_proposer.BYTES", 4 * 320 * 4
+    )  # fewer slots than a block
     drafts, rows = [], [(0, 2), (0, 9), (1, 0), (1, 14)]
     for sequence, (row, anchor) in enumerate(rows):
         tokens = batch.tokens[row, : anchor + 1].tolist()

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from attar.models.draft_heads.block_drafter import BlockDrafter, DSparkConfig
+from attar.models.draft_heads.block_module import BlockDrafter, DSparkConfig
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.heads.block import block_head
+from attar.runtime.speculate.heads.block_proposer import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.own_tensors import OwnTensors
 from attar.runtime.speculate.noise import DraftRules, Noise

@@ -12,7 +12,7 @@ from attar.kernels.packed import unpack
 from attar.runtime.completion import Completion
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.heads.block import block_head
+from attar.runtime.speculate.heads.block_proposer import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.own_tensors import own_tensors

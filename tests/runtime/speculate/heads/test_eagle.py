@@ -9,8 +9,8 @@ import torch
 from attar.distillation.heads.unroll import unroll
 from attar.models.draft_heads.vocabulary import tokens_of
 from attar.runtime.speculate.draft_model import GrowingDraft
-from attar.runtime.speculate.heads import eagle
-from attar.runtime.speculate.heads.eagle import EagleChain
+from attar.runtime.speculate.heads import eagle_proposer as eagle
+from attar.runtime.speculate.heads.eagle_proposer import EagleChain
 from attar.runtime.speculate.proposer import DraftRequest
 from tests.models.draft_heads.slow_eagle import SlowEagle
 from tests.runtime.speculate.heads.eagle_cases import SHAPE, context, drafter, random_head

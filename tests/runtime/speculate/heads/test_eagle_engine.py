@@ -11,8 +11,8 @@ import torch
 from attar.errors import ModelError
 from attar.kernels.build import load as load_library
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.eagle import EagleConfig, EagleHead
-from attar.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
@@ -22,7 +22,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft_prefill import DraftPrefill
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
-from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
+from attar.runtime.speculate.heads.eagle_proposer import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from tests import tiny_models

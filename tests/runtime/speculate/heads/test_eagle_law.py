@@ -15,7 +15,7 @@ from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.chain import ChainProposer
-from attar.runtime.speculate.heads.eagle import EagleChain
+from attar.runtime.speculate.heads.eagle_proposer import EagleChain
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.noise import DraftRules
 from attar.runtime.speculate.proposer import DraftRequest

@@ -15,7 +15,7 @@ from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.speculate.draft import LEVELS
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.dynamic_tree import GrowingTree
-from attar.runtime.speculate.heads.eagle import EagleChain
+from attar.runtime.speculate.heads.eagle_proposer import EagleChain
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer, coupled_log_q
 from attar.runtime.speculate.proposer import DraftRequest
 from tests.runtime.speculate.heads.eagle_cases import SHAPE, context, drafter, random_head

@@ -17,7 +17,7 @@ import pytest
 from attar.errors import SettingsError
 from attar.kernels.build import load
 from attar.models.draft_heads.folder import save_draft_head
-from attar.models.load import load_model
+from attar.models.loading.load import load_model
 from attar.runtime.kv.evict import Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import save_draft_head
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.runtime.loading import load
 from attar.runtime.speculate.heads.load import load_head_proposer, trained_for
 from tests import tiny_models

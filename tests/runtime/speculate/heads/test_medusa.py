@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.models.draft_heads.static_tree import PUBLISHED
 from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.runtime.speculate.draft import kind_of
-from attar.runtime.speculate.heads.medusa import MedusaProposer
+from attar.runtime.speculate.heads.medusa_proposer import MedusaProposer
 from attar.runtime.speculate.proposer import DraftRequest
 
 TREE = ((0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 2))

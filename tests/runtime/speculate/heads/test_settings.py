@@ -7,14 +7,14 @@ import torch
 
 from attar.cli.main import call
 from attar.errors import SettingsError
+from attar.measure.speculation.run import run_profile
 from attar.models.draft_heads.folder import save_draft_head
-from attar.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 from attar.runtime import loading
 from attar.runtime.kv.compose import reason
 from attar.runtime.kv.evict import H2O, SnapKV, Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.settings import BenchSettings, EngineSettings
-from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.settings import ProfileSettings
 from tests import tiny_models
 

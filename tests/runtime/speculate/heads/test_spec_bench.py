@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from attar.models.load import load_model
+from attar.measure.speculation.prompts import read_questions
+from attar.models.loading.load import load_model
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.prompts import read_questions
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.speculate.heads.kinds import EVERY, head_of_kind, proposer_of
 from tests.runtime.speculate.proposing import Eager

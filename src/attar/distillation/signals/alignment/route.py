@@ -15,7 +15,7 @@ from attar.distillation.signals.alignment.tokenizers import (
     vocabulary_size,
 )
 from attar.errors import ModelError, SettingsError
-from attar.models.load import load_tokenizer
+from attar.models.loading.load import load_tokenizer
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

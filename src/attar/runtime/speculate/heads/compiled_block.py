@@ -23,12 +23,12 @@ from torch import Tensor
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.draft_block import DrafterWeights, DraftProgram, DraftSpan
 from attar.kernels.packed import GROUPS, Kind, PackedWeight, pack
-from attar.models.draft_heads.block_drafter import BlockDrafter
+from attar.models.draft_heads.block_module import BlockDrafter
 from attar.models.draft_heads.decoder_layer import DraftLayerShape, HeadLayer, rotary
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.draft_model import GrowingDraft
-from attar.runtime.speculate.heads.block import BlockHead, ConfidentBlockHead
+from attar.runtime.speculate.heads.block_proposer import BlockHead, ConfidentBlockHead
 from attar.runtime.speculate.heads.own_tensors import OwnTensors
 from attar.runtime.speculate.noise import DraftRules
 from attar.runtime.speculate.proposer import DraftRequest

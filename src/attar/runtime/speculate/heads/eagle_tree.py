@@ -27,7 +27,7 @@ from attar.runtime.speculate.draft_model import GREEDY
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.dynamic_tree import GrowingTree
-from attar.runtime.speculate.heads.eagle import DraftEntries, DraftLevel, EagleChain, EagleDrafter
+from attar.runtime.speculate.heads.eagle_proposer import DraftEntries, DraftLevel, EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.times import measure_rounds
 from attar.runtime.speculate.noise import DraftRules
 from attar.runtime.speculate.proposer import DraftRequest, DraftTimes

@@ -13,13 +13,13 @@ from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.folder import load_draft_head
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import Compiled
-from attar.runtime.speculate.heads.block import block_head
+from attar.runtime.speculate.heads.block_proposer import block_head
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.compiled_block import compiled_block_head
 from attar.runtime.speculate.heads.context import WINDOW, ContextReader
-from attar.runtime.speculate.heads.eagle import EagleChain, EagleDrafter
+from attar.runtime.speculate.heads.eagle_proposer import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
-from attar.runtime.speculate.heads.medusa import MedusaProposer
+from attar.runtime.speculate.heads.medusa_proposer import MedusaProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
 from attar.runtime.speculate.proposer import Proposer
 

@@ -1,0 +1,358 @@
+"""A mix of llama.cpp's types under a budget: for each tensor the type that costs the model least.
+
+    minimise  sum_g KL[g, c_g]   under   bytes of all tensors <= budget      one type c_g for each group g
+
+Letters: g a group of tensors that share a type (q, k and v; gate and up; the embedding, with the head where
+they are one; the head); c a type; KL[g, c] of the model with g alone in type c, measured once and cached
+(attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
+
+The budget is an average of bits or the size of the file (:class:`TypeBudget`); the choice is exact
+(attar.quantization.mixed_precision.allocate).
+
+Tensors that llama.cpp never quantizes are F32 and count too. A group with a tensor whose K is no multiple of
+32 stays F16. Types given by hand are settled first and not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.processes import ALONE, Processes
+from attar.deployment.settings import ExportSettings
+from attar.errors import ModelError, SettingsError
+from attar.formats.gguf.container import MetadataValue
+from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.quant_types import ALIASES, overridden, quantizable, tensor_bytes
+from attar.formats.gguf.quant_types import bits as average_bits
+from attar.formats.gguf.types import FILE_TYPES
+from attar.formats.gguf.values import encode, string
+from attar.formats.gguf.writer import ALIGNMENT
+from attar.formats.readers import Decoded, quant_method
+from attar.models.loading.stored import stored_names
+from attar.progress import SILENT, Progress
+from attar.quantization.grids import Grid
+from attar.quantization.grids.ggml import GGMLGrid
+from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
+from attar.quantization.mixed_precision.search import (
+    Interaction,
+    interaction,
+)
+from attar.quantization.mixed_precision.sensitivity import (
+    CandidateGrid,
+    measure,
+)
+from attar.sensitivity.measurements import Measurement
+from attar.sensitivity.weight_changes import SensitivityInputs, load_inputs, shared_groups
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+"""Candidates where 256 divides K."""
+
+NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
+"""Candidates elsewhere."""
+
+KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
+"""Metadata that depends on the choice; its size does not."""
+
+
+@dataclass(frozen=True)
+class TypeChoice:
+    """A type for every tensor of a file.
+
+    Attributes:
+        kinds: type by GGUF name, in the order of the placements.
+        bits_per_weight: bytes of all tensors times 8, for each weight of the file.
+        size: bytes of the file, as far as its metadata is known.
+        file_type: ``general.file_type``: that of the mix named after the type of most weights.
+        report: for the card: predicted and measured KL, the gap to the optimum, the curve of KL over bits.
+    """
+
+    kinds: dict[str, str]
+    bits_per_weight: float
+    size: int
+    file_type: int
+    notes: tuple[str, ...]
+    report: dict[str, Any]
+
+
+def search_types(
+    checkpoint: Checkpoint,
+    placed: Sequence[Placement],
+    settings: ExportSettings,
+    *,
+    bits: float = 0.0,
+    size: int = 0,
+    metadata: Mapping[str, MetadataValue] | None = None,
+    share: bool = True,
+    processes: Processes = ALONE,
+    progress: Progress = SILENT,
+) -> TypeChoice:
+    """The types of least summed KL under a budget.
+
+    Args:
+        checkpoint: dense, or quantized and taken as what it decodes to.
+        settings: the calibration text, the device, and types given by hand.
+        bits: the budget as an average; 0: ``size`` is the budget.
+        size: the budget in bytes of the file.
+        metadata: the file's metadata; counts for ``size``, with :data:`KEYS`.
+        share: q, k and v get one type, and so do gate and up; False: each its own.
+        processes: they share the measurements.
+
+    Raises:
+        SettingsError: not even the smallest types fit; the message has the least budget.
+        ModelError: no tensor is left to choose a type for.
+    """
+    on = load_inputs(checkpoint, settings)
+    layout = _layout(on, checkpoint, placed, settings.overrides, share)
+    if not layout.groups:
+        raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
+    budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
+    budget.check_smallest(kinds_for)
+    grids = candidates()
+    measured = measure(
+        on.model,
+        layout.groups,
+        grids,
+        on.batches,
+        on.file,
+        key=on.key,
+        blocks=on.blocks,
+        after_blocks=_after_blocks(on),
+        processes=processes,
+        fits=fits,
+        progress=progress,
+    )
+    chosen, curve = _choose(budget, measured)
+    kinds = layout.spread(chosen.choice)
+    whole = _whole(on, layout, chosen, grids)
+    report = {"gap": chosen.gap, **asdict(whole), "curve": [list(point) for point in curve]}
+    return TypeChoice(
+        kinds=kinds,
+        bits_per_weight=average_bits(kinds, layout.shapes)[0],
+        size=budget.head + data_bytes(kinds, layout.shapes),
+        file_type=_file_type(kinds, layout.shapes),
+        notes=tuple(_notes(layout, whole, chosen.gap)),
+        report={**report, "measurements": on.file.name},
+    )
+
+
+def candidates() -> dict[str, CandidateGrid]:
+    """Every type that may be chosen, as a grid; values are decoded in float32, whatever is stored."""
+
+    def grid(kind: str) -> CandidateGrid:
+        return lambda storage: GGMLGrid(kind)
+
+    return {kind: grid(kind) for kind in dict.fromkeys((*WIDE, *NARROW))}
+
+
+def fits(grid: Grid, shape: tuple[int, int]) -> bool:
+    """Whether a type is a candidate for an (N, K) weight."""
+    assert isinstance(grid, GGMLGrid)
+    return shape[1] % 32 == 0 and grid.kind in kinds_for(shape[1])
+
+
+def kinds_for(columns: int) -> tuple[str, ...]:
+    """The candidates for K inputs, a multiple of 32."""
+    return NARROW if columns % 256 else WIDE
+
+
+def _layout(
+    on: SensitivityInputs,
+    checkpoint: Checkpoint,
+    placed: Sequence[Placement],
+    overrides: Sequence[str],
+    share: bool,
+) -> FileLayout:
+    """Sort the tensors into those of a fixed type and groups of modules."""
+    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
+    stored = {name: module for module, name in stored_names(on.model, view).items()}
+    shapes = {one.gguf: one.shape for one in placed}
+    free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]
+    own = overridden([one.gguf for one in free], overrides)
+    tensors: dict[str, list[str]] = {}
+    for one in free:
+        if one.gguf not in own:
+            tensors.setdefault(stored[str(one.stored)].removesuffix(".weight"), []).append(one.gguf)
+    groups = {
+        group: modules
+        for group, modules in _groups(on, list(tensors), share).items()
+        if all(shapes[name][-1] % 32 == 0 for module in modules for name in tensors[module])
+    }
+    inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
+    left = [name for names in tensors.values() for name in names if name not in inside]
+    kinds = {one.gguf: "F32" for one in placed if one.gguf not in inside} | own | dict.fromkeys(left, "F16")
+    return FileLayout(shapes, kinds, tensors, groups)
+
+
+def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
+    """Modules by group: the embedding, the blocks' Linears, the head."""
+    linears = [name for block in on.anatomy.blocks for name in block.linears if name in modules]
+    inner = shared_groups(on.anatomy.blocks, linears) if share else {name: [name] for name in linears}
+    before = [name for name in (on.anatomy.embedding,) if name in modules]
+    after = [name for name in (on.anatomy.head,) if name in modules and name not in before]
+    return {name: [name] for name in before} | inner | {name: [name] for name in after if name}
+
+
+def _after_blocks(on: SensitivityInputs) -> list[str]:
+    """The head, where it is a tensor of its own."""
+    return [on.anatomy.head] if on.anatomy.head and not on.anatomy.tied else []
+
+
+def _choose(
+    budget: TypeBudget, measured: Sequence[Measurement]
+) -> tuple[Allocation, tuple[tuple[float, float], ...]]:
+    """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
+    options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
+    for one in measured:
+        if math.isfinite(one.kl):
+            options[one.group].append(Option(one.option, budget.group(one.group, one.option), one.kl))
+    points = frontier(options)
+    budget.check(points[0].bits)
+    curve = tuple(((budget.settled + point.bits) / budget.layout.weights, point.loss) for point in points)
+    return allocate(options, budget.left), curve
+
+
+def _whole(
+    on: SensitivityInputs, layout: FileLayout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
+) -> Interaction:
+    """The KL of all groups in their types at once."""
+    schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
+    work = on.file.with_name(f".{on.file.name}.whole")
+    return interaction(on.model, schemes, chosen.loss, grids, on.batches, work)
+
+
+def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The number of the mix that is named after the type of most weights."""
+    weights: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        weights[kind] += math.prod(shapes[name])
+    most = weights.most_common(1)[0][0]
+    return FILE_TYPES[ALIASES.get(most, most)]
+
+
+def _notes(layout: FileLayout, whole: Interaction, gap: float) -> Iterator[str]:
+    yield (
+        f"types chosen by measured sensitivity: KL {whole.measured:.4g} nats a token on the calibration text "
+        f"with weights to nearest, {whole.predicted:.4g} predicted"
+    )
+    if gap > 0:
+        yield f"another choice may be better by at most {gap:.2g} nats a token"
+    names = [name for group in layout.groups for name in layout.of(group)]
+    narrow = [name for name in names if layout.shapes[name][-1] % 256]
+    if narrow:
+        yield f"{len(narrow)} tensors have inputs that 256 does not divide: one of {', '.join(NARROW)}"
+    left = [name for name, kind in layout.kinds.items() if kind == "F16"]
+    if left:
+        yield f"{len(left)} tensors are F16"
+
+
+HEADER = 24  # bytes before the metadata: magic, version, two counts
+SMALLEST = "every tensor in its smallest type"
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The tensors of a file: those whose type is to be chosen, and the others.
+
+    Attributes:
+        kinds: types that are settled.
+        tensors: names of the tensors of each module that gets a type.
+        groups: modules by group.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, str]
+    tensors: dict[str, list[str]]
+    groups: dict[str, list[str]]
+
+    def of(self, group: str) -> list[str]:
+        """Names of a group's tensors."""
+        return [name for module in self.groups[group] for name in self.tensors[module]]
+
+    def spread(self, choice: Mapping[str, str]) -> dict[str, str]:
+        """The type of every tensor, given that of every group."""
+        chosen = {name: kind for group, kind in choice.items() for name in self.of(group)}
+        return {name: chosen.get(name) or self.kinds[name] for name in self.shapes}
+
+    @property
+    def weights(self) -> int:
+        """How many weights the file has."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+@dataclass(frozen=True)
+class TypeBudget:
+    """What may be spent, in bits of stored tensors.
+
+    Attributes:
+        layout: what it is spent on.
+        bits: the average; with ``size`` not looked at.
+        size: bytes of the file, or 0.
+        head: bytes of the file before its data.
+    """
+
+    layout: FileLayout
+    bits: float
+    size: int
+    head: int
+
+    def cost(self, kinds: Mapping[str, str]) -> int:
+        """Bits of tensors in these types."""
+        return 8 * data_bytes(kinds, self.layout.shapes, padding=self.size > 0)
+
+    def group(self, group: str, kind: str) -> int:
+        """Bits of a group in a type."""
+        return self.cost(dict.fromkeys(self.layout.of(group), kind))
+
+    @property
+    def settled(self) -> int:
+        """Bits that are spent already."""
+        return self.cost(self.layout.kinds) + (8 * self.head if self.size else 0)
+
+    @property
+    def left(self) -> int:
+        """Bits for the groups; may be negative."""
+        whole = 8 * self.size if self.size else math.floor(self.bits * self.layout.weights)
+        return whole - self.settled
+
+    def check(self, least: int) -> None:
+        """Raise where the groups need more bits than are left."""
+        if least <= self.left:
+            return
+        least += self.settled
+        if self.size:
+            raise SettingsError("size", self.size, f"at least {-(-least // 8)} bytes: {SMALLEST}")
+        average = math.ceil(1000 * least / self.layout.weights) / 1000
+        raise SettingsError("bits", self.bits, f"at least {average:g}: {SMALLEST}")
+
+    def check_smallest(self, kinds: Callable[[int], Sequence[str]]) -> None:
+        """The same for the smallest of the types that ``kinds`` has for K inputs."""
+        least = 0
+        for group in self.layout.groups:
+            columns = self.layout.shapes[self.layout.of(group)[0]][-1]
+            least += min(self.group(group, kind) for kind in kinds(columns))
+        self.check(least)
+
+
+def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:
+    """Bytes of a GGUF file of one part before its data."""
+    fields = sum(len(encode(key, value)) for key, value in metadata.items())
+    infos = sum(len(string(name)) + 16 + 8 * len(shape) for name, shape in shapes.items())
+    return _padded(HEADER + fields + infos)
+
+
+def data_bytes(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], padding: bool = True) -> int:
+    """Bytes of tensors, with what fills them up to the file's alignment."""
+    sizes = [tensor_bytes(kind, shapes[name]) for name, kind in kinds.items()]
+    return sum(_padded(size) if padding else size for size in sizes)
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,132 @@
+"""The two halves of a block: plain self-attention, and a dense MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from attar.errors import ModelError
+from attar.models.anatomy.parts import Attention, Mlp, Projection
+from attar.models.anatomy.roles import ALTERNATING, HINT, agree, common_parent, is_norm, measure, role_of
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+NEURONS = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "ffn_hidden_size")
+DENSE_NEURONS = "intermediate_size_mlp"  # of dense layers between mixtures (Llama 4)
+
+
+@dataclass(frozen=True)
+class BlockHalf:
+    """The attention or the MLP of a block: its linear layers, by path from the model."""
+
+    family: str
+    where: str
+    linears: dict[str, nn.Module]
+
+    def paths(self, role: str) -> list[str]:
+        """Paths with a name of this role."""
+        return [path for path in self.linears if role_of(self._inside(path)) == role]
+
+    def only(self, role: str) -> Projection:
+        """The one projection with this role."""
+        paths = self.paths(role)
+        if len(paths) == 1:
+            return measure(paths[0], self.linears[paths[0]])
+        problem = f"could be {' or '.join(paths)}" if paths else "was not found"
+        shapes = (
+            f"{self._inside(path)} {list(module.weight.shape)}" for path, module in self.linears.items()
+        )
+        raise self.error(
+            f"{role} projection {problem} in {self.where}; "
+            f"seen there: {', '.join(shapes) or 'no linear layer'}"
+        )
+
+    def error(self, text: str) -> ModelError:
+        """An error about this half."""
+        return ModelError(f"{self.family}: {text}", hint=HINT)
+
+    def _inside(self, path: str) -> str:
+        return path.removeprefix(self.where.rpartition(" ")[2] + ".")
+
+
+def read_attention(config: Any, name: str, block: nn.Module, half: BlockHalf) -> Attention:
+    """q, k, v, o and the numbers of heads; q, k and v may share one module."""
+    o = half.only("o")
+    fused = half.only("qkv") if half.paths("qkv") else None
+    holder = (fused or half.only("q")).name.rpartition(".")[0]
+    width = head_width(config, block.get_submodule(holder.removeprefix(name).lstrip(".")), o.in_features)
+    q, k, v = split(fused, o.in_features, width) if fused else (half.only(role) for role in "qkv")
+    heads, kv_heads = o.in_features // width, k.out_features // width
+    q_fits = q.out_features == heads * width == o.in_features
+    kv_fits = k.out_features == v.out_features == kv_heads * width and kv_heads > 0
+    if not q_fits or not kv_fits or heads % kv_heads:
+        raise half.error(
+            f"{half.where} does not add up: q, k, v have {q.out_features}, {k.out_features}, "
+            f"{v.out_features} rows and o has {o.in_features} columns, with heads of {width}"
+        )
+    agree(config, "num_attention_heads", heads, f"{half.where} has {{}} heads")
+    if kv_heads != heads:  # families without groups of heads may carry the number without a meaning
+        agree(config, "num_key_value_heads", kv_heads, f"{half.where} has {{}} KV heads")
+    norms = tuple(
+        f"{name}.{path}"
+        for path, module in block.named_modules()
+        if is_norm(module) and path.rpartition(".")[2].startswith(("q_", "k_"))
+    )
+    inside = block.get_submodule(holder.removeprefix(name).lstrip("."))
+    sinks = f"{holder}.sinks" if isinstance(getattr(inside, "sinks", None), nn.Parameter) else None
+    return Attention(holder, q, k, v, o, heads, kv_heads, width, norms, sinks)
+
+
+def read_mlp(config: Any, half: BlockHalf, *, sized: bool = True) -> Mlp:
+    """up, gate and down; gate and up may share one module, gate first.
+
+    Args:
+        sized: the config must name its number of neurons, where it names any.
+    """
+    down = half.only("down")
+    n = down.in_features
+    gate: Projection | None = None
+    if half.paths("gate_up"):
+        whole = half.only("gate_up")
+        rest = whole.out_features - n
+        gate = Projection(whole.name, whole.kind, n, whole.in_features, rows=(0, n))
+        up = Projection(whole.name, whole.kind, rest, whole.in_features, rows=(n, whole.out_features))
+    else:
+        up = half.only("up")
+        gate = half.only("gate") if half.paths("gate") else None
+    for part in (up, gate):
+        if part is not None and part.out_features != n:
+            raise half.error(f"{half.where} does not add up: {part.name} misses the {n} columns of down")
+    sized = sized and not getattr(config, "block_auto_adjust_ff_dim", False)  # LFM2 rounds its config's
+    sizes = [getattr(config, key, None) for key in (*NEURONS, DENSE_NEURONS)]
+    if sized and any(isinstance(size, int) for size in sizes) and n not in sizes:
+        raise half.error(f"{half.where} has {n} neurons, but the config says otherwise")
+    names = [getattr(config, key, None) for key in ACTIVATIONS]
+    activation = next((name for name in names if isinstance(name, str)), "unknown")
+    return Mlp(common_parent(up.name, down.name), up, gate, down, n, activation)
+
+
+def split(whole: Projection, q_rows: int, width: int) -> tuple[Projection, Projection, Projection]:
+    """q, k and v inside a fused weight: q has as many rows as o has columns, k and v share the rest."""
+    kv_rows = (whole.out_features - q_rows) // 2
+    alternating = whole.name.rpartition(".")[2] in ALTERNATING
+    groups = max(kv_rows // width, 1) if alternating else 1
+    period = whole.out_features // groups if groups > 1 else None
+    parts, start = [], 0
+    for rows in (q_rows, kv_rows, kv_rows):
+        run = (start, start + rows // groups)
+        parts.append(Projection(whole.name, whole.kind, rows, whole.in_features, rows=run, period=period))
+        start = run[1]
+    return parts[0], parts[1], parts[2]
+
+
+def head_width(config: Any, attention: nn.Module, columns: int) -> int:
+    """Width of one head: the attention module's, else the config's, else columns over heads."""
+    for source in (attention, config):
+        for key in HEAD_WIDTHS:
+            value = getattr(source, key, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return columns // int(config.num_attention_heads)

@@ -1,0 +1,1 @@
+"""A checkpoint as a model of transformers: fit, loading, experts, tokenizer, places of stored tensors."""

@@ -1,0 +1,236 @@
+"""Mixed precision: bits for each layer, chosen by the KL that rounding it alone costs the model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.checkpoint.processes import ALONE, Processes
+from attar.errors import ModelError, SettingsError
+from attar.models.anatomy.parts import weight_of
+from attar.models.loading.stored import stored_precision
+from attar.progress import Progress
+from attar.quantization.grids import Grid, IntGrid
+from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
+from attar.quantization.mixed_precision.sensitivity import (
+    CandidateGrid,
+    RoundFunction,
+    measure,
+    nearest_mse,
+    rounded,
+)
+from attar.quantization.plan import group_size, plan
+from attar.quantization.settings import QuantizeSettings
+from attar.sensitivity.measurements import Measurement
+from attar.sensitivity.reference import MEMORY, reference_of
+from attar.sensitivity.weight_changes import load_inputs, shared_groups
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+def choose_bits(
+    checkpoint: Checkpoint,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    candidates: Mapping[str, CandidateGrid] | None = None,
+    processes: Processes = ALONE,
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The scheme of each Linear under the average bits of the settings. Returns scheme by module name, and
+    for the card: the mix, its predicted and measured KL, the trade-off curve.
+
+    Args:
+        candidates: grids by scheme; None: integers of 2 to 8 bits.
+        processes: they share the measurements.
+
+    Raises:
+        SettingsError: not even the smallest candidates fit the budget.
+    """
+    storage = settings.storage
+    layers = {layer.module: layer for layer in plan(checkpoint, storage).sites.values()}
+    shapes = {name: layer.shape for name, layer in layers.items()}
+    dtype = stored_precision(checkpoint)
+    candidates = candidates or integer_candidates(group_size(shapes, storage.group_size))
+    inputs = load_inputs(checkpoint, settings)
+    measurements = measure(
+        inputs.model,
+        shared_groups(inputs.anatomy.blocks, list(layers), storage.moe_schemes == "apart"),
+        candidates,
+        inputs.batches,
+        inputs.file,
+        key=inputs.key,
+        blocks=inputs.blocks,
+        dtype=dtype,
+        fits=_fits,
+        processes=processes,
+        progress=progress,
+    )
+    chosen = mix(measurements, shapes, storage.bits)
+    measured = interaction(
+        inputs.model, chosen.schemes, chosen.kl, candidates, inputs.batches, work / "interaction", dtype=dtype
+    )
+    report = {
+        "bits_per_weight": chosen.bits_per_weight,
+        "gap": chosen.gap,
+        **asdict(measured),
+        "curve": [list(point) for point in chosen.curve],
+        "schemes": chosen.schemes,
+        "measurements": inputs.file.name,
+    }
+    return chosen.schemes, report
+
+
+def integer_candidates(group_size: int, symmetric: bool = True) -> dict[str, CandidateGrid]:
+    """W2A16 to W8A16 at one group size."""
+
+    def grid(bits: int) -> CandidateGrid:
+        return lambda storage: IntGrid(bits, group_size, symmetric, storage)
+
+    return {f"W{bits}A16": grid(bits) for bits in (2, 3, 4, 5, 6, 8)}
+
+
+def _fits(grid: Grid, shape: tuple[int, int]) -> bool:
+    return not grid.group_size or shape[1] % grid.group_size == 0
+
+
+@dataclass(frozen=True)
+class SchemeMix:
+    """A scheme for every module under a budget.
+
+    Attributes:
+        schemes: candidate's name by module.
+        kl: the sum of the groups' KLs, nats a token: the predicted KL of the mix.
+        gap: no mix within the budget has a sum below ``kl - gap``; 0: this is the best.
+        bits: stored bits in all.
+        bits_per_weight: the same for each weight.
+        curve: (bits per weight, summed KL) from the smallest mix to the best, for the report.
+    """
+
+    schemes: dict[str, str]
+    kl: float
+    gap: float
+    bits: int
+    bits_per_weight: float
+    curve: tuple[tuple[float, float], ...]
+
+
+def mix(
+    measurements: Sequence[Measurement], shapes: Mapping[str, tuple[int, int]], bits_per_weight: float
+) -> SchemeMix:
+    """The mix of the smallest summed KL whose stored bits, scales included, stay within the average.
+
+    Args:
+        measurements: of groups that cover the modules, each module in one group.
+        shapes: (N, K) of every module that gets a scheme.
+        bits_per_weight: the budget, over all these weights.
+
+    Raises:
+        ModelError: a module was not measured, or belongs to two groups.
+        SettingsError: not even the smallest candidates fit; names the smallest possible average.
+    """
+    groups: dict[str, list[Option]] = {}
+    members: dict[str, tuple[str, ...]] = {}
+    for one in measurements:
+        if all(name in shapes for name in one.modules):
+            options = groups.setdefault(one.group, [])
+            members[one.group] = one.modules
+            if math.isfinite(one.kl):
+                options.append(Option(one.option, one.bits, one.kl))
+    _check_cover(members, shapes)
+    groups = with_losses(groups)
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    curve = tuple((point.bits / weights, point.loss) for point in frontier(groups))
+    if curve[0][0] > bits_per_weight:
+        least = math.ceil(curve[0][0] * 1000) / 1000
+        raise SettingsError("bits", bits_per_weight, f"at least {least:g}, scales included")
+    chosen = allocate(groups, math.floor(bits_per_weight * weights))
+    schemes = {name: chosen.choice[group] for group, names in members.items() for name in names}
+    ordered = {name: schemes[name] for name in shapes}
+    return SchemeMix(ordered, chosen.loss, chosen.gap, chosen.bits, chosen.bits / weights, curve)
+
+
+def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:
+    """The groups, with a loss for those that seem to cost nothing in any format.
+
+    The measured text never switched on their inputs, which says nothing of other text: each of their options
+    costs what it costs in the median over the other groups.
+    """
+    informed = [options for options in groups.values() if any(option.loss > 0 for option in options)]
+    losses: dict[str, list[float]] = {}
+    for option in (option for options in informed for option in options):
+        losses.setdefault(option.name, []).append(option.loss)
+    medians = {name: statistics.median(values) for name, values in losses.items()}
+    return {
+        group: options
+        if any(options is one for one in informed)
+        else [replace(option, loss=medians.get(option.name, option.loss)) for option in options]
+        for group, options in groups.items()
+    }
+
+
+def _check_cover(members: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any]) -> None:
+    owners: dict[str, list[str]] = {name: [] for name in shapes}
+    for group, names in members.items():
+        for name in names:
+            owners[name].append(group)
+    for name, groups in owners.items():
+        if len(groups) != 1:
+            what = f"is in the groups {' and '.join(groups)}" if groups else "was not measured"
+            raise ModelError(f"{name} {what}", hint="measure groups that hold each Linear once")
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """How well the sum of the groups' KLs predicts the KL of their mix.
+
+    Attributes:
+        predicted: the sum.
+        measured: the KL of the model with all groups rounded at once, in the same way on the same text.
+    """
+
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted: above 1 the groups' errors reinforce each other."""
+        return self.measured / max(self.predicted, 1e-30)
+
+
+def interaction(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    predicted: float,
+    candidates: Mapping[str, CandidateGrid],
+    batches: Sequence[Tensor],
+    work: Path,
+    *,
+    precision: str = "fp32",
+    dtype: torch.dtype | None = None,
+    rounding: RoundFunction = nearest_mse,
+    memory: int = MEMORY,
+) -> Interaction:
+    """Measure a mix as a whole, as :func:`measure` measures its groups one by one; same arguments.
+
+    Args:
+        schemes: candidate's name by module.
+        predicted: the sum of the groups' KLs.
+        work: folder for what does not fit in memory; removed afterwards.
+    """
+    grids = {
+        name: candidates[scheme](dtype or weight_of(model.get_submodule(name)).dtype)
+        for name, scheme in schemes.items()
+    }
+    with (
+        reference_of(model, (), batches, precision, memory, work) as reference,
+        rounded(model, grids, rounding),
+    ):
+        return Interaction(predicted, reference.kl())

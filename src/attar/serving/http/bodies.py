@@ -1,0 +1,129 @@
+"""Bodies of responses, as OpenAI documents them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from attar.serving.http.token_sources import TokenSources
+from attar.serving.http.tool_calls.protocol import CallBody
+
+FinishReasonBody = Literal["stop", "length", "tool_calls"]
+
+
+class PromptDetails(BaseModel):
+    """Prefix cache hits, in prompt tokens."""
+
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class CompletionChoice(BaseModel):
+    """A completion."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: FinishReasonBody | None
+    stop_reason: str | int | None = None
+    attar: TokenSources | None = None
+
+
+class CompletionBody(BaseModel):
+    """The response of /v1/completions, and each of its chunks."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+
+
+class AnswerMessage(BaseModel):
+    """The model's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallBody] | None = None
+
+
+class ChatChoice(BaseModel):
+    """A chat completion."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: FinishReasonBody | None
+    stop_reason: str | int | None = None
+    attar: TokenSources | None = None
+
+
+class ChatBody(BaseModel):
+    """The response of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody | None = None
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "attar"
+    max_model_len: int | None = None
+    loaded: bool = True
+    parent: str | None = None
+    runtime: dict[str, Any] = {}
+
+
+class ModelList(BaseModel):
+    """The models of this server."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeBody(BaseModel):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizeBody(BaseModel):
+    """The response of /detokenize."""
+
+    prompt: str
+
+
+class StateBody(BaseModel):
+    """The response of /health and /ready."""
+
+    status: str
+    reason: str | None = None
+
+
+class VersionBody(BaseModel):
+    """The response of /version."""
+
+    version: str

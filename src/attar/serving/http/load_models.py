@@ -1,0 +1,142 @@
+"""A server's models besides the first: that of ``--compare``, and those that are loaded on request."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from attar.checkpoint import open_checkpoint
+from attar.checkpoint.units import byte_count, bytes_text
+from attar.errors import ModelError, SettingsError
+from attar.runtime.encoder import Encoder, is_encoder
+from attar.runtime.llm import LLM
+from attar.runtime.model_bytes import model_bytes
+from attar.runtime.speculate.settings import SpeculationSettings
+from attar.serving.http.backend import Backend, EngineBackend
+from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
+from attar.serving.http.generation_config import sampling_defaults
+from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
+from attar.serving.http.serve_command import ServeCommand
+from attar.serving.http.settings import EmbeddingSettings
+from attar.serving.http.tokenizer import ServerTokenizer
+
+
+def compared_model(command: ServeCommand) -> ServedModel:
+    """The model of ``--compare``, with the first one's options and chat template, without speculation.
+
+    Raises:
+        SettingsError: it is the first one.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    name, settings = command.settings.compare, command.settings
+    if name in (command.model, settings.name):
+        raise SettingsError("compare", name, "another model than the first")
+    with command.progress.task("load", total=1) as task:
+        served = load_model_of(command, name, name)
+        task.advance()
+    command.show(f"compare     {name}")
+    return replace(served, defaults=None)
+
+
+def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]:
+    """The models that are loaded on request, and what they must share. Reads headers, no weights.
+
+    Raises:
+        SettingsError: a name twice, a role that has no models of its own, or a model beyond the budget; names
+            it.
+        CheckpointError: a folder is missing or damaged.
+    """
+    paths, kept_names = command.models.paths, [command.model]
+    total = byte_count("model_memory", command.models.model_memory) or None
+    if not paths and total is None:
+        return [], MemoryBudget()
+    if command.services.role is not None:
+        raise SettingsError("named_model", command.services.role, "a server without --role")
+    if command.settings.compare:
+        kept_names.append(command.settings.compare)
+    first = replace(command, options=first_options(command))
+    sizes = [estimated_bytes(one, name) for one, name in zip((first, command), kept_names, strict=False)]
+    budget = MemoryBudget(total, sum(sizes))
+    if budget.excess(0):
+        raise SettingsError(
+            "model_memory", command.models.model_memory, f"at least {bytes_text(budget.kept)}"
+        )
+    models = []
+    for name, path in paths.items():
+        if name in (command.settings.name or command.model, command.settings.compare):
+            raise SettingsError("named_model", f"{name}={path}", "a name that no other model has")
+        size = estimated_bytes(command, path)
+        if budget.excess(size):
+            kept = f" beside the {bytes_text(budget.kept)} of what is always loaded"
+            message = f"{name} takes {bytes_text(size)}{kept}, which never fits within {budget}"
+            raise ModelError(message, hint="a larger --model-memory, or fewer --kv-tokens")
+        models.append(NamedModel(name, size, partial(load_model_of, command, name, path)))
+        command.show(f"{'on request':<12}{name}: {path}, {bytes_text(size)}")
+    return models, budget
+
+
+def estimated_bytes(command: ServeCommand, path: str) -> int:
+    """What a model takes in memory with the server's options; see :func:`model_bytes`."""
+    checkpoint = open_checkpoint(path)
+    if is_encoder(checkpoint.config):
+        return model_bytes(checkpoint)
+    pooling = command.embeddings.of_causal
+    return model_bytes(checkpoint, embeddings=pooling is not None, **_runner_options(command))
+
+
+def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:
+    """Load a model with the first one's options, without speculation.
+
+    Raises:
+        ModelError: it has no tokenizer.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    checkpoint, special = open_checkpoint(path), command.settings.allow_special_tokens
+    if is_encoder(checkpoint.config):
+        encoder = load_encoder(command, path)
+        thread = EncoderThread(encoder)
+        words = ServerTokenizer(encoder.tokenizer, special=special)
+        return ServedModel(name, thread, words, encoder_facts(encoder), thread)
+    llm = LLM(path, embeddings=command.embeddings.of_causal is not None, **_options(command))
+    if llm.tokenizer is None:
+        raise ModelError(f"{path} has no tokenizer, so it cannot be served")
+    if command.template and name == command.settings.compare:
+        llm.tokenizer.chat_template = command.template
+    defaults = sampling_defaults(command.answers.generation_config, checkpoint.path)
+    backend = EngineBackend(llm.streams())
+    embedder = engine_embedder(llm, backend, command.embeddings)
+    words = ServerTokenizer(llm.tokenizer, special=special)
+    return ServedModel(name, backend, words, llm.describe().to_dict(), embedder, defaults)
+
+
+def first_options(command: ServeCommand) -> dict[str, Any]:
+    """The engine's options of the first model."""
+    return {**command.options, "adapters": True} if command.lora else command.options
+
+
+def load_encoder(command: ServeCommand, path: str) -> Encoder:
+    """An encoder, pooled as the settings say."""
+    device = command.options.get("device") or "cpu"
+    return Encoder(path, pooling=command.embeddings.pooling, device=device)
+
+
+def encoder_facts(encoder: Encoder) -> dict[str, Any]:
+    """For /v1/models and /metrics."""
+    return {"model": encoder.name, "runner": "encoder", "pooling": encoder.pooling}
+
+
+def engine_embedder(llm: LLM, backend: Backend, settings: EmbeddingSettings) -> Embedder | None:
+    """What makes embeddings of a causal model; None where it makes none."""
+    pooling, pooler = settings.of_causal, llm.engine.pooler
+    return EngineEmbedder(backend, pooling, pooler.dimensions) if pooling and pooler else None
+
+
+def _options(command: ServeCommand) -> dict[str, Any]:
+    speculation = {field.name for field in fields(SpeculationSettings)}
+    return {key: value for key, value in command.options.items() if key not in speculation}
+
+
+def _runner_options(command: ServeCommand) -> dict[str, Any]:
+    """Of ``RunnerSettings``."""
+    return {key: value for key, value in _options(command).items() if key not in ("limits", "prefix_cache")}

@@ -1,0 +1,101 @@
+"""A target service as the server's engine, and what its metrics add."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+
+from attar.runtime.kv.block_map import BlockMap
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.serving.http.backend import MetricSample, Stats
+from attar.serving.http.service_metrics import replica_samples
+from attar.serving.services.coordinator import Coordinator
+from attar.serving.services.messages import TargetLoad
+
+SHARED = (
+    "running",
+    "waiting",
+    "free",
+    "cache_usage",
+    "blocks",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+)
+
+
+class RemoteBackend:
+    """The target of a coordinator. It is alive as long as this process is: a target that is lost comes back.
+
+    Args:
+        vocabulary: of the tokenizer, while the target was never reached.
+    """
+
+    failure: Exception | None = None
+    alive = True
+
+    def __init__(self, coordinator: Coordinator, vocabulary: int) -> None:
+        self._coordinator, self._vocabulary = coordinator, vocabulary
+        self._client = coordinator.target
+
+    @property
+    def context(self) -> int | None:
+        return None if self._client.target is None else self._client.target.context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary if self._client.target is None else self._client.target.vocabulary
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: str = "",
+    ) -> AsyncIterator[Event]:
+        return self._client.submit(prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt)
+
+    def cancel(self, id: str) -> None:
+        self._client.cancel(id)
+
+    def stats(self) -> Stats:
+        """The target's load as last reported; requests that are on their way wait."""
+        client, load = self._client, self._client.load
+        samples = [*self._samples(), *replica_samples(self._coordinator.replicas)]
+        if load is None:
+            return Stats(waiting=client.open_requests, free=1, samples=samples, ready=False)
+        numbers = {name: getattr(load, name) for name in SHARED}
+        numbers["waiting"] = max(client.open_requests - load.running, load.waiting, 0)
+        return Stats(**numbers, speculation=load.speculation, samples=samples, ready=client.connected)
+
+    def block_map(self) -> BlockMap | None:
+        """The blocks are the target's."""
+        return None
+
+    async def close(self) -> None:
+        """The coordinator is closed by its maker."""
+
+    def _samples(self) -> list[MetricSample]:
+        client, outcomes = self._client, self._coordinator.outcomes
+        return [
+            MetricSample("target_connected", "Whether the target answers.", client.connected, False),
+            MetricSample("target_connections", "Connections to the target.", client.connections),
+            MetricSample(
+                "target_round_trip_seconds", "From a ping to its pong.", client.round_trip.mean or 0.0, False
+            ),
+            *(
+                MetricSample("draft_offers", "Offers that arrived.", count, labels={"outcome": outcome})
+                for outcome, count in outcomes.items()
+            ),
+        ]
+
+
+def load_of(stats: Stats) -> TargetLoad:
+    """The load of an engine as a message."""
+    own = {field.name for field in fields(TargetLoad)}
+    numbers = {name: getattr(stats, name) for name in SHARED if name in own}
+    return TargetLoad(**numbers | {"blocks": dict(stats.blocks)}, speculation=stats.speculation)
