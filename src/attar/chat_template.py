@@ -27,6 +27,15 @@ from attar.limited_process import CostError, LimitedProcess, RequestError
 SECONDS, MEMORY = 2.0, 1 << 30  # of the processor, bytes; for one conversation
 MOST_CHARACTERS = 1 << 24  # of its text
 MAX_LEVELS = 128  # of what a template reads
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if not loop.first and message.role != 'assistant' %}{{ '\\n' }}{% endif %}{{ message.content }}"
+    "{% endfor %}"
+)
+"""For a model that only continues text: the messages' texts, each of a user on a line of its own. An answer
+stands where it was written, so a second one continues what the first read."""
+PLAIN_NOTE = "the model continues the messages' text; it has no chat template"
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages bring it
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from attar.chat_template import PLAIN_NOTE
 from attar.checkpoint import open_checkpoint
 from attar.cli.main import call
 from attar.errors import DataError, ModelError
@@ -106,9 +107,22 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(llm: LLM) -> None:
 
 
 def test_a_model_without_a_template_is_refused_with_the_right_command() -> None:
+    llm = LLM("attar:tiny", kv_tokens=64)
+    llm.tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template") as error:
-        Chat(LLM("attar:tiny", kv_tokens=64), GREEDY)
+        Chat(llm, GREEDY)
     assert "attar generate" in str(error.value)
+
+
+def test_the_embedded_model_continues_the_messages() -> None:
+    llm = LLM("attar:tiny", kv_tokens=256)
+    chat = Chat(llm, SamplingParams(temperature=0, max_tokens=12))
+    first = answer(chat, "def add(a, b):")
+    assert first == llm.generate("def add(a, b):", chat.params)[0].text and not chat.tells_roles
+    second = answer(chat, "def area(a):")
+    whole = f"def add(a, b):{first}\ndef area(a):"
+    assert second == llm.generate(whole, chat.params)[0].text
+    assert chat.stats[-1].cached_tokens > 0
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -140,12 +154,23 @@ def test_piped_lines_are_messages_and_commands(
 
 
 def test_a_model_without_a_template_on_the_command_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    base = tmp_path / "base"  # of nobody that attar knows
+    shutil.copytree(open_checkpoint("attar:tiny").path, base)
     lines(monkeypatch, "hello\n")
-    assert call(["chat", "attar:tiny", "-q", "--kv-tokens", "64"]) == 1
+    assert call(["chat", str(base), "-q", "--kv-tokens", "64"]) == 1
     error = capsys.readouterr().err
     assert "has no chat template" in error and "hint: it continues text: attar generate" in error
+
+
+def test_the_embedded_model_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines(monkeypatch, "def add(a, b):\n")
+    assert call(["chat", "attar:tiny", "--temperature", "0", "--max-tokens", "12", "--kv-tokens", "64"]) == 0
+    shown = capsys.readouterr()
+    assert "add" in shown.out and PLAIN_NOTE in shown.err
 
 
 class Terminal:

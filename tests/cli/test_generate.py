@@ -78,7 +78,6 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         (["a", "--regex", "("], "--regex is '(', but must be one that can be enforced (unclosed group)"),
-        (["a", "--chat"], "the tokenizer has no chat template"),
         (["a", "--json-schema", "@nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["--file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
         (["a", "--eviction", "h2o:8,0"], "--recent is 0, but must be at least 1"),

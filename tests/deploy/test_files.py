@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from attar.checkpoint import open_checkpoint
+from attar.runtime.loading import tokenizer_of
 from attar.version import __version__
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -140,8 +141,7 @@ def example():
 def test_the_example_of_compose_is_a_request_that_its_model_answers():
     path, body = example()
     model = read(CPU)["services"]["coordinator"]["command"][1]
-    chats = (open_checkpoint(model).path / "chat_template.jinja").is_file()
-    assert body["model"] == model and path == ("/v1/chat/completions" if chats else "/v1/completions")
+    assert body["model"] == model and path == "/v1/completions" and tokenizer_of(open_checkpoint(model))
 
 
 def test_images_have_a_tag_and_homes_can_be_written():
@@ -181,7 +181,12 @@ def test_the_commands_of_compose_answer_a_client(tmp_path, monkeypatch):
             process = service(tmp_path, name, *command, model=model)
             _, url, found[name] = stack.enter_context(process)
         path, body = example()
-        answer = httpx.post(f"{url}{path}", json={**body, "model": "tiny"}, timeout=60).json()
+        body |= {"model": "tiny", "temperature": 0}
+        answer = httpx.post(f"{url}{path}", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == body["max_tokens"], answer
+        chat = {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
+        del chat["prompt"]
+        told = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
+        assert told["choices"][0]["message"]["content"] == answer["choices"][0]["text"], told
         test = read(CPU)["services"]["draft"]["healthcheck"]["test"]
         assert compile(test[-1], "healthcheck", "exec")

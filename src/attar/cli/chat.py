@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from attar.chat_template import PLAIN_NOTE
 from attar.cli.command import Answer, argument, build_command, read_settings, settings_options, text_option
 from attar.cli.guard import error_lines, print_lines
 from attar.errors import AttarError, nearest
@@ -48,6 +49,8 @@ def build_chat(verb: str) -> Any:
             llm = LLM(values["model"], **options)
             task.advance()
         chat = Chat(llm, params, values["system"])
+        if not chat.tells_roles:
+            progress.log(f"note: {PLAIN_NOTE}")
         terminal = sys.stdin is not None and sys.stdin.isatty()
         return Answer(
             lambda: _data(chat, _messages(terminal)), lambda: _converse(chat, _messages(terminal), terminal)

@@ -60,6 +60,11 @@ def fitting(checkpoint: Checkpoint) -> tuple[str, str]:
     return PROSE, f"nothing says that {checkpoint.name} is a model of code or of conversations"
 
 
+def made_from_embedded(checkpoint: Checkpoint) -> bool:
+    """Whether the model, or one of its ancestors, comes with attar."""
+    return any(name in EMBEDDED for name in _names(checkpoint))
+
+
 def _names(checkpoint: Checkpoint) -> Iterator[str]:
     """Names of the model and of its ancestors."""
     yield checkpoint.name

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.chat_template import PLAIN
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.checkpoint.parts import count
+from attar.data.auto import made_from_embedded
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.formats.readers import Decoded
@@ -230,15 +232,18 @@ def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Any:
-    """The model's tokenizer; None where it has none."""
+    """The model's tokenizer; None where it has none. An embedded model, and what is made from one, has no
+    chat template in its files and gets the plain one, so that it answers conversations."""
     if not any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES):
         return None
-    plain = plain_tokenizer(checkpoint.path, checkpoint.config)
-    if plain is not None:
-        return plain
-    from attar.models.loading.load import load_tokenizer
+    tokenizer = plain_tokenizer(checkpoint.path, checkpoint.config)
+    if tokenizer is None:
+        from attar.models.loading.load import load_tokenizer
 
-    return load_tokenizer(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+    if not getattr(tokenizer, "chat_template", None) and made_from_embedded(checkpoint):
+        tokenizer.chat_template = PLAIN
+    return tokenizer
 
 
 def _lookback(runner: Compiled | Modules) -> tuple[int | None, int]:

@@ -86,6 +86,11 @@ class Chat:
         self._tokenizer = ServerTokenizer(self.llm.tokenizer)
 
     @property
+    def tells_roles(self) -> bool:
+        """Whether the chat template tells the messages of a user from answers."""
+        return self._tokenizer.tells_roles
+
+    @property
     def limit(self) -> int:
         """Tokens of a conversation with its answer: the context, or the size of the cache."""
         runner = self.llm.engine.runner

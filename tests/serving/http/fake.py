@@ -26,7 +26,7 @@ class FakeTokenizer:
     """
 
     longest = 4
-    has_chat_template = True
+    has_chat_template = tells_roles = True
 
     def __init__(self, template=""):
         self.template, self.options = template, None

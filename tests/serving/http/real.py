@@ -35,20 +35,21 @@ lent = cache(load_tiny)
 
 
 @contextmanager
-def serving(limits=None, before=None, model=None, speculator=None, **settings):
+def serving(limits=None, before=None, model=None, speculator=None, template=TEMPLATE, **settings):
     """A server with an engine of its own: its address, the engine (to look at), the server.
 
     Args:
         model: its own; None: one that all use, one after the other, for it has one pool.
         before: is given the engine before its thread starts.
         speculator: drafts for it.
+        template: for conversations; None: as the model is loaded.
     """
     llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16), speculator=speculator)
     if before is not None:
         before(llm.engine)
     result = ServerSettings(port=0, **settings)
     tokenizer = deepcopy(llm.tokenizer)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template or tokenizer.chat_template
     words = ServerTokenizer(tokenizer)
     app = create_app(EngineBackend(llm.streams()), result, tokenizer=words, model="tiny")
     with running_app(app, result) as (url, server):

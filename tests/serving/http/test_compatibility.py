@@ -11,6 +11,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
+from attar.chat_template import PLAIN, render_chat
 from attar.errors import DataError
 from attar.serving.http.app import create_app
 from attar.serving.http.chat_template import read_template
@@ -20,7 +21,7 @@ from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 from attar.version import __version__
 from tests import tiny_models
 from tests.serving.http.fake import FakeBackend, FakeTokenizer
-from tests.serving.http.real import body, refused, serving
+from tests.serving.http.real import CHAT, COMPLETIONS, body, refused, serving
 from tests.serving.http.test_live import running, running_app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -226,6 +227,31 @@ def test_a_chat_template_of_a_file(tmp_path):
         read_template(str(file))
     with pytest.raises(DataError, match="no such file"):
         read_template(str(tmp_path / "absent"))
+
+
+def test_the_embedded_model_continues_a_conversation():
+    parts = [{"type": "text", "text": "def area(width,"}, {"type": "text", "text": " height):"}]
+    same = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    with serving(template=None) as (url, _, _):
+        for content in ("def add(a, b):", parts):
+            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+            messages = [{"role": "user", "content": content}]
+            told = httpx.post(url + CHAT, json={**same, "messages": messages})
+            continued = httpx.post(url + COMPLETIONS, json={**same, "prompt": text})
+            answer = told.json()["choices"][0]["message"]
+            assert answer["content"] == continued.json()["choices"][0]["text"] and answer["content"]
+        assert httpx.get(f"{url}/attar/state").json()["chat"] is False  # the page lets it continue text
+
+
+def test_the_plain_template_by_name():
+    assert read_template("plain") == PLAIN
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    assert render_chat(PLAIN, messages, add_generation_prompt=True) == "S\nab\nc"
 
 
 def test_the_version():

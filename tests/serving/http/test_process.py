@@ -74,7 +74,7 @@ def test_the_first_lines_say_what_runs(tmp_path):
     with process(tmp_path) as (url, _):
         lines = first_lines(tmp_path).splitlines()
         before = lines[: lines.index(url)]
-        for name in ("model", "runner", "threads", "kv cache", "context", "speculation"):
+        for name in ("model", "runner", "threads", "kv cache", "context", "speculation", "chat"):
             assert sum(line.startswith(name) for line in before) == 1, lines
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["runtime"]["runner"] in ("compiled", "modules")
 

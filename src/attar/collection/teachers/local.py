@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attar.chat_template import PLAIN
 from attar.checkpoint.card import Parent
 from attar.collection.requests import TeacherRequest
 from attar.collection.retry import TeacherFailure
@@ -90,7 +91,7 @@ class LocalTeacher:
         return as_parent(self._checkpoint, "signal", self._fingerprint)
 
     def _encode(self, request: TeacherRequest) -> list[int]:
-        chats = bool(getattr(self._llm.tokenizer, "chat_template", None))
+        chats = (getattr(self._llm.tokenizer, "chat_template", None) or PLAIN) != PLAIN
         if not chats and len(request.messages) > 1:
             raise DataError(
                 "the teacher has no chat template: it answers single messages, without a system prompt"

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import jinja2
 
-from attar.chat_template import check_template
+from attar.chat_template import PLAIN, check_template
 from attar.errors import DataError
 
 
 def read_template(file: str) -> str:
-    """The template of a file.
+    """The template of a file; ``plain``: the messages' texts alone.
 
     Raises:
         DataError: the file cannot be read, or is no template.
     """
+    if file == "plain":
+        return PLAIN
     if not Path(file).is_file():
-        raise DataError(f"{file}: no such file", hint="--chat-template takes a file with a Jinja template")
+        hint = "--chat-template takes a file with a Jinja template, or plain"
+        raise DataError(f"{file}: no such file", hint=hint)
     try:
         template = Path(file).read_text(encoding="utf-8")
         check_template(template)

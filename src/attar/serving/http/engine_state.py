@@ -43,7 +43,7 @@ class EngineState(BaseModel):
     """The response of /attar/state.
 
     Attributes:
-        chat: whether the model has a chat template; without one only /v1/completions works.
+        chat: whether the chat template tells who wrote a message; else the page lets the model continue text.
         compare: name of the second model of ``--compare``.
         prefix_hits: of ``prefix_queries`` prompt tokens, since the start.
     """
@@ -91,7 +91,7 @@ def engine_state(service: Service, compare: str | None = None) -> EngineState:
     return EngineState(
         model=service.model,
         context=service.backend.context,
-        chat=service.tokenizer.has_chat_template,
+        chat=service.tokenizer.tells_roles,
         compare=compare,
         running=stats.running,
         waiting=stats.waiting,

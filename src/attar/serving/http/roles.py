@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from attar.chat_template import PLAIN_NOTE
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.geometry import geometry
 from attar.errors import DataError, ModelError, SettingsError
@@ -298,6 +299,8 @@ def _run(
     if command.template:
         tokenizer.chat_template = command.template
     words = ServerTokenizer(tokenizer, special=settings.allow_special_tokens)
+    if words.has_chat_template and not words.tells_roles:
+        command.show(f"{'chat':<12}{PLAIN_NOTE}")
     app = create_app(
         backend,
         settings,

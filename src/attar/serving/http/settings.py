@@ -207,7 +207,11 @@ class TemplateSettings:
     """How conversations become prompts, and completions become answers."""
 
     chat_template: str = field(
-        default="", metadata={"help": "file of a chat template in place of the model's own"}
+        default="",
+        metadata={
+            "help": "file of a chat template in place of the model's own; plain: the messages' texts alone, "
+            "for a model that continues text"
+        },
     )
     generation_config: str = field(
         default="auto",

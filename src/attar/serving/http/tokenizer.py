@@ -24,7 +24,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-from attar.chat_template import TemplateCostError, apply_template
+from attar.chat_template import PLAIN, TemplateCostError, apply_template
 from attar.errors import DataError
 from attar.formats.byte_alphabet import BYTE_ALPHABET
 from attar.serving.http.message_form import CostlyTemplateError, MessageForm, find_form, shape_of
@@ -87,6 +87,11 @@ class ServerTokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model can answer conversations."""
         return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def tells_roles(self) -> bool:
+        """Whether the chat template tells the messages of a user from answers."""
+        return self.has_chat_template and self.template != PLAIN
 
     def same_tokens(self, other: ServerTokenizer) -> bool:
         """Whether each token id stands for the same text in another tokenizer."""
@@ -179,7 +184,8 @@ class ServerTokenizer:
         options: ChatOptions = _DEFAULT,
     ) -> str:
         if not self.has_chat_template:
-            raise DataError("the model has no chat template", hint="use /v1/completions")
+            hint = "use /v1/completions, or attar serve --chat-template plain"
+            raise DataError("the model has no chat template", hint=hint)
         settings: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if any(message["content"] is None for message in messages):  # which a plain tokenizer leaves out
             settings["keep_none"] = True
