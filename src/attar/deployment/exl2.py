@@ -117,13 +117,13 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     errors = walk(_Measuring(shapes, settings.bits), "measure")
     measured = {str(row["name"]): _read(row, shapes) for row in errors.reports}
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
-    chosen_patterns = {name: one.pattern for name, one in chosen.items()}
+    chosen_patterns = {name: choice.pattern for name, choice in chosen.items()}
     swept = walk(_Rounding(chosen_patterns), "round")
     head = _rounded_head(source, batches, settings, output, progress)
     conversion = _EXL2Conversion(
-        source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head
+        source, shapes, {name: choice.pattern for name, choice in chosen.items()}, swept, head
     )
-    stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
+    stored = sum(choice.bits for choice in chosen.values()) / sum(n * k for n, k in shapes.values())
     quantization = exl2.quantization_config(
         round(stored, 4),
         settings.head_bits,
@@ -180,7 +180,10 @@ class _Measuring:
         shape = (weight.shape[0], weight.shape[1])
         near = patterns(shape, self.bits - 1.6, self.bits + 2.2)
         return {
-            "measured": [[one.pattern.parts, one.error] for one in measure(weight, H, near, inputs=inputs)]
+            "measured": [
+                [quantized.pattern.parts, quantized.error]
+                for quantized in measure(weight, H, near, inputs=inputs)
+            ]
         }
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -208,7 +211,10 @@ class _Rounding:
             for name, weight in weights.items()
         }
         unseen = {"unseen": accumulator.unseen, "tokens": accumulator.tokens}
-        return {name: Solution(one.weight, one.tensors, one.report | unseen) for name, one in layers.items()}
+        return {
+            name: Solution(layer.weight, layer.tensors, layer.report | unseen)
+            for name, layer in layers.items()
+        }
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight of a finished block."""

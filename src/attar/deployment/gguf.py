@@ -69,12 +69,12 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
     refuse_type(settings, placed)
-    if any(one.experts for one in placed) and (settings.bits or settings.size):
+    if any(placement.experts for placement in placed) and (settings.bits or settings.size):
         raise ModelError(
             f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
             hint="--type Q4_K_M, with --overrides for single tensors",
         )
-    if settings.rounding != "nearest" and any(one.single for one in placed):
+    if settings.rounding != "nearest" and any(placement.single for placement in placed):
         raise ModelError(
             f"{source.spelling} stores its experts in one tensor; rounding {settings.rounding} takes experts "
             "that are stored one by one",
@@ -183,7 +183,7 @@ def _write(
 ) -> dict[str, str]:
     """Fill the first process's file, each process with some of the tensors; the digest of each tensor's
     bytes, as they are in memory."""
-    shapes = {one.gguf: one.file_shape for one in placed}
+    shapes = {placement.gguf: placement.file_shape for placement in placed}
     slots = [GGUFTensorInfo(name, kinds.of[name], shape) for name, shape in shapes.items()]
     writer = GGUFWriter(
         processes.of_first(file),
@@ -192,14 +192,14 @@ def _write(
         max_bytes=byte_count("max_file", settings.max_file) or None,
         processes=processes,
     )
-    own = _own(placed, processes)
+    written = _of_rank(placed, processes)
     digests: dict[str, Future[str]] = {}
-    with progress.task("write gguf", total=len(own)) as task, ThreadPoolExecutor(1) as pool:
-        for one in own:
-            kind = kinds.of[one.gguf]
-            data = _floats(one, kind, view) if kind in FLOATS else _blocks(one, kind, codes)
-            digests[one.piece] = pool.submit(_digest, data)
-            writer.add(one.gguf, data, one.expert)
+    with progress.task("write gguf", total=len(written)) as task, ThreadPoolExecutor(1) as pool:
+        for placement in written:
+            kind = kinds.of[placement.gguf]
+            data = _floats(placement, kind, view) if kind in FLOATS else _blocks(placement, kind, codes)
+            digests[placement.piece] = pool.submit(_digest, data)
+            writer.add(placement.gguf, data, placement.expert)
             task.advance()
             if len(digests) > WAITING:  # what waits for its digest is in memory
                 digests[list(digests)[-1 - WAITING]].result()
@@ -208,30 +208,32 @@ def _write(
     return {name: digest for part in parts for name, digest in part.items()}
 
 
-def _own(placed: Sequence[Any], processes: Processes) -> list[Any]:
+def _of_rank(placed: Sequence[Any], processes: Processes) -> list[Any]:
     """The tensors that this process writes; those that are stored in one go together."""
     sizes: dict[str, int] = {}
-    for one in placed:
-        name = one.stored or one.gguf
-        sizes[name] = sizes.get(name, 0) + math.prod(one.shape)
+    for placement in placed:
+        name = placement.stored or placement.gguf
+        sizes[name] = sizes.get(name, 0) + math.prod(placement.shape)
     owners = dict(zip(sizes, processes.deal(list(sizes.values())), strict=True))
-    return [one for one in placed if owners[one.stored or one.gguf] == processes.rank]
+    return [placement for placement in placed if owners[placement.stored or placement.gguf] == processes.rank]
 
 
-def _floats(one: Any, kind: str, view: Any) -> Tensor:
+def _floats(placement: Any, kind: str, view: Any) -> Tensor:
     """A tensor of numbers, cast."""
-    value = one.value if one.stored is None else one.apply(view.load(one.stored))
+    value = placement.value if placement.stored is None else placement.apply(view.load(placement.stored))
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
-        raise NumericsError(f"{one.gguf} ({one.stored}) does not fit {kind}", hint="--type BF16 or F32")
+        raise NumericsError(
+            f"{placement.gguf} ({placement.stored}) does not fit {kind}", hint="--type BF16 or F32"
+        )
     return data
 
 
-def _blocks(one: Any, kind: str, codes: GGUFCodes) -> Tensor:
+def _blocks(placement: Any, kind: str, codes: GGUFCodes) -> Tensor:
     """A tensor of blocks."""
-    rounded = codes(one, kind)
+    rounded = codes(placement, kind)
     with one_thread():
-        return blocks.pack(kind, rounded.codes, rounded.stored).view(*one.shape[:-1], -1)
+        return blocks.pack(kind, rounded.codes, rounded.stored).view(*placement.shape[:-1], -1)
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
@@ -244,7 +246,10 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     opened = container.read_gguf(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
-    threads, infos = torch.get_num_threads(), pieces({name: one.info for name, one in opened.tensors.items()})
+    threads, infos = (
+        torch.get_num_threads(),
+        pieces({name: tensor.info for name, tensor in opened.tensors.items()}),
+    )
     with (
         progress.task("verify", total=len(digests)) as task,
         one_thread(),

@@ -80,8 +80,8 @@ class GGUFCodes:
     reports: Callable[[], list[dict[str, Any]]]
     notes: list[str] = field(default_factory=list)
 
-    def __call__(self, one: Any, kind: str) -> GGUFBlocks:
-        return GGUFBlocks(self.make(one, kind))
+    def __call__(self, placement: Any, kind: str) -> GGUFBlocks:
+        return GGUFBlocks(self.make(placement, kind))
 
 
 def grid_of(kind: str) -> Grid:
@@ -141,7 +141,9 @@ class HeadImportance:
     def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
         """The importance with the head's."""
         entries = {
-            one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
+            placement.gguf: ImportanceEntry(*self.sums[placement.stored])
+            for placement in placed
+            if placement.stored in self.sums
         }
         return replace(importance, entries={**importance.entries, **entries})
 
@@ -157,21 +159,21 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
     names = stored_names(model, view)
     linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}
     sites = {}
-    for one in placed:
-        kind = kinds.of[one.gguf]
+    for placement in placed:
+        kind = kinds.of[placement.gguf]
         if (
-            one.stored in linears
-            and one.part is None
+            placement.stored in linears
+            and placement.part is None
             and kind not in FLOATS
-            and one.gguf not in kinds.carried
+            and placement.gguf not in kinds.carried
         ):
-            module = linears[one.stored]
+            module = linears[placement.stored]
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)
             scheme = QuantizationScheme(
-                kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32)
+                kind, WeightRule("ggml", round(grid.bits_per_weight(placement.shape)), "group", 32)
             )
-            sites[one.stored] = LayerPlan(module, one.shape, turned, grid, scheme, torch.float32)
+            sites[placement.stored] = LayerPlan(module, placement.shape, turned, grid, scheme, torch.float32)
     return QuantizationPlan(sites, None, None, (), {})
 
 
@@ -203,31 +205,33 @@ class _Maker:
         """The reader of the source's codes."""
         return reader(self.source)
 
-    def __call__(self, one: Any, kind: str) -> QuantizedTensor:
-        if one.gguf in self.kinds.carried:
+    def __call__(self, placement: Any, kind: str) -> QuantizedTensor:
+        if placement.gguf in self.kinds.carried:
             with one_thread():
-                return self._carried(one, kind)
-        if self.rounded and self.plan and one.stored in self.plan.sites:
-            codes = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
-            return codes if one.rows is None else reordered(codes, one.rows)
-        grid, importance = grid_of(kind), self.importance.vector(one)
+                return self._carried(placement, kind)
+        if self.rounded and self.plan and placement.stored in self.plan.sites:
+            codes = self.rounded.codes(placement.stored, lambda: self.view.load(placement.stored))
+            return codes if placement.rows is None else reordered(codes, placement.rows)
+        grid, importance = grid_of(kind), self.importance.vector(placement)
         with one_thread():
-            weight = one.apply(self.view.load(one.stored)).flatten(0, -2)
+            weight = placement.apply(self.view.load(placement.stored)).flatten(0, -2)
             if not all_finite(weight):
-                raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+                raise NumericsError(
+                    f"{placement.stored} holds NaN or infinity", hint="the checkpoint is damaged"
+                )
         if isinstance(grid, GGMLGrid):
             quantized = grid.search(weight, importance)
-            check_range(str(one.stored), weight, quantized)
+            check_range(str(placement.stored), weight, quantized)
             return quantized
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
-    def _carried(self, one: Any, kind: str) -> QuantizedTensor:
-        packed, rows = self.packed, one.rows
-        mine = packed.same_blocks(one) if isinstance(packed, GGUFReader) else None
+    def _carried(self, placement: Any, kind: str) -> QuantizedTensor:
+        packed, rows = self.packed, placement.rows
+        mine = packed.same_blocks(placement) if isinstance(packed, GGUFReader) else None
         if mine is not None:  # its rows are in the file's order already
             rows, (codes, stored) = None, packed.blocks(mine)
         else:
-            coded = stored_codes(packed, self.view.tensors[one.stored].stored, one)
+            coded = stored_codes(packed, self.view.tensors[placement.stored].stored, placement)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)
@@ -248,13 +252,13 @@ def check_range(name: str, weight: Tensor, quantized: QuantizedTensor) -> None:
     d = quantized.parameters.stored["d"].abs()
     if not weight.numel() or (float(d.min()) > HALF_SMALLEST and float(d.max()) < HALF_LARGEST):
         return
-    lost, whole = (
+    lost, total = (
         float(part.square().sum()) for part in ((quantized.dequantize() - weight).double(), weight.double())
     )
-    if lost > LOST * whole:
+    if lost > LOST * total:
         kind = quantized.grid.kind  # type: ignore[attr-defined]
         raise NumericsError(
-            f"{name} does not fit {kind}: {lost / whole:.0%} of its squared weight would be lost, for its "
+            f"{name} does not fit {kind}: {lost / total:.0%} of its squared weight would be lost, for its "
             f"largest number is {float(weight.abs().max()):.3g} and the scales are float16 numbers",
             hint=f"--override '{name.removesuffix('.weight')}=F32', or --type BF16",
         )

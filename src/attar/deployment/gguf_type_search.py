@@ -131,14 +131,14 @@ def search_types(
     )
     chosen, curve = _choose(budget, measured)
     kinds = layout.spread(chosen.choice)
-    whole = _whole(on, layout, chosen, grids)
-    report = {"gap": chosen.gap, **asdict(whole), "curve": [list(point) for point in curve]}
+    joint = _joint_kl(on, layout, chosen, grids)
+    report = {"gap": chosen.gap, **asdict(joint), "curve": [list(point) for point in curve]}
     return TypeChoice(
         kinds=kinds,
         bits_per_weight=average_bits(kinds, layout.shapes)[0],
         size=budget.head + data_bytes(kinds, layout.shapes),
         file_type=_file_type(kinds, layout.shapes),
-        notes=tuple(_notes(layout, whole, chosen.gap)),
+        notes=tuple(_notes(layout, joint, chosen.gap)),
         report={**report, "measurements": on.file.name},
     )
 
@@ -173,13 +173,19 @@ def _layout(
     """Sort the tensors into those of a fixed type and groups of modules."""
     view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
-    shapes = {one.gguf: one.shape for one in placed}
-    free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]
-    own = overridden([one.gguf for one in free], overrides)
+    shapes = {placement.gguf: placement.shape for placement in placed}
+    free = [
+        placement
+        for placement in placed
+        if placement.matrix and placement.stored and quantizable(placement.gguf, placement.shape)
+    ]
+    overridden_kinds = overridden([placement.gguf for placement in free], overrides)
     tensors: dict[str, list[str]] = {}
-    for one in free:
-        if one.gguf not in own:
-            tensors.setdefault(stored[str(one.stored)].removesuffix(".weight"), []).append(one.gguf)
+    for placement in free:
+        if placement.gguf not in overridden_kinds:
+            tensors.setdefault(stored[str(placement.stored)].removesuffix(".weight"), []).append(
+                placement.gguf
+            )
     groups = {
         group: modules
         for group, modules in _groups(on, list(tensors), share).items()
@@ -187,7 +193,11 @@ def _layout(
     }
     inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
     left = [name for names in tensors.values() for name in names if name not in inside]
-    kinds = {one.gguf: "F32" for one in placed if one.gguf not in inside} | own | dict.fromkeys(left, "F16")
+    kinds = (
+        {placement.gguf: "F32" for placement in placed if placement.gguf not in inside}
+        | overridden_kinds
+        | dict.fromkeys(left, "F16")
+    )
     return FileLayout(shapes, kinds, tensors, groups)
 
 
@@ -210,16 +220,20 @@ def _choose(
 ) -> tuple[Allocation, tuple[tuple[float, float], ...]]:
     """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
-    for one in measured:
-        if math.isfinite(one.kl):
-            options[one.group].append(Option(one.option, budget.group(one.group, one.option), one.kl))
+    for sensitivity in measured:
+        if math.isfinite(sensitivity.kl):
+            options[sensitivity.group].append(
+                Option(
+                    sensitivity.option, budget.group(sensitivity.group, sensitivity.option), sensitivity.kl
+                )
+            )
     points = frontier(options)
     budget.check(points[0].bits)
     curve = tuple(((budget.settled + point.bits) / budget.layout.weights, point.loss) for point in points)
     return allocate(options, budget.left), curve
 
 
-def _whole(
+def _joint_kl(
     on: SensitivityInputs, layout: FileLayout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
 ) -> Interaction:
     """The KL of all groups in their types at once."""
@@ -237,10 +251,10 @@ def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) 
     return FILE_TYPES[ALIASES.get(most, most)]
 
 
-def _notes(layout: FileLayout, whole: Interaction, gap: float) -> Iterator[str]:
+def _notes(layout: FileLayout, joint: Interaction, gap: float) -> Iterator[str]:
     yield (
-        f"types chosen by measured sensitivity: KL {whole.measured:.4g} nats a token on the calibration text "
-        f"with weights to nearest, {whole.predicted:.4g} predicted"
+        f"types chosen by measured sensitivity: KL {joint.measured:.4g} nats a token on the calibration text "
+        f"with weights to nearest, {joint.predicted:.4g} predicted"
     )
     if gap > 0:
         yield f"another choice may be better by at most {gap:.2g} nats a token"
@@ -319,8 +333,8 @@ class TypeBudget:
     @property
     def left(self) -> int:
         """Bits for the groups; may be negative."""
-        whole = 8 * self.size if self.size else math.floor(self.bits * self.layout.weights)
-        return whole - self.settled
+        allowed = 8 * self.size if self.size else math.floor(self.bits * self.layout.weights)
+        return allowed - self.settled
 
     def check(self, least: int) -> None:
         """Raise where the groups need more bits than are left."""

@@ -54,10 +54,10 @@ class TensorTypes:
     def details(self, placed: Sequence[Any]) -> dict[str, Any]:
         """For the card: types, bytes, bits."""
         weights = bits = 0
-        for one in placed:
-            count = math.prod(one.shape)
+        for placement in placed:
+            count = math.prod(placement.shape)
             weights += count
-            bits += int(count * TYPES[self.of[one.gguf]].bits)
+            bits += int(count * TYPES[self.of[placement.gguf]].bits)
         return {
             "type": self.label,
             "types": dict(sorted(Counter(self.of.values()).items())),
@@ -81,7 +81,7 @@ def refuse_type(settings: ExportSettings, placed: Sequence[Any]) -> None:
 
 def matrices(placed: Sequence[Any]) -> list[str]:
     """Names of the file's matrices."""
-    return list(dict.fromkeys(one.gguf for one in placed if one.matrix))
+    return list(dict.fromkeys(placement.gguf for placement in placed if placement.matrix))
 
 
 def choose_kinds(
@@ -118,7 +118,7 @@ def _mix(
     measured = sizes(config, family)
     mixed = mix(
         settings.type,
-        {one.gguf: one.file_shape for one in placed},
+        {placement.gguf: placement.file_shape for placement in placed},
         layers=measured.layers,
         heads=measured.heads,
         kv_heads=1 if family.latent else measured.kv_heads,
@@ -128,7 +128,7 @@ def _mix(
         overrides=settings.overrides,
     )
     notes = [*mixed.notes]
-    smallest = min(TYPES[mixed.kinds[one.gguf]].bits for one in placed if one.matrix)
+    smallest = min(TYPES[mixed.kinds[placement.gguf]].bits for placement in placed if placement.matrix)
     if settings.rounding == "nearest" and smallest < FEW_BITS:
         notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
     return TensorTypes(mixed.kinds, settings.type, mixed.file_type, notes=tuple(notes))
@@ -140,19 +140,19 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTy
     of: dict[str, str] = {}
     wanted: dict[str, set[str | None]] = {}
     reasons = Counter[str]()
-    for one in placed:
-        of[one.gguf] = _float_kind(view, one)
-        if packed is None or one.stored is None or not one.matrix:
+    for placement in placed:
+        of[placement.gguf] = _float_kind(view, placement)
+        if packed is None or placement.stored is None or not placement.matrix:
             continue
-        kind, why = _stored_kind(packed, view.tensors[one.stored].stored, one)  # type: ignore[attr-defined]
-        wanted.setdefault(one.gguf, set()).add(kind)
+        kind, why = _stored_kind(packed, view.tensors[placement.stored].stored, placement)  # type: ignore[attr-defined]
+        wanted.setdefault(placement.gguf, set()).add(kind)
         if why:
             reasons[why] += 1
     carried = {name: kinds.pop() for name, kinds in wanted.items() if len(kinds) == 1 and None not in kinds}
     if uneven := [name for name, kinds in wanted.items() if len(kinds - {None}) > 1]:
         reasons["experts of a block in several types"] += len(uneven)
     of |= {name: str(kind) for name, kind in carried.items()}
-    label = Counter(of[one.gguf] for one in placed if one.matrix).most_common(1)[0][0]
+    label = Counter(of[placement.gguf] for placement in placed if placement.matrix).most_common(1)[0][0]
     notes = [
         f"{count} tensors cannot keep their codes ({why}): stored as numbers"
         for why, count in reasons.items()
@@ -161,34 +161,34 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTy
     return TensorTypes(of, label, number, frozenset(carried), tuple(notes))
 
 
-def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
+def _stored_kind(packed: FormatReader, name: str, placement: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
     has no codes). Blocks of a GGUF file stay as they are."""
-    if isinstance(packed, GGUFReader) and (mine := packed.same_blocks(one)):
+    if isinstance(packed, GGUFReader) and (mine := packed.same_blocks(placement)):
         return packed.checkpoint.tensors[mine].block, ""
-    coded = stored_codes(packed, name, one)
+    coded = stored_codes(packed, name, placement)
     return (None, "") if coded is None else exact_type(*coded)
 
 
-def stored_codes(packed: FormatReader, name: str, one: Placement) -> tuple[Coded, WeightRule] | None:
+def stored_codes(packed: FormatReader, name: str, placement: Placement) -> tuple[Coded, WeightRule] | None:
     """Codes (N, K) of a placement, rows in the checkpoint's order, and their rule; None where it has none.
 
     Args:
         name: of the stored tensor.
     """
-    if one.part is None:
-        return None if one.transposed else packed.codes(name)
-    if one.part.index is None or not isinstance(packed, ExpertMXFP4Reader) or not packed.is_coded(name):
+    if placement.part is None:
+        return None if placement.transposed else packed.codes(name)
+    if placement.part.index is None or not isinstance(packed, ExpertMXFP4Reader) or not packed.is_coded(name):
         return None
-    (stack, rule), rows = packed.expert_codes(name, one.part.index), one.part.rows or slice(None)
+    (stack, rule), rows = packed.expert_codes(name, placement.part.index), placement.part.rows or slice(None)
     return replace(stack, codes=stack.codes[rows], scale=stack.scale[rows]), rule
 
 
-def _float_kind(view: Any, one: Any) -> str:
+def _float_kind(view: Any, placement: Any) -> str:
     """The number type of a tensor that stays one: its own, and float32 for vectors."""
-    if len(one.shape) < 2 or not one.matrix or one.stored is None:
+    if len(placement.shape) < 2 or not placement.matrix or placement.stored is None:
         return "F32"
-    stored = view.tensors[one.stored].dtype
+    stored = view.tensors[placement.stored].dtype
     return stored if stored in FLOATS else "F32"
 
 
@@ -217,14 +217,14 @@ def _budget(
 
 
 def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:
-    of, own = dict(chosen.of), overridden(matrices(placed), overrides)
-    for one in placed:
-        if one.gguf in own:
-            if one.shape[-1] % TYPES[own[one.gguf]].block:
+    of, types = dict(chosen.of), overridden(matrices(placed), overrides)
+    for placement in placed:
+        if placement.gguf in types:
+            if placement.shape[-1] % TYPES[types[placement.gguf]].block:
                 raise SettingsError(
                     "overrides",
-                    own[one.gguf],
-                    f"a type whose block divides {one.shape[-1]}, the inputs of {one.gguf}",
+                    types[placement.gguf],
+                    f"a type whose block divides {placement.shape[-1]}, the inputs of {placement.gguf}",
                 )
-            of[one.gguf] = own[one.gguf]
-    return replace(chosen, of=of, carried=chosen.carried - own.keys())
+            of[placement.gguf] = types[placement.gguf]
+    return replace(chosen, of=of, carried=chosen.carried - types.keys())

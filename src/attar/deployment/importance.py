@@ -58,15 +58,15 @@ class InputImportance:
         if not self.entries:
             return []
         names, experts = [], 0
-        for one in placed:
-            if not one.matrix or kinds[one.gguf] in FLOATS or one.gguf == EMBEDDING:
+        for placement in placed:
+            if not placement.matrix or kinds[placement.gguf] in FLOATS or placement.gguf == EMBEDDING:
                 continue
-            entry = self.entries.get(one.gguf)
+            entry = self.entries.get(placement.gguf)
             counts = torch.as_tensor(0.0 if entry is None else entry.count).flatten()
             if not bool((counts > 0).any()):
-                names.append(one.gguf)
-            elif one.expert is not None and counts.numel() == one.experts:
-                experts += int(counts[one.expert] <= 0)
+                names.append(placement.gguf)
+            elif placement.expert is not None and counts.numel() == placement.experts:
+                experts += int(counts[placement.expert] <= 0)
         names = list(dict.fromkeys(names))
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         plain = "their scales are searched without it"
@@ -74,14 +74,16 @@ class InputImportance:
             f"{experts} matrices of experts saw no token: {plain}"
         ] * bool(experts)
 
-    def vector(self, one: Placement) -> Tensor | None:
+    def vector(self, placement: Placement) -> Tensor | None:
         """Importance (K,) of the inputs of a weight, or of one of its experts, the median of the others where
         an input was always zero; None where there is none."""
-        entry = self.entries.get(one.gguf)
-        if entry is None or len(one.shape) != 2 or not bool((torch.as_tensor(entry.count) > 0).any()):
+        entry = self.entries.get(placement.gguf)
+        if entry is None or len(placement.shape) != 2 or not bool((torch.as_tensor(entry.count) > 0).any()):
             return None
         means = entry.importance()
-        return informed(means if one.expert is None else means.reshape(one.experts, -1)[one.expert])
+        return informed(
+            means if placement.expert is None else means.reshape(placement.experts, -1)[placement.expert]
+        )
 
 
 def importance_of(
@@ -111,15 +113,15 @@ def importance_of(
 
 def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
     entries = imatrix.read_imatrix(file)
-    for one in placed:
-        entry, inputs = entries.get(one.gguf), one.shape[-1] * max(one.experts, 1)
-        if entry is not None and one.matrix and entry.in_sum2.numel() != inputs:
+    for placement in placed:
+        entry, inputs = entries.get(placement.gguf), placement.shape[-1] * max(placement.experts, 1)
+        if entry is not None and placement.matrix and entry.in_sum2.numel() != inputs:
             raise SettingsError(
                 "imatrix",
                 str(file),
-                f"one of this model: {one.gguf} has {inputs} inputs, {entry.in_sum2.numel()} there",
+                f"one of this model: {placement.gguf} has {inputs} inputs, {entry.in_sum2.numel()} there",
             )
-    if not any(one.gguf in entries for one in placed):
+    if not any(placement.gguf in entries for placement in placed):
         raise SettingsError("imatrix", str(file), "one of this model: no tensor of it is in there")
     return InputImportance(entries, source=file.name)
 
@@ -129,14 +131,14 @@ def entries_of(sums: Sums, placed: Sequence[Placement]) -> dict[str, imatrix.Imp
     reached has none and counts 0."""
     entries: dict[str, imatrix.ImportanceEntry] = {}
     stacks: dict[str, list[Placement]] = {}
-    for one in placed:
-        if one.expert is not None and one.matrix:
-            stacks.setdefault(one.gguf, []).append(one)
-        elif one.stored in sums:
-            entries[one.gguf] = imatrix.ImportanceEntry(*sums[one.stored])
+    for placement in placed:
+        if placement.expert is not None and placement.matrix:
+            stacks.setdefault(placement.gguf, []).append(placement)
+        elif placement.stored in sums:
+            entries[placement.gguf] = imatrix.ImportanceEntry(*sums[placement.stored])
     for name, stack in stacks.items():
         none = torch.zeros(stack[0].shape[-1])
-        pairs = [sums.get(one.single or str(one.stored), (none, 0.0)) for one in stack]
+        pairs = [sums.get(placement.single or str(placement.stored), (none, 0.0)) for placement in stack]
         if any(count for _, count in pairs):
             counts = torch.tensor([[count] for _, count in pairs], dtype=torch.float32)
             entries[name] = imatrix.ImportanceEntry(torch.stack([total for total, _ in pairs]), counts)

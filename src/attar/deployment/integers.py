@@ -224,7 +224,7 @@ class IntegerConversion:
         if self.target == "awq":
             return awq.layout(linear.shape, linear.rule)
         kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-        stored = next(name for name, one in self.linears.items() if one is linear)
+        stored = next(name for name, candidate in self.linears.items() if candidate is linear)
         return layouts.layout(linear.shape, linear.rule, PACK, kinds[self._dtype(stored)])
 
     def _mixed_zeros(self) -> bool:
@@ -232,7 +232,7 @@ class IntegerConversion:
         return self.target == "gptq" and self.zeros
 
     def _rules(self) -> dict[str, WeightRule]:
-        return {one.module: one.rule for one in self.linears.values()}
+        return {linear.module: linear.rule for linear in self.linears.values()}
 
     def _version(self) -> str:
         return gptq.version_for(self._rules())
@@ -290,7 +290,7 @@ def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[
     ranked = [rule for rule, _ in Counter(rules.values()).most_common()]
     groups = []
     for number, rule in enumerate(ranked):
-        modules = tuple(name for name, one in rules.items() if one == rule)
+        modules = tuple(name for name, module_rule in rules.items() if module_rule == rule)
         groups.append(compressed_tensors.ConfigGroup(modules if number else ("Linear",), rule, None, PACK))
     alone = len(groups) == 1 and not ranked[0].symmetric
     return compressed_tensors.quantization_config(groups, ignore=ignore, dequantize=alone)

@@ -133,18 +133,18 @@ def read_turns(template: str, special: Mapping[str, str], adds_bos: bool = True)
 
 def _turns(rendered: Any) -> Turns | None:
     """A guess at the texts, from conversations that differ by a message."""
-    one, two = rendered(("user",), False), rendered(("user", "assistant", "user"), False)
+    user_turn, dialogue = rendered(("user",), False), rendered(("user", "assistant", "user"), False)
     opened = rendered(("user",))
-    if one is None or two is None or opened is None or not opened.startswith(one):
+    if user_turn is None or dialogue is None or opened is None or not opened.startswith(user_turn):
         return None
-    if two.count(_TEXTS["user"]) != 2 or two.count(_TEXTS["assistant"]) != 1:
+    if dialogue.count(_TEXTS["user"]) != 2 or dialogue.count(_TEXTS["assistant"]) != 1:
         return None
-    first, middle, rest = _cut(two, "user", "assistant")
-    after_answer, _, after_user = rest.partition(_TEXTS["user"])
+    first, middle, after_assistant = _cut(dialogue, "user", "assistant")
+    after_answer, _, after_user = after_assistant.partition(_TEXTS["user"])
     if not middle.startswith(after_user):
         return None
     return _with_system(
-        rendered, first, middle[len(after_user) :], after_answer, after_user, opened[len(one) :]
+        rendered, first, middle[len(after_user) :], after_answer, after_user, opened[len(user_turn) :]
     )
 
 
@@ -152,14 +152,18 @@ def _with_system(
     rendered: Any, first: str, before_answer: str, after_answer: str, after_user: str, opening: str
 ) -> Turns | None:
     """The texts around a system message, and the text there without one."""
-    whole = rendered(("system", "user"), False)
+    with_system = rendered(("system", "user"), False)
     plain_user = _common_end(first, after_answer)
-    if whole is None or whole.count(_TEXTS["system"]) != 1 or whole.count(_TEXTS["user"]) != 1:
+    if (
+        with_system is None
+        or with_system.count(_TEXTS["system"]) != 1
+        or with_system.count(_TEXTS["user"]) != 1
+    ):
         if not after_answer.endswith(first):
             return None
         after = after_answer[: len(after_answer) - len(first)]
         return Turns({"user": (first, after_user), "assistant": (before_answer, after)}, opening, None)
-    before_system, joint, _ = _cut(whole, "system", "user")
+    before_system, joint, _ = _cut(with_system, "system", "user")
     before_user = _common_end(joint, plain_user)
     if after_user and before_user.startswith(after_user):  # a message's end belongs to the message before
         before_user = before_user[len(after_user) :]
@@ -179,19 +183,19 @@ def _with_system(
     return Turns(around, opening, default)
 
 
-def _cut(text: str, one: str, other: str) -> tuple[str, str, str]:
+def _cut(text: str, first_role: str, second_role: str) -> tuple[str, str, str]:
     """The text before, between and after two messages."""
-    before, _, rest = text.partition(_TEXTS[one])
-    between, _, after = rest.partition(_TEXTS[other])
+    before, _, after_first = text.partition(_TEXTS[first_role])
+    between, _, after = after_first.partition(_TEXTS[second_role])
     return before, between, after
 
 
-def _common_end(one: str, other: str) -> str:
+def _common_end(first: str, second: str) -> str:
     """The longest text that both end with, beginning with a special token or a line where one does."""
     size = 0
-    while size < min(len(one), len(other)) and one[-1 - size] == other[-1 - size]:
+    while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1
-    common = one[len(one) - size :]
+    common = first[len(first) - size :]
     starts = [index for index in (common.find("<"), common.find("[")) if index >= 0]
     return common[min(starts) :] if starts else common
 

@@ -79,20 +79,20 @@ def _matrices(source: Checkpoint) -> list[Stacked]:
 
 def _steps(source: Checkpoint) -> Sequence[WriteStep]:
     """Every tensor of the output, in the order of the source."""
-    single, whole = reader(source), stacked_reader(reader(source), source)
+    single, stacked = reader(source), stacked_reader(reader(source), source)
     stored = {slot[0]: name for name, info in source.tensors.items() if (slot := single.header(info))}
     matrices = {stack.name: stack for stack in _matrices(source)}
     steps = []
     for name, info in source.tensors.items():
-        slot = whole.header(info)
+        slot = stacked.header(info)
         if slot is None:
             continue
         stack = matrices.get(slot[0])
         if stack is not None:
-            specs = [TensorSpec(*one) for one in mxfp4.layout(stack.name, stack.shape)]
+            specs = [TensorSpec(*entry) for entry in mxfp4.layout(stack.name, stack.shape)]
             steps.append(WriteStep(specs, partial(_codes, single, stored, stack)))
         else:
-            steps.append(WriteStep([TensorSpec(*slot)], partial(_decoded, whole, name, slot[0])))
+            steps.append(WriteStep([TensorSpec(*slot)], partial(_decoded, stacked, name, slot[0])))
     return steps
 
 

@@ -147,7 +147,11 @@ def target_limits(written: Checkpoint) -> list[str]:
     if not hasattr(read, "rule_and_shape"):
         return []
     described = {name: read.rule_and_shape(name) for name in written.tensors}
-    linears = {name.rpartition(".")[0]: one for name, one in described.items() if one is not None}
+    linears = {
+        name.rpartition(".")[0]: rule_and_shape
+        for name, rule_and_shape in described.items()
+        if rule_and_shape is not None
+    }
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)
     groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()

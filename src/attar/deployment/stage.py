@@ -186,8 +186,8 @@ def _rename(folder: Path, written: Path, final: Path) -> None:
     written.rename(folder / final.name)
     modelfile = folder / MODELFILE
     if modelfile.is_file():
-        _, _, rest = modelfile.read_text(encoding="utf-8").partition("\n")
-        atomic.write_bytes(modelfile, f"FROM ./{final.name}\n{rest}".encode())
+        _, _, other_lines = modelfile.read_text(encoding="utf-8").partition("\n")
+        atomic.write_bytes(modelfile, f"FROM ./{final.name}\n{other_lines}".encode())
     card = Card.read(folder)
     assert card is not None
     card = replace(card, name=final.stem, command=card.command.replace(folder.name, final.name))

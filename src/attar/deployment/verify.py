@@ -123,8 +123,8 @@ def close(name: str, wanted: Tensor | None, got: Tensor | None) -> None:
     """Raise where two decoded tensors differ by more than their types do."""
     if wanted is None or got is None or wanted.shape != got.shape:
         raise NumericsError(f"{name} did not come back", hint="run it again")
-    step = max(torch.finfo(one.dtype).eps for one in (wanted, got) if one.is_floating_point())
-    smallest = max(torch.finfo(one.dtype).smallest_normal for one in (wanted, got))
+    step = max(torch.finfo(value.dtype).eps for value in (wanted, got) if value.is_floating_point())
+    smallest = max(torch.finfo(value.dtype).smallest_normal for value in (wanted, got))
     lost = (wanted.float() - got.float()).abs()
     if not (lost <= 1.5 * step * wanted.float().abs() + smallest).all():
         raise NumericsError(f"{name} reads back differently from what was written", hint="run it again")
