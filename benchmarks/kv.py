@@ -146,7 +146,7 @@ def driven(model: str, method: Eviction | None, cases: Sequence[Case]) -> Iterat
     rows: list[list[Tensor]] = [[] for _ in cases]
     for number, case in enumerate(cases):
         scheduler.add(Request(id=str(number), prompt=case.prompt, max_tokens=len(case.given) + 1))
-    while step := scheduler.schedule():
+    while step := scheduler.build(scheduler.plan()):
         logits = runner.run(step)
         for output in scheduler.commit(step):
             number, sequence = int(output.sequence.request.id), output.sequence
@@ -216,7 +216,7 @@ def scheduling(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str
         seconds = []  # the first step is the prompt's
         for _ in range(2001):
             start = time.perf_counter()
-            step = scheduler.schedule()
+            step = scheduler.build(scheduler.plan())
             assert step is not None
             for output in scheduler.commit(step):
                 scheduler.append(output.sequence, [7])

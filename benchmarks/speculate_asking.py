@@ -70,7 +70,7 @@ def _columns(runs: list[list[tuple[float, float, float]]]) -> list[list[list[flo
 def _run(llm: LLM, speculator: Any) -> list[tuple[float, float, float]]:
     """Microseconds of plan, note and the runner in each pass."""
     engine, rows = second_engine(llm.engine, speculator), list[list[float]]()
-    parts = [(speculator, "plan"), (speculator, "note"), (engine.runner, "run")]
+    parts = [(speculator, "add_drafts"), (speculator, "note"), (engine.runner, "run")]
     for which, (owner, name) in enumerate(parts):
         _meter(owner, name, rows, which)
     draws = random.Random(0)

@@ -116,7 +116,7 @@ class World:
 
     def step(self):
         self.now += 1
-        step = self.scheduler.schedule(self.now)
+        step = self.scheduler.build(self.scheduler.plan(self.now))
         if step is not None:
             choice = self.draw.random()
             if choice < 0.02:

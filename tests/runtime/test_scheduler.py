@@ -31,7 +31,7 @@ class Engine:
 
     def step(self):
         """One step; None where there was none."""
-        step = self.scheduler.schedule(self.now)
+        step = self.scheduler.build(self.scheduler.plan(self.now))
         self.now += 1
         if step is not None:
             assert step.count <= self.scheduler.limits.step_tokens
@@ -233,7 +233,7 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
     engine.step()
     first.drafts, first.parents = [7, 8, 9], [0, 0, 1]  # the text has room for two
     second.drafts, second.parents = list(range(9)), [0] * 9  # five more fit in the step
-    step = engine.scheduler.schedule()
+    step = engine.scheduler.build(engine.scheduler.plan())
     assert (first.drafts, first.parents) == ([7, 8], [0, 0])
     assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
     assert step.parents == ((-1, 0, 0), (-1, 0, 0, 0, 0))
@@ -247,7 +247,7 @@ def test_where_nothing_runs_any_more_the_next_one_starts_in_the_same_step():
     first, second = engine.add(range(5), 30), engine.add([20, 21], 3)
     engine.step()
     first.drafts = [0] * 20
-    step = engine.scheduler.schedule()
+    step = engine.scheduler.build(engine.scheduler.plan())
     assert (first.reason, engine.scheduler.preemptions) == ("capacity", 1)
     assert [span.sequence for span in step.spans] == [second.id]
     preempt_all(engine.scheduler, step)
@@ -268,7 +268,7 @@ def test_a_fork_that_fails_leaves_nothing_behind():
     engine.runner = Forgetful(64, B)
     engine.scheduler = Scheduler(engine.manager, engine.scheduler.limits, memory=engine.runner)
     sequence = engine.add(range(6), 5, n=4)
-    step = engine.scheduler.schedule()
+    step = engine.scheduler.build(engine.scheduler.plan())
     states = engine.runner.run(step)
     assert engine.scheduler.commit(step) == [] and states
     assert engine.scheduler.ended() == [sequence] and sequence.width == 4  # all of the texts, or none
@@ -351,7 +351,7 @@ def test_a_tree_of_drafts_follows_the_last_token():
     first, second = engine.add([1, 2], 9), engine.add([3], 9)
     engine.step()
     first.drafts, first.parents = [7, 8, 9], [0, 0, 1]
-    step = engine.scheduler.schedule()
+    step = engine.scheduler.build(engine.scheduler.plan())
     assert step.parents == ((-1, 0, 0, 1), None)
     assert step.positions.tolist() == [2, 3, 3, 4, 1]
     assert [span.wants for span in step.spans] == [4, 1] and step.tokens[1:4] == [7, 8, 9]
@@ -443,7 +443,7 @@ def test_a_failed_step_begins_again():
     engine.add([5], 6, n=2)
     engine.step()
     for _ in range(2):
-        step = engine.scheduler.schedule()
+        step = engine.scheduler.build(engine.scheduler.plan())
         preempt_all(engine.scheduler, step)
         engine.runner.states = [None] * len(engine.runner.states)
         engine.manager.clear()
@@ -506,7 +506,7 @@ def test_texts_stay_right_whatever_happens(capacity, prefix_first):
             )
         elif choice < 0.35 and engine.prompts:
             engine.scheduler.cancel(draw.choice(list(engine.prompts)))
-        elif choice < 0.36 and (step := engine.scheduler.schedule(engine.now)):
+        elif choice < 0.36 and (step := engine.scheduler.build(engine.scheduler.plan(engine.now))):
             preempt_all(engine.scheduler, step)
         else:
             engine.step()

@@ -1,7 +1,7 @@
 """The loop that joins scheduler, runner and sampling.
 
     add(prompt, params) → id
-    step() → events           schedule → run → commit → sample (or verify drafts) → append or finish
+    step() → events           plan → add drafts → build → run → commit → sample (or verify drafts) → append
     cancel(id) → events
 
 One thread calls it (``async_engine.py`` serves several callers). It handles tokens, and text only through
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -38,13 +37,12 @@ from attar.runtime.sampling.mask_budget import MaskBudget
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.sampled_tokens import SampledTokens, token_logprob
-from attar.runtime.scheduler import Planned, Scheduler, StepOutput
+from attar.runtime.scheduler import Scheduler, StepOutput
 from attar.runtime.sequence import Request
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import Runner, StepInput
 
-T = TypeVar("T")
 PromptObserver = Callable[[int, Tensor], None]
 """Called in the engine's thread with the index of a prompt token and the logits that follow it."""
 DecodeTokens = Callable[[Sequence[int], bool], str]
@@ -166,25 +164,17 @@ class Engine:
         """Run one step; an event of each completion that got tokens or ended. Without work nothing
         happens."""
         now = self.clock()
-        events = self._compute_masks()
-        step, ended = self._schedule(now)
-        events += ended
-        if step is None:
-            return self._after_step(events)
-        running = {sequence.id: sequence for sequence in self.scheduler.running}
-        for span in step.spans:
-            self._requests[running[span.sequence].request.id].start(now, span.start)
-        began = time.thread_time()
-        step, logits, failures = execution.run(self.runner, step)
-        self._pass_s = time.thread_time() - began
-        for sequence, failure in failures.items():
-            events += self._fail(running[sequence], failure)
-        outputs = self.scheduler.commit(step)
+        events, step = self._compute_masks(), None
+        try:
+            planned = self.scheduler.plan(now)
+            if self.speculator is not None:
+                planned = self.speculator.add_drafts(planned, self.scheduler, self._completion, self._inside)
+            step = self.scheduler.build(planned)
+        except Exception as failure:
+            events += self._fail_running(failure)
         events += self._scheduler_events()
-        events += self._sample(outputs, logits[:, : self.vocabulary])
-        if self.eviction is not None:
-            for packed, failure in execution.pack_due(self.scheduler, self.eviction, self.runner):  # type: ignore[arg-type]
-                events += self._fail(packed, failure)
+        if step is not None:
+            events += self._run(step, now)
         return self._after_step(events)
 
     def cancel(self, id: str) -> list[Event]:
@@ -242,22 +232,42 @@ class Engine:
     def _after_step(self, events: list[Event]) -> list[Event]:
         """The same events; after the last request's, the engine has something to check."""
         if events and self.idle:
-            self._with_speculator(lambda speculator: speculator.follow(()))
             self._ran = True
+            if self.speculator is not None:
+                self.speculator.drop_finished(())
         return events
 
-    def _schedule(self, now: float) -> tuple[StepInput | None, list[Event]]:
-        """The next step, and the events of what ended before it."""
-        try:
-            step = self.scheduler.schedule(now, None if self.speculator is None else self._plan_drafts)
-        except Exception as failure:
-            step, events = None, []
-            for sequence in [*self.scheduler.running] or [*self.scheduler.waiting][:1]:
-                events += self._fail(sequence, failure)
-            if not events:
-                raise
-            return step, self._scheduler_events() + events
-        return step, self._scheduler_events()
+    def _run(self, step: StepInput, now: float) -> list[Event]:
+        """Run a step, and give the sequences its tokens."""
+        events: list[Event] = []
+        running = {sequence.id: sequence for sequence in self.scheduler.running}
+        for span in step.spans:
+            self._requests[running[span.sequence].request.id].start(now, span.start)
+        began = time.thread_time()
+        step, logits, failures = execution.run(self.runner, step)
+        self._pass_s = time.thread_time() - began
+        for sequence, failure in failures.items():
+            events += self._fail(running[sequence], failure)
+        outputs = self.scheduler.commit(step)
+        events += self._scheduler_events()
+        events += self._sample(outputs, logits[:, : self.vocabulary])
+        if self.eviction is not None:
+            for packed, failure in execution.pack_due(self.scheduler, self.eviction, self.runner):  # type: ignore[arg-type]
+                events += self._fail(packed, failure)
+        return events
+
+    def _fail_running(self, failure: Exception) -> list[Event]:
+        """An error that belongs to no sequence: all running requests end with it, or the first that waits.
+
+        Raises:
+            Exception: the error, where there is no request.
+        """
+        events: list[Event] = []
+        for sequence in [*self.scheduler.running] or [*self.scheduler.waiting][:1]:
+            events += self._fail(sequence, failure)
+        if not events:
+            raise failure
+        return events
 
     def _compute_masks(self) -> list[Event]:
         """A step begins: masks that the last ones had no time for, and the ends that they show."""
@@ -283,26 +293,6 @@ class Engine:
         self.scheduler.finish(sequence, reason)
         return [self._complete(completion.finish(reason))]
 
-    def _plan_drafts(self, planned: Planned) -> Planned:
-        """The planned step with draft tokens, or unchanged where the speculator fails."""
-        drafted = self._with_speculator(
-            lambda speculator: speculator.plan(planned, self.scheduler, self._completion, self._inside)
-        )
-        if drafted is None:
-            for sequence, _ in planned:
-                sequence.drafts, sequence.parents = [], None
-        return planned if drafted is None else drafted
-
-    def _with_speculator(self, call: Callable[[Speculator], T]) -> T | None:
-        """Call the speculator; after a failure it is off, and decoding goes on without drafts."""
-        if self.speculator is None or self.speculator.stopped:
-            return None
-        try:
-            return call(self.speculator)
-        except Exception as failure:
-            self.speculator.stop(failure)
-            return None
-
     def _sample(self, outputs: Sequence[StepOutput], logits: Tensor) -> list[Event]:
         """New tokens for every sequence whose last token was run."""
         events: list[Event] = []
@@ -315,7 +305,8 @@ class Engine:
         due = [output for output in outputs if output.draws and not output.sequence.finished]
         completions = [self._completion(output.sequence) for output in due]
         results = sample_tokens(logits, due, completions, self.speculator)
-        self._with_speculator(lambda speculator: speculator.note(due, results, logits))
+        if self.speculator is not None:
+            self.speculator.note(due, results, logits)
         for output, completion, sampled in zip(due, completions, results, strict=True):
             if isinstance(sampled, Exception):
                 events += self._fail(output.sequence, sampled)

@@ -6,7 +6,9 @@
 Out of blocks, the last running sequence (lowest priority, latest arrival) is preempted: it loses its blocks,
 which stay reusable where they were published, and waits at the front of its priority.
 
-    schedule → runner.run(step) → commit → the engine samples tokens → append, or finish
+    plan → build → runner.run(step) → commit → the engine samples tokens → append, or finish
+
+Between plan and build draft tokens may be added to sequences of the plan (``speculate/speculator.py``).
 
 A sequence waits (``waiting``) or runs on blocks (``running``). An error in the cache memory of one sequence
 ends its request and no other.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import heapq
 import logging
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 Planned = list[tuple[Sequence, int]]
 """Sequences of a step, each with its number of tokens, for which slots are reserved."""
-PlanDrafts = Callable[[Planned], Planned]
-"""Adds draft tokens to sequences of a planned step, within its token budget."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,17 @@ class Scheduler:
             sequence.state, sequence.reason = State.FINISHED, reason
 
     def ended(self) -> list[Sequence]:
-        """Sequences that ``schedule`` and ``commit`` finished by themselves since the last call: "deadline",
+        """Sequences that ``plan`` and ``commit`` finished by themselves since the last call: "deadline",
         "capacity" or "error"."""
         ended, self._ended = self._ended, []
         return ended
 
-    def schedule(self, now: float = 0.0, plan_drafts: PlanDrafts | None = None) -> StepInput | None:
-        """The next step; None where nothing can run.
+    def plan(self, now: float = 0.0) -> Planned:
+        """The sequences of the next step with their tokens, for which slots are reserved; empty where nothing
+        can run. Sequences run the drafts that they have.
 
         Args:
             now: seconds on the clock of the requests' arrivals and deadlines.
-            plan_drafts: called last, adds drafts; None: sequences run the drafts that they have.
         """
         self._expire(now)
         for sequence in self.running:
@@ -172,9 +172,10 @@ class Scheduler:
         if self.preemptions == before or not self.running:
             planned += self._admit(left, now)
         # an error of one sequence finishes the others of its request
-        planned = [(sequence, share) for sequence, share in planned if not sequence.finished]
-        if plan_drafts is not None and planned:
-            planned = plan_drafts(planned)
+        return [(sequence, share) for sequence, share in planned if not sequence.finished]
+
+    def build(self, planned: Planned) -> StepInput | None:
+        """The step that runs the planned tokens; None where there are none."""
         return make_step(planned, self.manager) if planned else None
 
     def commit(self, step: StepInput) -> list[StepOutput]:

@@ -105,7 +105,7 @@ class Drive:
         self.scheduler.add(Request(id=name, prompt=TEXTS[name][0], max_tokens=GIVEN + 1, n=n))
 
     def step(self):
-        step = self.scheduler.schedule()
+        step = self.scheduler.build(self.scheduler.plan())
         step.check(B, 24)
         logits = self.runner.run(step)
         for output in self.scheduler.commit(step):

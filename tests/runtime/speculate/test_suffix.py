@@ -188,7 +188,7 @@ def test_completions_are_those_of_plain_decoding(blocks: int) -> None:
     assert completions(running, requests) == want
     assert running.speculator.counts.accepted > 50  # type: ignore[union-attr]
     assert (running.scheduler.preemptions > 0) == (blocks < 100)
-    running.speculator.follow(())  # type: ignore[union-attr]
+    running.speculator.drop_finished(())  # type: ignore[union-attr]
     samples = sum(params.n for _, params in requests)
     assert samples - 2 <= len(proposer.finished) <= samples, "once each; not those of one token"
     again = running.speculator.counts.accepted  # type: ignore[union-attr]

@@ -69,7 +69,7 @@ def prompts_read(planned: Planned, completion: Callable[[Running], Completion]) 
 def draft_limits(
     sequences: Collection[Running], scheduler: Scheduler, most: int, inside: bool = False
 ) -> list[int]:
-    """Drafts that each sequence may have, at most ``most``; see ``Speculator.plan`` for ``inside``."""
+    """Drafts that each sequence may have, at most ``most``; see ``Speculator.add_drafts`` for ``inside``."""
     limits, manager = scheduler.limits, scheduler.manager
     most = min(most, (limits.chunk or limits.step_tokens) - 1)
     longest = [max(min(most, one.limit - len(one.tokens) - 1), 0) for one in sequences]

@@ -1,8 +1,9 @@
 """Speculation in the engine's loop: connects a proposer, the policy and verification.
 
-    schedule    decode tokens and prompt chunks are planned → plan(): drafts for the sequences that decode, in
-                the remaining step tokens and free blocks: drafts delay no prompt and preempt no sequence
-    run, commit
+    plan        decode tokens and prompt chunks (``scheduler.py``)
+    add_drafts  for the sequences that decode, in the remaining step tokens and free blocks: drafts delay no
+                prompt and preempt no sequence
+    build, run, commit
     sample      verify(): the accepted drafts of a sequence, and the token after them
     note        the proposer and the policy learn from the pass
     append      the accepted path's slots are moved together, the others are truncated
@@ -14,8 +15,8 @@ free proposer has no draft, the next passes only look whether it has one (``sile
 The state of a sequence that ended or was preempted is dropped before the next proposal. Sequences fork with
 their first token, before anything is drafted for them.
 
-A failing proposer ends no request: from then on nothing is drafted, and ``failure`` has the error. For any
-other failure the caller calls ``stop``; only ``verify`` raises, for its sequence.
+A failure ends no request: from then on nothing is drafted, and ``failure`` has the error. Only ``verify``
+raises, for its sequence.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Speculator:
         self._pause = self._resting = 0  # passes without speculation, and those that remain
         self._silent = SilentPasses()
 
-    def plan(
+    def add_drafts(
         self,
         planned: Planned,
         scheduler: Scheduler,
@@ -102,7 +103,7 @@ class Speculator:
         inside: bool = False,
     ) -> Planned:
         """Add drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
-        reserved too.
+        reserved too; without drafts where the speculator fails.
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
@@ -110,13 +111,30 @@ class Speculator:
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
+        if self.stopped or not planned:
+            return planned
+        try:
+            return self._with_drafts(planned, scheduler, completion, inside)
+        except Exception as failure:
+            self._stop(failure)
+            for sequence, _ in planned:
+                sequence.drafts, sequence.parents = [], None
+            return planned
+
+    def _with_drafts(
+        self,
+        planned: Planned,
+        scheduler: Scheduler,
+        completion: Callable[[Running], Completion],
+        inside: bool,
+    ) -> Planned:
         if self._silent.active and self._silent_pass(planned):
             return planned
         rests = self._resting > 0
         if rests and self._resting_pass():
             return planned
         began = self.clock()
-        self.follow(scheduler.running)
+        self._forget_finished(scheduler.running)
         decoding = {one.id: one for one, _ in planned if decodes_one(one)}
         total = sum([share for _, share in planned])
         this = self._round = SpeculativePass(
@@ -180,8 +198,23 @@ class Speculator:
         self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
     ) -> None:
         """After a pass: the policy and the proposer learn from it."""
-        if self._round is RESTING:
+        if self.stopped or self._round is RESTING:
             return
+        try:
+            self._learn(outputs, drawn, logits)
+        except Exception as failure:
+            self._stop(failure)
+
+    def drop_finished(self, running: Sequence[Running]) -> None:
+        """Forget the sequences that are not running any more."""
+        try:
+            self._forget_finished(running)
+        except Exception as failure:
+            self._stop(failure)
+
+    def _learn(
+        self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
+    ) -> None:
         now, this = self.clock(), self._round
         drafts, drafting = this.drafts, this.drafting
         feedback = [
@@ -213,13 +246,14 @@ class Speculator:
         self._resting = 0 if self._silent.active else self._pause
         self._spent += self.clock() - now
 
-    def stop(self, failure: Exception) -> None:
+    def _stop(self, failure: Exception) -> None:
         """Nothing is drafted from now on."""
         self.stopped, self._round = True, RESTING
         self._fail(failure)
 
-    def follow(self, running: Sequence[Running]) -> None:
-        """Forgets sequences that are not running any more."""
+    def _forget_finished(self, running: Sequence[Running]) -> None:
+        if self.stopped:
+            return
         ids = [one.id for one in running]
         if ids == self._running:
             return
