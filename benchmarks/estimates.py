@@ -27,7 +27,8 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.units import table
 from attar.measure.evaluate import evaluate
 from attar.measure.reference import make_reference
-from attar.recipe.plan import error_factor, make_plan
+from attar.recipe.history import kind_of, read_history
+from attar.recipe.plan import make_plan
 from attar.recipe.run import run_recipe
 from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import Recipe, parse_recipe
@@ -126,12 +127,16 @@ def _stage_rows(recipe: Recipe, watched: Watched) -> list[tuple[str, ...]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         plan = make_plan(recipe, out, open_checkpoint(recipe.model))
-        # the recipe with its text chosen, whose settings are those of the run
-        watched.factors = lambda: [error_factor(plan.recipe, out, step.entry) for step in plan.steps]
+        watched.factors = lambda: [
+            read_history(out).correction(kind_of(step.entry.stage, step.entry.settings)).factor
+            for step in plan.steps
+        ]
         run_recipe(recipe, out, progress=watched)
         receipts = [read_receipt(out, step.entry.folder) for step in plan.steps]
     return [
-        _row(step.entry.name, step.estimate.seconds, receipt.seconds, receipt.estimated * at_start[number])
+        _row(
+            step.entry.name, step.estimate.time.seconds, receipt.seconds, receipt.estimated * at_start[number]
+        )
         for number, (step, receipt, at_start) in enumerate(
             zip(plan.steps, receipts, watched.at_starts, strict=True)
         )
@@ -147,9 +152,9 @@ def _evaluation_row(model: str, data: str) -> tuple[str, ...]:
         settings = plan.recipe.evaluate
         assert settings is not None
         reference = make_reference(model, settings)
-        start = time.monotonic()
+        estimated, start = plan.original_time.seconds, time.monotonic()
         evaluate(model, settings, reference=reference)
-    return _row(EVALUATE, plan.original_seconds, time.monotonic() - start, plan.original_seconds)
+    return _row(EVALUATE, estimated, time.monotonic() - start, estimated)
 
 
 def _row(name: str, before: float, seconds: float, at_start: float) -> tuple[str, ...]:

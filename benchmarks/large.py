@@ -37,8 +37,9 @@ from typing import Any
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.units import bytes_text, seconds_text, table
 from attar.measure.settings import EvaluateSettings
-from attar.recipe.estimate import estimate, evaluation_memory, evaluation_seconds
+from attar.recipe.estimate import estimate, evaluation_seconds
 from attar.recipe.machine import Rates, measure_rates
+from attar.recipe.memory_needs import evaluation_memory
 from attar.recipe.schema import parse_recipe
 from attar.recipe.shapes import after, shape_of
 
@@ -217,7 +218,7 @@ def planned(verb: str, model: Path, samples: int, limit: float, rates: Rates) ->
         return evaluation_seconds(settings, shape, rates), memory, 0.0
     entry = parse_recipe(recipe_text(verb, model, samples)).stages[0]
     need = estimate(entry, shape, None, after(entry, shape), rates)
-    return need.seconds, need.memory_bytes, need.disk_bytes + need.scratch_bytes
+    return need.time.seconds, need.memory_bytes, need.disk_bytes + need.scratch_bytes
 
 
 def run_cell(

@@ -339,7 +339,7 @@ def run_stage(
     check_output(out, force)
     if verb == "quantize":
         model = _dense(model)
-    load("attar.recipe.estimate:check_memory")(verb, model, settings)
+    load("attar.recipe.memory_needs:check_memory")(verb, model, settings)
     function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
         checkpoint: Checkpoint = function(

@@ -56,6 +56,10 @@ class MeasureSettings:
     """Settings of the evaluation."""
 
     tokens: int = field(default=64, metadata={"help": "tokens"})
+    sequence_length: int = field(default=32, metadata={"help": "tokens of a row"})
+    decode_tokens: int = field(default=8, metadata={"help": "tokens"})
+    sample_tokens: int = field(default=8, metadata={"help": "tokens"})
+    speed: bool = field(default=False, metadata={"help": "measure speed"})
     data: str = field(default="python-stdlib", metadata={"help": "text"})
     seed: int = field(default=0, metadata={"help": "seed"})
 

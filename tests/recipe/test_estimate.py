@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,19 +18,13 @@ from attar.distillation.students.plan import plan_student
 from attar.errors import DataError, MemoryNeededError, RecipeError
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import METHOD_SETTINGS as PRUNE_METHODS
+from attar.pruning.settings import prune_settings
 from attar.quantization.settings import METHOD_SETTINGS
 from attar.recipe import machine
-from attar.recipe.estimate import (
-    METHOD_COSTS,
-    PRUNE_COSTS,
-    Work,
-    check_memory,
-    estimate,
-    evaluation_memory,
-    evaluation_seconds,
-    stage_work,
-)
+from attar.recipe.costs import METHOD_COSTS, PRUNE_COSTS
+from attar.recipe.estimate import Work, estimate, evaluation_seconds, operations, seconds, stage_work
 from attar.recipe.machine import Rates, measure_rates, threads
+from attar.recipe.memory_needs import check_memory, evaluation_memory
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shapes import Shape, after, shape_of
 from attar.recipe.stages import STAGES
@@ -44,31 +38,9 @@ TOKENS = 64 * 256  # of prune's text
 
 
 def prune_entry(method: str, **options: object) -> StageEntry:
-    """A prune stage with these options, whether its settings have them or not."""
-    common = {"method": method, "samples": 64, "sequence_length": 256, "batch_size": 8, "data": ""}
-    return StageEntry(1, "prune", "prune", "original", None, Flat(**common, **options), "here")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flat:
-    """Settings of any method."""
-
-    method: str
-    samples: int
-    sequence_length: int
-    batch_size: int
-    data: str
-    ratio: float = 0.0
-    size: str = ""
-    speed: str = ""
-    criterion: str = "auto"
-    scope: str = "layer"
-    rounds: int = 1
-    allocation: str = "uniform"
-    reconstruction: str = "none"
-    reconstruct_epochs: int = 4
-    candidates: int = 1
-    candidate_steps: int = 100
+    """A prune stage with these options."""
+    common = {"method": method, "samples": 64, "sequence_length": 256, "batch_size": 8}
+    return StageEntry(1, "prune", "prune", "original", None, prune_settings(**common, **options), "here")
 
 
 def entry(stage: str) -> StageEntry:
@@ -147,7 +119,7 @@ def test_what_a_stage_makes(stage: str, parameters: float, nbytes: float) -> Non
         ({"method": "mixed", "ratio": 0.5}, 600e3),
         ({"method": "mixed", "size": "0.6MB"}, 300e3),
         ({"method": "mixed", "speed": "1.5x"}, 800e3),
-        ({"method": "sparsegpt", "ratio": 0.5}, 1.2e6),
+        ({"method": "sparsegpt", "sparsity": 0.5}, 1.2e6),
     ],
 )
 def test_what_each_structure_leaves(options: dict[str, Any], parameters: float) -> None:
@@ -156,32 +128,44 @@ def test_what_each_structure_leaves(options: dict[str, Any], parameters: float) 
     assert result.bytes == pytest.approx(2 * parameters)
 
 
-def pruning(method: str, **options: object) -> Work:
-    return stage_work(prune_entry(method, **options), SHAPE, None, SHAPE)
+def counted(works: list[tuple[Work, Shape]]) -> Operations:
+    """All operations of a stage."""
+    return Operations(*map(sum, zip(*(operations(work, shape) for work, shape in works), strict=True)))
+
+
+class Operations(NamedTuple):
+    products: float
+    elements: float
+    calls: float
+
+
+def pruning(method: str, **options: object) -> Operations:
+    options = {"reconstruct": "none"} | options
+    return counted(stage_work(prune_entry(method, **options).settings, SHAPE, None, SHAPE))
 
 
 def test_every_pruning_has_a_cost() -> None:
-    assert set(PRUNE_METHODS) <= set(PRUNE_COSTS)
+    assert set(PRUNE_METHODS) == set(PRUNE_COSTS)
     rates = Rates(1e9, 1e9, 1e6)
     for method in PRUNE_COSTS:
         assert estimate(prune_entry(method), SHAPE, None, SHAPE, rates).memory_bytes > 450e6
 
 
-def test_a_magnitude_reads_no_text_and_a_sweep_is_not_more_than_its_parts() -> None:
+INNER = 600e3 / 4 / (3 * 128)
+CUBES = 4 * (4 * 128**3 + 2 * INNER * 128**2 + 128 * INNER**2)
+PASSES = 0.6 * TOKENS * 4 * 1e6
+SWEPT = PASSES + 0.6 * TOKENS * 2 * 4 * (3 * 128**2 + INNER**2)
+
+
+def test_a_magnitude_reads_no_text_and_a_solver_sweeps_it() -> None:
     magnitude, wanda, sparsegpt, alps = (
         pruning(name) for name in ("magnitude", "wanda", "sparsegpt", "alps")
     )
-    assert magnitude == Work(elements=40 * 1.2e6)
-    assert wanda.products == pytest.approx(0.6 * TOKENS * 4 * 1e6) and wanda.calls == 0
-    inner = 600e3 / 4 / (3 * 128)
-    hessians = 0.6 * TOKENS * 2 * 4 * (3 * 128**2 + inner**2)
-    cubes = 4 * (4 * 128**3 + 2 * inner * 128**2 + 128 * inner**2)
-    factors = 4 / 3 * 4 * (3 * 128**3 + inner**3)
-    assert sparsegpt.products == pytest.approx(
-        wanda.products + hessians + factors + (1 + 0.7 * 2 * 2) * cubes
-    )
-    assert sparsegpt.calls == pytest.approx(200 * 4 * (6 * 128 + inner))
-    assert alps.products == pytest.approx(wanda.products + hessians + 200 * cubes)
+    assert magnitude == (0, 40 * 1.2e6, 0)
+    assert wanda.products == pytest.approx(PASSES) and wanda.calls == 0
+    assert sparsegpt.products == pytest.approx(SWEPT + 6 * CUBES)
+    assert sparsegpt.calls == pytest.approx(200 * 4 * (6 * 128 + INNER))
+    assert alps.products == pytest.approx(SWEPT + 200 * CUBES)
 
 
 def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
@@ -199,15 +183,9 @@ def test_scores_of_units_cost_forward_passes_and_gradients_three() -> None:
 
 
 def test_reconstruction_costs_a_sweep_or_the_training_of_blocks() -> None:
-    none, linear, block = (
-        pruning("wanda", reconstruction=how).products for how in ("none", "linear", "block")
-    )
-    training = 2 * 4 * 6 * 1e6 * TOKENS
-    inner = 600e3 / 4 / (3 * 128)
-    cubes = 4 * (4 * 128**3 + 2 * inner * 128**2 + 128 * inner**2)
-    swept = 0.6 * TOKENS * (4 * 1e6 + 2 * 4 * (3 * 128**2 + inner**2))
-    assert linear - none == pytest.approx(swept + 0.7 * 22 * 2 * cubes)
-    assert block - linear == pytest.approx(training + 0.6 * 2 * TOKENS * 4 * 1e6)
+    none, linear, block = (pruning("wanda", reconstruct=how).products for how in ("none", "linear", "block"))
+    assert linear - none == pytest.approx(SWEPT + 31 * CUBES)
+    assert block - linear == pytest.approx(2 * PASSES + 2 * 4 * 6 * 1e6 * TOKENS)
 
 
 def test_the_text_alone_needs_no_teacher() -> None:
@@ -222,8 +200,8 @@ def test_the_text_alone_needs_no_teacher() -> None:
     assert needs[0] - needs[1] == pytest.approx(4 * 1.2e6)
 
 
-def work(stage: str, shape: Shape = SHAPE) -> Work:
-    return stage_work(entry(stage), shape, shape, shape)
+def work(stage: str, shape: Shape = SHAPE) -> Operations:
+    return counted(stage_work(entry(stage).settings, shape, shape, shape))
 
 
 def test_training_costs_what_the_formula_says() -> None:
@@ -259,9 +237,7 @@ def test_qat_counts_its_steps() -> None:
 def test_calibration_tokens_decide_what_a_sweep_costs() -> None:
     base = "stage: quantize, method: gptq, check_tokens: 0, refine: 0, sequence_length: 512"
     few, many = (work(f"{base}, samples: {n}").products for n in (16, 128))
-    inner = 600e3 / 4 / (3 * 128)
-    a_token = 4 * 1e6 + 2 * 4 * (3 * 128**2 + inner**2)
-    assert many - few == pytest.approx(0.6 * 112 * 512 * a_token)
+    assert many - few == pytest.approx(SWEPT * 112 * 512 / TOKENS)
 
 
 def test_each_method_costs_its_own_work() -> None:
@@ -272,7 +248,7 @@ def test_each_method_costs_its_own_work() -> None:
             "method: rtn", "method: gptq", "method: gptq, refine: 0", "method: qronos", "method: yaqa"
         )
     )  # fmt: skip
-    assert rtn.products == rtn.calls == 0 < rtn.elements
+    assert rtn.products == rtn.calls == 0 < rtn.elements == 40 * 1.2e6
     assert gptq.calls == pytest.approx(5 * plain.calls), "4 passes of refinement after the rounding"
     assert rtn.products < plain.products < gptq.products < qronos.products < yaqa.products
     checked = work("stage: quantize, method: rtn, check_tokens: 2048").products
@@ -281,19 +257,23 @@ def test_each_method_costs_its_own_work() -> None:
 
 def test_work_becomes_seconds_kind_by_kind() -> None:
     rates = Rates(products=1e9, elements=1e8, calls=1e5)
-    assert Work(products=0.7e9).seconds(rates) == pytest.approx(1.0)
-    assert Work(elements=1e8).seconds(rates) == pytest.approx(1.0)
-    assert Work(calls=1e5).seconds(rates) == pytest.approx(1.0)
-    assert (Work(1.0, 2.0) + Work(3.0, 4.0, 5.0, 6.0)) == Work(4.0, 6.0, 5.0, 6.0)
+    assert seconds(Work(blocks=700), SHAPE, rates) == pytest.approx(1.0)
+    assert seconds(Work(touched=100), SHAPE, rates) == pytest.approx(1.2)
+    assert seconds(Work(passes=100), SHAPE, rates) == pytest.approx(4.0)
+    assert seconds(Work(text=125_000), SHAPE, rates) == pytest.approx(1.0)
+    assert Work(1.0, 2.0, text=1.0) + Work(3.0, 4.0, 5.0) == Work(4.0, 6.0, 5.0, text=1.0)
 
 
 def test_a_file_is_tokenized_whole_and_lines_as_far_as_needed(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("x" * 10_000_000)
     lines.write_text("x" * 10_000_000)
-    base = "stage: prune, method: neurons, samples: 4, sequence_length: 32, data"
-    assert work(f'{base}: "{text}"').characters == 10_000_000
-    assert work(f'{base}: "{lines}"').characters < 10_000_000
+
+    def read(path: Path) -> float:
+        stage = f'stage: prune, method: neurons, samples: 4, sequence_length: 32, data: "{path}"'
+        return sum(work.text for work, _ in stage_work(entry(stage).settings, SHAPE, None, SHAPE))
+
+    assert read(text) == 2_500_000 > read(lines) > 0
 
 
 def test_rates_are_of_this_machine() -> None:
@@ -331,7 +311,7 @@ def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:
         work(f"{base}: {more}")
         for more in ("dense", "gguf", "gguf, imatrix: compute", "gguf, rounding: gptq", "exl2, bits: 4.5")
     )
-    assert dense == gguf == Work(elements=10 * SHAPE.parameters)
+    assert dense == gguf == (0, 10 * SHAPE.parameters, 0)
     assert 0 < imatrix.products < gptq.products
     assert gptq.calls > 0 < exl2.calls
 
@@ -443,15 +423,14 @@ def test_a_solver_counts_factors_rounding_refinement_search_and_report() -> None
 
     def products(refine: int, scales: str) -> float:
         text = f"stage: quantize, method: gptq, refine: {refine}, scales: {scales}, check_tokens: 0"
-        return stage_work(entry(text), large, None, large).products
+        return work(text, large).products
 
     cubes = 4 * h**3 + 2 * f * h**2 + h * f**2
-    energies = 0.7 * (cubes + 2048 * block)  # half of H and of its last columns, at the full rate
     settings = entry("stage: quantize, method: gptq").settings.calibration
     swept = 0.6 * settings.samples * settings.sequence_length * (4 * block + 2 * (3 * h**2 + f**2))
-    plain = swept + 4 / 3 * (3 * h**3 + f**3) + cubes + 3 * energies
+    plain = swept + 6 * cubes
     assert products(0, "absmax") == pytest.approx(plain)
-    assert products(0, "output") - plain == pytest.approx(2 * energies + 2 * 20 * 128 * block)
+    assert products(0, "output") - plain == pytest.approx(2 * cubes + 2 * 20 * 128 * block)
     assert products(1, "absmax") - plain == pytest.approx(3 * cubes)
     assert products(4, "absmax") - plain == pytest.approx(18 * cubes)
 
@@ -471,9 +450,9 @@ OF_VERB = {"prune": {"method": "neurons"}, "recover": {"teacher": "attar:tiny"},
 
 @pytest.mark.parametrize("verb", OF_VERB)
 def test_batches_that_do_not_fit_are_refused_with_both_amounts_before_any_work(verb, monkeypatch, tmp_path):
-    monkeypatch.setattr("attar.recipe.estimate.free_memory", lambda **_: 500_000_000)
+    monkeypatch.setattr("attar.recipe.memory_needs.free_memory", lambda **_: 500_000_000)
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=300_000_000))
-    monkeypatch.setattr("attar.recipe.estimate.psutil.Process", lambda: process)
+    monkeypatch.setattr("attar.recipe.memory_needs.psutil.Process", lambda: process)
     options = OF_VERB[verb]
     reached = []
 
@@ -492,7 +471,5 @@ def test_batches_that_do_not_fit_are_refused_with_both_amounts_before_any_work(v
 
 @pytest.mark.parametrize("method", ["wanda", "magnitude"])
 def test_what_works_block_by_block_is_not_refused(method, monkeypatch):
-    monkeypatch.setattr("attar.recipe.estimate.free_memory", lambda **_: 1)
-    settings = prune_entry(method).settings
-    monkeypatch.setattr("attar.recipe.estimate.flat_settings", lambda entry: settings)
-    check_memory("prune", "attar:tiny", settings)
+    monkeypatch.setattr("attar.recipe.memory_needs.free_memory", lambda **_: 1)
+    check_memory("prune", "attar:tiny", prune_entry(method).settings)

@@ -54,7 +54,7 @@ def test_the_estimate_knows_the_size_of_the_head(recipe, tmp_path):
     shape = after(entry, shape_of(plan.original))
     assert shape.parameters == 2 * (64 * 64 + 320 * 64)
     assert plan.steps[0].estimate.disk_bytes == 2 * shape.parameters
-    assert plan.steps[0].estimate.plain > 0 and plan.steps[0].evaluation_key == ""
+    assert plan.steps[0].estimate.time.plain > 0 and plan.steps[0].evaluation_key == ""
 
 
 def test_the_recipe_of_the_repository_is_one():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.units import range_text
 from attar.recipe.plan import CHANGED, DONE, HALF, NEW, RecipePlan, make_plan
 from attar.recipe.schema import Recipe
 from attar.recipe.show import plan_dict, plan_text
@@ -117,17 +118,45 @@ def test_a_full_disk_is_foreseen(plan: Callable[..., RecipePlan], monkeypatch: p
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
 
 
+def rewrite(receipt: Path, **changes: object) -> None:
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | changes))
+
+
 def test_earlier_work_tells_the_speed(
     plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path
 ) -> None:
+    changed = ("stages.1.amount=5", "stages.0.amount=5")
+    first = plan(*changed)
+    assert first.steps[0].time.most == pytest.approx(4 * first.steps[0].time.least), "known within a factor 2"
     run()
-    before = plan("stages.1.amount=5", "stages.0.amount=5")
+    before = plan(*changed)
     for name in ("01-prune", "02-prune-2", "04-side"):
-        path = tmp_path / "run" / "receipts" / f"{name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"estimated": 10.0, "seconds": 70.0}))
-    after = plan("stages.1.amount=5", "stages.0.amount=5")
-    assert after.steps[0].estimate.plain == pytest.approx(before.steps[0].estimate.plain)
-    assert after.steps[0].estimate.seconds == pytest.approx(7 * after.steps[0].estimate.plain)
+        rewrite(tmp_path / "run" / "receipts" / f"{name}.json", estimated=10.0, seconds=70.0)
+    after = plan(*changed)
+    time = after.steps[0].estimate.time
+    assert time.plain == pytest.approx(before.steps[0].estimate.time.plain)
+    assert time.seconds == pytest.approx(7 * time.plain)
+    assert time.least == time.most == time.seconds, "stages of its kind were timed"
+
+
+def test_runs_beside_it_tell_the_speed_of_stages_that_the_run_has_not_done(
+    plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    run()
+    for receipt in (tmp_path / "run" / "receipts").glob("*.json"):
+        rewrite(receipt, estimated=10.0, seconds=30.0, evaluation_estimated=4.0, evaluation_seconds=20.0)
+    (tmp_path / "run").rename(tmp_path / "earlier")
+    step = plan().steps[0]
+    assert step.estimate.time.seconds == pytest.approx(3 * step.estimate.time.plain)
+    assert step.evaluation_time.seconds == pytest.approx(5 * step.evaluation_time.plain)
+    assert step.time.least == step.time.most
+
+
+def test_an_unsure_plan_shows_a_range(plan: Callable[..., RecipePlan]) -> None:
+    result = plan()
+    low, high = plan_dict(result)["seconds_range"]
+    assert low < result.time.seconds < high
+    assert f"About {range_text(result.time.least, result.time.most)} and" in plan_text(result)
 
 
 def test_a_receipt_of_before_is_still_believed(

@@ -93,6 +93,15 @@ def seconds_text(seconds: float) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
+def range_text(least: float, most: float) -> str:
+    """``(40, 160)`` -> ``40-160 s``; one duration where both ends read the same."""
+    if seconds_text(least) == seconds_text(most):
+        return seconds_text(most)
+    unit, name = (1, "s") if most < 200 else (60, "min") if most < 12_000 else (3600, "h")
+    digits = 0 if least >= unit else 1
+    return f"{least / unit:.{digits}f}-{most / unit:.0f} {name}"
+
+
 def number(value: float | None, form: str) -> str:
     """A number in a format, or a dash where it was not measured."""
     return "-" if value is None else format(value, form)

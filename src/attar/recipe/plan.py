@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from attar.checkpoint.atomic import hidden
@@ -22,8 +21,10 @@ from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
 from attar.memory import free_memory
 from attar.progress import SILENT, Progress
-from attar.recipe.estimate import Estimate, estimate, evaluation_memory, evaluation_seconds
+from attar.recipe.estimate import Estimate, EstimatedTime, estimate, evaluation_seconds
+from attar.recipe.history import EVALUATE, History, kind_of, read_history
 from attar.recipe.machine import Rates, measure_rates
+from attar.recipe.memory_needs import evaluation_memory
 from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
 from attar.recipe.settings import plain
@@ -43,7 +44,7 @@ class RecipeStep:
         estimate: of time, memory and disk.
         evaluation_key: identity of its evaluation; empty without evaluation.
         evaluated: whether its measurements exist.
-        evaluation_seconds: estimated time of its evaluation, 0 if it is not needed.
+        evaluation_time: estimated time of its evaluation, 0 if it is not needed.
         evaluation_memory: estimated bytes of it, 0 if it is not needed.
     """
 
@@ -54,13 +55,13 @@ class RecipeStep:
     estimate: Estimate
     evaluation_key: str
     evaluated: bool
-    evaluation_seconds: float
+    evaluation_time: EstimatedTime
     evaluation_memory: float
 
     @property
-    def seconds(self) -> float:
+    def time(self) -> EstimatedTime:
         """Estimated remaining time, evaluation included."""
-        return (0.0 if self.state == DONE else self.estimate.seconds) + self.evaluation_seconds
+        return (EstimatedTime() if self.state == DONE else self.estimate.time) + self.evaluation_time
 
     @property
     def memory_bytes(self) -> float:
@@ -75,7 +76,7 @@ class RecipePlan:
     Args:
         original_key: its fingerprint.
         original_evaluation_key: identity of its evaluation; empty without evaluation.
-        original_seconds: estimated time of its evaluation, 0 if it is done.
+        original_time: estimated time of its evaluation, 0 if it is done.
         original_memory: estimated bytes of it and of the reference, 0 if it is done.
     """
 
@@ -84,14 +85,14 @@ class RecipePlan:
     original: Checkpoint
     original_key: str
     original_evaluation_key: str
-    original_seconds: float
+    original_time: EstimatedTime
     original_memory: float
     steps: tuple[RecipeStep, ...]
 
     @property
-    def seconds(self) -> float:
+    def time(self) -> EstimatedTime:
         """Estimated remaining time of the run."""
-        return self.original_seconds + sum(step.seconds for step in self.steps)
+        return sum((step.time for step in self.steps), self.original_time)
 
     def folder_of(self, name: str) -> Path:
         """The folder of a stage's checkpoint, or of the original."""
@@ -139,30 +140,29 @@ class _RecipePlanner:
     def plan(self) -> RecipePlan:
         root = self.original.fingerprint()
         keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
-        rates, errors = measure_rates(), _errors(self.recipe, self.receipts)
+        rates, history = measure_rates(), History() if self.fresh else read_history(self.out)
         data: dict[str, str] = {}
         steps = []
         for entry in self.recipe.stages:
             keys[entry.name] = self._key(entry, keys, data)
             source, teacher = shapes[entry.source], shapes[entry.teacher] if entry.teacher else None
             shapes[entry.name] = result = after(entry, source)
-            needs = estimate(entry, source, teacher, result, rates, _factor(errors, entry))
+            correction = history.correction(kind_of(entry.stage, entry.settings))
+            needs = estimate(entry, source, teacher, result, rates, correction)
             state = self._state(entry, keys[entry.name])
             evaluation = self._evaluation_key(keys[entry.name], root, data) if entry.makes_model else ""
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
             missing = bool(evaluation) and not evaluated
-            seconds = self._evaluation_seconds(result, rates) if missing else 0.0
+            span = self._evaluation_span(result, rates, history) if missing else EstimatedTime()
             memory = self._evaluation_memory(result) if missing else 0.0
             folder = self.out / entry.folder
             key = keys[entry.name]
-            steps.append(RecipeStep(entry, folder, key, state, needs, evaluation, evaluated, seconds, memory))
+            steps.append(RecipeStep(entry, folder, key, state, needs, evaluation, evaluated, span, memory))
         evaluation = self._evaluation_key(root, root, data)
         needed = evaluation and not self._evaluated(ORIGINAL_RECEIPT, evaluation)
-        seconds = self._evaluation_seconds(shapes[ORIGINAL], rates) if needed else 0.0
+        span = self._evaluation_span(shapes[ORIGINAL], rates, history) if needed else EstimatedTime()
         memory = self._evaluation_memory(shapes[ORIGINAL], reference=True) if needed else 0.0
-        return RecipePlan(
-            self.recipe, self.out, self.original, root, evaluation, seconds, memory, tuple(steps)
-        )
+        return RecipePlan(self.recipe, self.out, self.original, root, evaluation, span, memory, tuple(steps))
 
     def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
         parents = [keys[name] for name in entry.parents]
@@ -180,10 +180,12 @@ class _RecipePlanner:
         version = int(load(EVALUATE_VERSION))
         return identity("evaluate", version, plain(settings), [key, root, *_data(settings, data)])
 
-    def _evaluation_seconds(self, shape: Shape, rates: Rates) -> float:
-        return evaluation_seconds(self.recipe.evaluate, shape, rates)
+    def _evaluation_span(self, shape: Shape, rates: Rates, history: History) -> EstimatedTime:
+        assert self.recipe.evaluate is not None
+        return history.correction(EVALUATE).span(evaluation_seconds(self.recipe.evaluate, shape, rates))
 
     def _evaluation_memory(self, shape: Shape, *, reference: bool = False) -> float:
+        assert self.recipe.evaluate is not None
         return evaluation_memory(self.recipe.evaluate, shape, free_memory(), reference=reference)
 
     def _evaluated(self, name: str, key: str) -> bool:
@@ -208,31 +210,6 @@ def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
     names = [ORIGINAL_RECEIPT, *(entry.folder for entry in recipe.stages)]
     receipts = {name: read_receipt(out, name) for name in names}
     return {name: receipt for name, receipt in receipts.items() if receipt is not None}
-
-
-def error_factor(recipe: Recipe, out: Path, entry: StageEntry) -> float:
-    """The :func:`_factor` of the finished stages in a run's folder."""
-    return _factor(_errors(recipe, _receipts(recipe, out)), entry)
-
-
-def _errors(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, list[float]]:
-    """Time over estimate of the finished stages, by kind; under ``""`` of all."""
-    errors: dict[str, list[float]] = {}
-    for entry in recipe.stages:
-        receipt = receipts.get(entry.folder)
-        if receipt and receipt.finished and receipt.estimated > 0 and receipt.seconds > 0:
-            for kind in (_kind(entry), ""):
-                errors.setdefault(kind, []).append(receipt.seconds / receipt.estimated)
-    return errors
-
-
-def _kind(entry: StageEntry) -> str:
-    return f"{entry.stage} {getattr(entry.settings, 'method', '')}"
-
-
-def _factor(errors: Mapping[str, list[float]], entry: StageEntry) -> float:
-    """The correction of an estimate: the median error of the same verb and method, else of all stages."""
-    return median(errors.get(_kind(entry)) or errors.get("") or [1.0])
 
 
 def _data(settings: Any, known: dict[str, str]) -> list[str]:

@@ -26,11 +26,12 @@ from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import finished
 from attar.checkpoint.readme import with_new_readme
-from attar.checkpoint.units import seconds_text
+from attar.checkpoint.units import range_text
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
+from attar.recipe.history import kind_of, read_history
 from attar.recipe.machine import PACKAGES
-from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, error_factor, fitted, make_plan
+from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, fitted, make_plan
 from attar.recipe.run_json import entries, write_run
 from attar.recipe.runfolder import (
     ORIGINAL_RECEIPT,
@@ -195,11 +196,14 @@ class RecipeRun:
         plan = self.plan
         if name == ORIGINAL:
             evaluation_key = plan.original_evaluation_key
-            self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, evaluation_key)
+            estimated = plan.original_time.plain
+            self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, evaluation_key, estimated)
             return
         step = plan.step(name)
         self.make(step)
-        self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
+        self.evaluate(
+            step.folder.name, step.folder, step.key, step.evaluation_key, step.evaluation_time.plain
+        )
 
     def finish(self) -> RunResult:
         """Write ``run.json`` and the report of a run whose stages are all done."""
@@ -211,17 +215,20 @@ class RecipeRun:
 
     def make(self, step: RecipeStep) -> None:
         """Run the stage of a step unless its checkpoint is finished; write its receipt."""
-        name = step.folder.name
+        name, kind = step.folder.name, kind_of(step.entry.stage, step.entry.settings)
         receipt = read_receipt(self.plan.out, name)
         if receipt is None or receipt.key != step.key:
             # the time of a resumed stage is not comparable with its estimate
-            receipt = Receipt(key=step.key, estimated=0.0 if step.state == HALF else step.estimate.plain)
+            estimated = 0.0 if step.state == HALF else step.estimate.time.plain
+            receipt = Receipt(key=step.key, estimated=estimated, kind=kind)
         if step.state == DONE:
             finished(step.folder, step.key)  # removes what a kill after its end left
             self.progress.log(f"{name}: done already")
         else:
-            factor = error_factor(self.plan.recipe, self.plan.out, step.entry)  # of the stages done by now
-            about = seconds_text(step.estimate.plain * factor)
+            span = (
+                read_history(self.plan.out).correction(kind).span(step.estimate.time.plain)
+            )  # by what is done now
+            about = range_text(span.least, span.most)
             self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}, about {about}")
             receipt = self.work(step, replace(receipt, finished=False, measurements_key="", measurements={}))
         if not receipt.finished:
@@ -262,30 +269,32 @@ class RecipeRun:
         """The model of a name; the original as the recipe names it, so that cards have that name."""
         return self.plan.recipe.model if name == ORIGINAL else self.plan.folder_of(name)
 
-    def evaluate(self, name: str, model: str | Path, key: str, evaluation_key: str) -> None:
+    def evaluate(self, name: str, model: str | Path, key: str, evaluation_key: str, estimated: float) -> None:
         """Compare a checkpoint with the original, unless its receipt has these measurements."""
         receipt = read_receipt(self.plan.out, name) or Receipt(key=key)
         if not evaluation_key or receipt.measurements_key == evaluation_key:
             return
-        measurements = self.measure(model)
+        measurements, seconds = self.measure(model)
         card = Card.read(model) if isinstance(model, Path) else None
         if card is not None and isinstance(model, Path):
             with_new_readme(card.with_measurements(**measurements), model).write(model)
         receipt = replace(receipt, key=key, measurements_key=evaluation_key, measurements=measurements)
+        receipt = replace(receipt, evaluation_seconds=seconds, evaluation_estimated=estimated)
         write_receipt(self.plan.out, name, receipt)
 
-    def measure(self, model: str | Path) -> dict[str, Any]:
-        """Evaluate a checkpoint; makes the reference at the first call."""
+    def measure(self, model: str | Path) -> tuple[dict[str, Any], float]:
+        """Evaluate a checkpoint, and its seconds; makes the reference at the first call."""
         recipe = self.plan.recipe
         evaluate, make_reference = load(self.tools.evaluate), load(self.tools.make_reference)
         try:
             if self.reference is None:
                 self.reference = make_reference(recipe.model, recipe.evaluate, progress=self.progress)
+            start = time.monotonic()
             results = evaluate(model, recipe.evaluate, reference=self.reference, progress=self.progress)
         except SettingsError as error:
             raise RecipeError(f"{recipe.path}: in evaluate, {error.message}", hint=error.hint) from error
         measurements: dict[str, Any] = jsonable(results.to_dict())
-        return measurements
+        return measurements, time.monotonic() - start
 
     def release(self) -> None:
         """Free a reference that is a loaded model: the stage needs the memory."""

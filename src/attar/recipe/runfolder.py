@@ -167,8 +167,10 @@ class Receipt:
         seconds: time spent so far, over all attempts.
         peak_rss_bytes: peak memory of the process during the stage.
         estimated: estimated seconds, to correct later estimates; 0 if ``seconds`` is not of the full stage.
+        kind: verb and method, whose later estimates are corrected.
         files: file name to size in bytes, without card and README.md.
         measurements_key: identity of the evaluation; empty without.
+        evaluation_seconds, evaluation_estimated: its time and its estimate.
     """
 
     key: str
@@ -179,13 +181,17 @@ class Receipt:
     files: dict[str, int] = field(default_factory=dict)
     measurements_key: str = ""
     measurements: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    evaluation_seconds: float = 0.0
+    evaluation_estimated: float = 0.0
 
     def well_formed(self) -> bool:
         """Whether its fields have their types, and its files are below a folder."""
         if not isinstance(self.files, dict) or not isinstance(self.measurements, dict):
             return False
-        texts = (self.key, self.measurements_key)
-        numbers = (self.seconds, self.estimated, self.peak_rss_bytes or 0, *self.files.values())
+        texts = (self.key, self.measurements_key, self.kind)
+        times = (self.seconds, self.estimated, self.evaluation_seconds, self.evaluation_estimated)
+        numbers = (*times, self.peak_rss_bytes or 0, *self.files.values())
         return (
             all(isinstance(text, str) for text in texts)
             and all(isinstance(number, int | float) for number in numbers)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.units import byte_count, size_limit
-from attar.pruning.settings import speed_factor
+from attar.deployment.settings import ExportSettings
+from attar.distillation.settings import DistillSettings
+from attar.distillation.student_settings import StudentSettings
+from attar.pruning.settings import PruneSettings, speed_factor
+from attar.quantization.settings import QuantizeSettings, StorageSettings
 from attar.recipe.schema import StageEntry
-from attar.recipe.settings import plain
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 _ATTENTION = re.compile(r"attn|attention")
@@ -48,6 +50,25 @@ class Shape:
         """All parameters."""
         return self.blocks + self.outside
 
+    @property
+    def inner(self) -> float:
+        """Width inside the MLP, from the parameters of gate, up and down."""
+        return max(self.mlp / self.layers / (3 * self.hidden), 1.0)
+
+    @property
+    def linears(self) -> tuple[tuple[float, float, float], ...]:
+        """(how many, outputs, inputs) of all Linears: q, k, v, o; gate, up; down."""
+        layers, hidden, inner = float(self.layers), float(self.hidden), self.inner
+        return (4 * layers, hidden, hidden), (2 * layers, inner, hidden), (layers, hidden, inner)
+
+    def scaled(self, attention: float = 1.0, mlp: float = 1.0, outside: float = 1.0, **sizes: int) -> Shape:
+        """The shape with these fractions of its parameters, and the bytes that belong to them."""
+        smaller = replace(
+            self, attention=self.attention * attention, mlp=self.mlp * mlp, outside=self.outside * outside
+        )
+        density = self.bytes / max(self.parameters, 1)
+        return replace(smaller, bytes=smaller.parameters * density, **sizes)
+
 
 def shape_of(checkpoint: Checkpoint) -> Shape:
     """The shape of a checkpoint, from its headers and config."""
@@ -73,131 +94,103 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
 
 def after(entry: StageEntry, shape: Shape) -> Shape:
     """The shape of a stage's result."""
-    settings = flat_settings(entry)
-    density = shape.bytes / max(shape.parameters, 1)
-    if entry.stage == "distill":
-        if settings.head != "none":
-            return head_shape(settings, shape)
-        if settings.student:
-            return shape_of(open_checkpoint(settings.student))
-        smaller = _to_size(settings, shape) if settings.size else _cut(settings, shape)
-        return replace(smaller, bytes=smaller.parameters * density)
-    if entry.stage == "prune":
-        smaller = _pruned(settings, shape)
-        return replace(smaller, bytes=smaller.parameters * density)
-    if entry.stage == "quantize":
-        return replace(shape, bytes=_quantized(settings, shape))
-    if entry.stage == "export" and getattr(settings, "format", "") == "dense":
-        return replace(
-            shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
-        )
-    if entry.stage == "export" and (digits := re.match(r"I?Q(\d)", getattr(settings, "type", ""))):
-        return replace(shape, bytes=shape.parameters * (int(digits[1]) + 0.5) / 8)  # GGUF, with scales
+    match entry.settings:
+        case DistillSettings(trains_head=True, head=head, head_options=options):
+            return head_shape(head, options, shape)
+        case DistillSettings(student=StudentSettings(student=path)) if path:
+            return shape_of(open_checkpoint(path))
+        case DistillSettings(student=student):
+            return _to_size(student.size, shape) if student.size else _cut(student, shape)
+        case PruneSettings(method=method, options=options):
+            return _pruned(method, options, shape)
+        case QuantizeSettings(storage=storage):
+            return replace(shape, bytes=_quantized(storage, shape))
+        case ExportSettings() as settings:
+            return replace(shape, bytes=_exported(settings, shape))
     return shape
 
 
-def head_shape(settings: Any, shape: Shape) -> Shape:
+def head_shape(head: str, options: Any, shape: Shape) -> Shape:
     """The shape of a draft head: its output matrices, and K residual blocks (Medusa) or a layer."""
-    rows = getattr(settings, "draft_vocabulary", 0) or shape.vocabulary
-    matrices = 1
-    inside = shape.blocks / shape.layers
-    if settings.head == "medusa":
-        matrices = 1 if settings.shared_head else settings.drafts
-        inside = settings.drafts * settings.residual_layers * float(shape.hidden) ** 2
-    outside = float(matrices * rows * shape.hidden)
-    return replace(
-        shape, attention=0.0, mlp=inside, outside=outside, layers=1, bytes=2 * (inside + outside), heads=0
-    )
+    matrices, inside = 1, shape.blocks / shape.layers
+    if head == "medusa":
+        matrices = 1 if options.shared_head else options.drafts
+        inside = options.drafts * options.residual_layers * float(shape.hidden) ** 2
+    outside = float(matrices * (options.draft_vocabulary or shape.vocabulary) * shape.hidden)
+    return Shape(0.0, inside, outside, 1, shape.hidden, shape.vocabulary, 2 * (inside + outside))
 
 
-_NESTED = ("distill", "recover", "prune", "quantize")  # stages whose settings classes hold others
-
-
-def flat_settings(entry: StageEntry) -> Any:
-    """A stage's settings with every option as an attribute."""
-    settings = entry.settings
-    return SimpleNamespace(**plain(settings)) if entry.stage in _NESTED else settings
-
-
-def _pruned(settings: Any, shape: Shape) -> Shape:
+def _pruned(method: str, options: Any, shape: Shape) -> Shape:
     """The shape without the units that go; zeros leave it as it is."""
-    method, keep = getattr(settings, "method", ""), 1.0 - getattr(settings, "ratio", 0.0)
-    if size := byte_count("size", getattr(settings, "size", "")):
+    keep = 1.0 - getattr(options, "ratio", 0.0)
+    if size := byte_count("size", getattr(options, "size", "")):
         keep = min(size / shape.bytes, 1.0)
-    elif speed := getattr(settings, "speed", ""):
+    elif speed := getattr(options, "speed", ""):
         keep = 1.0 / speed_factor(speed)  # decoding reads all weights once a token
-    if method == "heads":
-        return replace(shape, attention=shape.attention * keep)
-    if method == "query-heads":  # q and o, of whose sizes the header says only the sum with k and v
-        going = min(2.0 * shape.layers * shape.hidden**2, shape.attention) * (1.0 - keep)
-        return replace(shape, attention=shape.attention - going)
-    if method == "neurons":
-        return replace(shape, mlp=shape.mlp * keep)
-    blocks = replace(shape, attention=shape.attention * keep, mlp=shape.mlp * keep)
-    if method == "layers":
-        return replace(blocks, layers=max(round(shape.layers * keep), 1))
-    if method == "hidden":
-        return replace(blocks, outside=shape.outside * keep, hidden=round(shape.hidden * keep))
-    if method == "mixed":  # a fraction of all parameters, which blocks give up first
-        going = min(shape.parameters * (1.0 - keep) / shape.blocks, 1.0)
-        return replace(shape, attention=shape.attention * (1 - going), mlp=shape.mlp * (1 - going))
+    match method:
+        case "heads":
+            return shape.scaled(attention=keep)
+        case "query-heads":  # q and o, of whose sizes the header says only the sum with k and v
+            own = min(2.0 * shape.layers * shape.hidden**2 / shape.attention, 1.0)
+            return shape.scaled(attention=1.0 - own * (1.0 - keep))
+        case "neurons":
+            return shape.scaled(mlp=keep)
+        case "layers":
+            return shape.scaled(keep, keep, layers=max(round(shape.layers * keep), 1))
+        case "hidden":
+            return shape.scaled(keep, keep, keep, hidden=round(shape.hidden * keep))
+        case "mixed":  # a fraction of all parameters, which blocks give up first
+            left = 1.0 - min(shape.parameters * (1.0 - keep) / shape.blocks, 1.0)
+            return shape.scaled(left, left)
     return shape
 
 
-def _cut(settings: Any, shape: Shape) -> Shape:
+def _cut(student: StudentSettings, shape: Shape) -> Shape:
     """The student of these layers and widths."""
-    layers = _layers(settings, shape)
-    kept, inner = layers / shape.layers, shape.mlp / shape.layers / (3 * shape.hidden)
-    hidden = min(settings.hidden or shape.hidden, shape.hidden)
-    heads = settings.heads / shape.heads if settings.heads and shape.heads else 1.0
-    neurons = settings.neurons / inner if settings.neurons else 1.0
-    if settings.width:  # heads and MLP in proportion
-        hidden, heads, neurons = settings.width, settings.width / shape.hidden, settings.width / shape.hidden
-    narrow = hidden / shape.hidden
-    return replace(
-        shape,
-        attention=shape.attention * kept * narrow * min(heads, 1.0),
-        mlp=shape.mlp * kept * narrow * min(neurons, 1.0),
-        outside=shape.outside * narrow,
-        layers=layers,
-        hidden=hidden,
-        heads=round(shape.heads * min(heads, 1.0)),
-    )
+    layers = _layers(student, shape)
+    hidden = min(student.hidden or shape.hidden, shape.hidden)
+    heads = student.heads / shape.heads if student.heads and shape.heads else 1.0
+    neurons = student.neurons / shape.inner if student.neurons else 1.0
+    if student.width:  # heads and MLP in proportion
+        hidden, heads, neurons = student.width, student.width / shape.hidden, student.width / shape.hidden
+    narrow, heads = hidden / shape.hidden, min(heads, 1.0)
+    kept = narrow * layers / shape.layers
+    sizes = {"layers": layers, "hidden": hidden, "heads": round(shape.heads * heads)}
+    return shape.scaled(kept * heads, kept * min(neurons, 1.0), narrow, **sizes)
 
 
-def _to_size(settings: Any, shape: Shape) -> Shape:
-    """The student of a size: whole layers go first, down to half of them, then all widths."""
-    kind, limit = size_limit("size", settings.size)
+def _to_size(size: str, shape: Shape) -> Shape:
+    """The student of a size: layers go first, down to half of them, then all widths."""
+    kind, limit = size_limit("size", size)
     wanted = limit if kind == "parameters" else shape.parameters * limit / shape.bytes
     kept = max((wanted - shape.outside) / shape.blocks, 0.5)
     layers = max(int(shape.layers * min(kept, 1.0)), 1)
-    kept = layers / shape.layers
-    shallower = replace(shape, attention=shape.attention * kept, mlp=shape.mlp * kept, layers=layers)
+    shallower = shape.scaled(layers / shape.layers, layers / shape.layers, layers=layers)
     narrow = min(math.sqrt(wanted / shallower.parameters), 1.0)
-    return replace(
-        shallower,
-        attention=shallower.attention * narrow**2,
-        mlp=shallower.mlp * narrow**2,
-        outside=shape.outside * narrow**2,
-        hidden=round(shape.hidden * narrow),
-        heads=round(shape.heads * narrow),
-    )
+    sizes = {"hidden": round(shape.hidden * narrow), "heads": round(shape.heads * narrow)}
+    return shallower.scaled(narrow**2, narrow**2, narrow**2, **sizes)
 
 
-def _layers(settings: Any, shape: Shape) -> int:
+def _layers(student: StudentSettings, shape: Shape) -> int:
     """Layers of the student: a number, as many as the map names, or a fraction of the teacher's."""
-    numbers = settings.layer_map.split(",")
-    layers = len(numbers) if all(map(str.isdecimal, numbers)) else int(settings.layers)
-    narrower = settings.heads or settings.neurons or settings.hidden
-    keep = settings.keep_layers or (1.0 if narrower else 0.5)
+    numbers = student.layer_map.split(",")
+    layers = len(numbers) if all(map(str.isdecimal, numbers)) else student.layers
+    keep = student.keep_layers or (1.0 if student.is_narrower else 0.5)
     return min(layers, shape.layers) if layers else max(int(shape.layers * keep), 1)
 
 
-def _quantized(settings: Any, shape: Shape) -> float:
+def _quantized(storage: StorageSettings, shape: Shape) -> float:
     """Bytes of the codes, of a 16-bit scale per group, and of the unquantized tensors."""
-    digits = re.match(r"W(\d+)", getattr(settings, "scheme", "W16"))
+    digits = re.match(r"W(\d+)", storage.scheme)
     bits = int(digits[1]) if digits else 16
-    wanted = getattr(settings, "group_size", 0)
-    group = 64 if wanted < 0 else wanted or shape.hidden  # -1 takes what fits, most often 64 or 128
-    outside = 1.0 if getattr(settings, "embedding_bits", 0) == 8 else 2.0
+    group = 64 if storage.group_size < 0 else storage.group_size or shape.hidden  # -1: most often 64 or 128
+    outside = 1.0 if storage.embedding_bits == 8 else 2.0
     return shape.blocks * (bits / 8 + 2 / group) + shape.outside * outside
+
+
+def _exported(settings: ExportSettings, shape: Shape) -> float:
+    """Bytes of a dense checkpoint, or of a GGUF file with its scales."""
+    if settings.format == "dense":
+        return shape.parameters * (4 if settings.dtype == "float32" else 2)
+    digits = re.match(r"I?Q(\d)", settings.type)
+    return shape.parameters * (int(digits[1]) + 0.5) / 8 if digits else shape.bytes

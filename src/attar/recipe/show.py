@@ -7,8 +7,9 @@ import textwrap
 from typing import Any
 
 from attar.checkpoint.atomic import free_bytes
-from attar.checkpoint.units import bytes_text, seconds_text, table
+from attar.checkpoint.units import bytes_text, range_text, table
 from attar.memory import free_memory
+from attar.recipe.estimate import EstimatedTime
 from attar.recipe.machine import free_share, load, threads
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
@@ -21,14 +22,14 @@ _LEAST = 12  # columns of a shortened cell
 
 def plan_text(plan: RecipePlan) -> str:
     """The plan as a table, and the total of its estimates."""
-    rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, plan.original_memory, 0.0)]
+    rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_time, plan.original_memory, 0.0)]
     for step in plan.steps:
         entry = step.entry
         source = ", ".join(entry.parents[:1] if entry.teacher else entry.parents)
         source += f", taught by {entry.teacher}" if entry.teacher else ""
         disk = 0.0 if step.state == DONE else step.estimate.disk_bytes
         what = f"{entry.stage} {title(entry.settings)}"
-        needs = (step.seconds, step.memory_bytes, disk)
+        needs = (step.time, step.memory_bytes, disk)
         rows.append(_row(str(entry.number), entry.name, what, source, step.state, *needs))
     return table(_PLAN, _fitting(rows), left=5) + "\n" + _summary(plan)
 
@@ -54,18 +55,20 @@ def plan_dict(plan: RecipePlan) -> dict[str, Any]:
     return {
         "model": plan.recipe.model,
         "out": str(plan.out),
-        "seconds": round(plan.seconds, 1),
+        "seconds": round(plan.time.seconds, 1),
+        "seconds_range": _ends(plan.time),
         "stages": stages,
     }
 
 
 def _summary(plan: RecipePlan) -> str:
     todo = [step for step in plan.steps if step.state != DONE]
-    if not todo and plan.seconds == 0:
+    if not todo and plan.time.seconds == 0:
         return f"Everything is done in {plan.out}."
     disk = sum(step.estimate.disk_bytes for step in todo)
     scratch = max((step.estimate.scratch_bytes for step in todo), default=0.0)
-    text = f"About {seconds_text(plan.seconds)} and {bytes_text(disk + scratch)} of disk in {plan.out}."
+    about = f"{range_text(plan.time.least, plan.time.most)} and {bytes_text(disk + scratch)} of disk"
+    text = f"About {about} in {plan.out}."
     free = free_bytes(plan.out)
     if free is not None and free < disk + scratch:
         text += f"\nWarning: only {bytes_text(free)} are free there."
@@ -91,11 +94,15 @@ def _memory_warning(plan: RecipePlan) -> str:
 
 
 def _row(
-    count: str, name: str, what: str, source: str, state: str, seconds: float, memory: float, disk: float
+    count: str, name: str, what: str, source: str, state: str, time: EstimatedTime, memory: float, disk: float
 ) -> tuple[str, ...]:
-    needs = [seconds_text(seconds) if seconds else "-"]
+    needs = [range_text(time.least, time.most) if time.seconds else "-"]
     needs += [bytes_text(size) if size else "-" for size in (memory, disk)]
     return (count, name, what, source, state, *needs)
+
+
+def _ends(time: EstimatedTime) -> list[float]:
+    return [round(time.least, 1), round(time.most, 1)]
 
 
 def _step_dict(step: RecipeStep) -> dict[str, Any]:
@@ -111,7 +118,8 @@ def _step_dict(step: RecipeStep) -> dict[str, Any]:
         "key": step.key,
         "state": step.state,
         "evaluated": step.evaluated,
-        "seconds": round(step.seconds, 1),
+        "seconds": round(step.time.seconds, 1),
+        "seconds_range": _ends(step.time),
         "memory_bytes": round(step.memory_bytes),
         "disk_bytes": round(step.estimate.disk_bytes),
         "scratch_bytes": round(step.estimate.scratch_bytes),

@@ -199,7 +199,7 @@ def _identity(plan: RecipePlan, stage: str) -> tuple[str, str]:
 
 def _done(run: PlannedRun) -> Iterable[tuple[str, str]]:
     plan = run.plan
-    if plan.original_evaluation_key and not plan.original_seconds:
+    if plan.original_evaluation_key and not plan.original_time.seconds:
         yield plan.original_key, plan.original_evaluation_key
     for step in plan.steps:
         receipt = read_receipt(plan.out, step.folder.name)
