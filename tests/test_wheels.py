@@ -1,9 +1,11 @@
 """A wheel and an sdist, installed into an environment of their own, run the compiled step.
 
-The environment is a new one, in a folder with spaces; all packages but attar itself are those of this one.
+The environment is a new one, in a folder with spaces; all packages but attar itself are those of this one;
+in one test they are what pip finds for the wheel today.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -74,18 +76,32 @@ def test_a_wheel_without_a_compiler_and_without_a_home(built, environment):
     install(environment, wheel)
     loaded = run(environment, "python", "-c", LOADED, path=environment)
     assert f"attar/kernels/prebuilt/decode-{levels()[0].name}.so" in loaded.stdout
-    done = run(
-        environment,
-        "attar",
-        "generate",
-        "attar:tiny",
-        "--prompt",
-        "Once",
-        "--max-tokens",
-        "5",
-        path=environment,
-    )
+    done = run(environment, *GENERATE, path=environment)
     assert done.stdout.strip() and "slower" not in done.stderr and "compiler" not in done.stderr
+
+
+def test_a_wheel_with_what_pip_finds_for_it(built, tmp_path):
+    """Dependencies are resolved anew, in a folder with spaces, and nothing on the way has a compiler."""
+    (wheel,) = built.glob("*manylinux*.whl")
+    folder = tmp_path / "a new folder"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    bin = folder / "bin"
+    environment = {**os.environ, "PATH": str(bin), "HOME": str(tmp_path), "PYTHONPATH": ""}
+    (torch,) = re.findall(
+        "(?m)^torch==.*$", (ROOT / "constraints.txt").read_text()
+    )  # without CUDA's packages
+    for packages in ([torch], [f"{wheel}[serve]"]):
+        command = [bin / "python", "-m", "pip", "install", "--quiet", *packages]
+        subprocess.run(command, env=environment, check=True, cwd=tmp_path)
+    loaded = run(bin, "python", "-c", LOADED, path=bin)
+    assert f"attar/kernels/prebuilt/decode-{levels()[0].name}.so" in loaded.stdout
+    file = tmp_path / "with a space.gguf"
+    done = run(
+        bin, "attar", "export", "attar:tiny", "-o", str(file), path=bin, ATTAR_CACHE=str(tmp_path / "c")
+    )
+    assert "compiler" not in done.stderr and "compiling" not in done.stderr
+    said = run(bin, *GENERATE[:2], str(file), *GENERATE[3:], path=bin)
+    assert said.stdout.strip() and "slower" not in said.stderr and "compiler" not in said.stderr
 
 
 def test_an_sdist_compiles_at_first_use(built, environment, tmp_path):
@@ -95,15 +111,5 @@ def test_an_sdist_compiles_at_first_use(built, environment, tmp_path):
         environment, "python", "-c", LOADED, path=os.environ["PATH"], ATTAR_CACHE=str(tmp_path / "c")
     )
     assert str(tmp_path / "c" / "kernels" / "decode-") in loaded.stdout
-    warned = run(
-        environment,
-        "attar",
-        "generate",
-        "attar:tiny",
-        "--prompt",
-        "Once",
-        "--max-tokens",
-        "5",
-        path=environment,
-    )
+    warned = run(environment, *GENERATE, path=environment)
     assert warned.stdout.strip() and "no compiler" in warned.stderr

@@ -114,13 +114,13 @@ class SweepError(AttarError):
 
 
 class MissingExtraError(AttarError):
-    """An optional package (import name) is not installed; attar's ``extra`` installs it."""
+    """An optional package (import name) is not installed; ``extra`` brings it, or pip by its name."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"the package {package!r} is not installed",
-            hint=f"in a checkout of attar: pip install -e '.[{extra}]'",
-        )
+    def __init__(self, package: str, extra: str | None) -> None:
+        from attar.extras import install_command
+
+        hint = f"pip install {package}" if extra is None else install_command(extra)
+        super().__init__(f"the package {package!r} is not installed", hint=hint)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

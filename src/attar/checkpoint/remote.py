@@ -361,7 +361,8 @@ def _open(address: str) -> tuple[Any, str]:
     try:
         store, root = fsspec.core.url_to_fs(address.rstrip("/"))
     except ImportError:
-        raise MissingExtraError(_PACKAGES.get(scheme, scheme), "remote") from None
+        package = _PACKAGES.get(scheme, scheme)
+        raise MissingExtraError(package, "remote" if package == "s3fs" else None) from None
     store.invalidate_cache()
     return store, root
 
