@@ -61,7 +61,8 @@ SWEEP = """
     import attar.walks.sweep, attar.models.loading.load, attar.models.anatomy.discover
     from attar.checkpoint import open_checkpoint
     from attar.quantization.hessian import Hessian
-    from attar.walks.sweep import Solution, sweep
+    from attar.walks.solvers import Solution
+    from attar.walks.sweep import sweep
     torch.randn(512, 512) @ torch.randn(512, 512)
     class Solver:
         original = False
@@ -98,7 +99,8 @@ EXPERTS = """
     from attar.quantization.write import write
     from attar.quantization.hessian import Hessian
     from attar.walks.expert_inputs import ExpertTokens
-    from attar.walks.sweep import Solution, sweep
+    from attar.walks.solvers import Solution
+    from attar.walks.sweep import sweep
     source, work, method = open_checkpoint(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     rounding = "gptq" if method == "statistics" else method
     settings = quantize_settings(method=rounding, scheme="W4A16", **json.loads(sys.argv[4]))
@@ -209,7 +211,7 @@ def expert_layers(folder: Path, layers: int, experts: int) -> Path:
     """A checkpoint of random weights in bf16, a file for each expert."""
     import transformers
 
-    from attar.models.loading.load import empty_model
+    from attar.models.loading.empty import empty_model
 
     config = transformers.Qwen3MoeConfig(num_hidden_layers=layers, num_experts=experts, **A3B)
     config.architectures = ["Qwen3MoeForCausalLM"]

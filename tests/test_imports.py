@@ -1,6 +1,7 @@
 """The direction of imports, and what must stay light: ARCHITECTURE.md's invariants."""
 
 import ast
+import graphlib
 import importlib.util
 import subprocess
 import sys
@@ -122,8 +123,8 @@ KERNELS = {  # solvers that prefer a compiled kernel
 }
 
 
-def imports(file):
-    """Modules of attar that a file imports at run time (not under TYPE_CHECKING)."""
+def import_statements(file):
+    """The import statements of a file that run, within functions too (not under TYPE_CHECKING)."""
     tree = ast.parse(file.read_text())
     guarded = {
         id(inner)
@@ -131,13 +132,17 @@ def imports(file):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
-        if id(node) in guarded:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Import):
+    statements = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return [node for node in statements if id(node) not in guarded]
+
+
+def imports(file):
+    """Modules that a file imports at run time."""
+    for node in import_statements(file):
+        if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif node.module:
+            yield node.module
 
 
 def of_attar(file):
@@ -209,6 +214,29 @@ def test_packages_import_only_downwards():
         if len(module.split(".")) > 1 and not may_import(file, module)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def dotted(file):
+    """Name of the module or package that a file is."""
+    return ".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph():
+    """The modules that each module of attar imports, by name; ``from package import module`` counts as the
+    module."""
+    files = {dotted(file): file for file in ROOT.rglob("*.py")}
+    graph = {}
+    for name, file in files.items():
+        graph[name] = set()
+        for node in import_statements(file):
+            package = getattr(node, "module", None)
+            members = [f"{package}.{alias.name}" if package else alias.name for alias in node.names]
+            graph[name] |= {member if member in files else package for member in members} & files.keys()
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter(import_graph()).prepare()  # raises CycleError, which names the circle
 
 
 LIGHT = (

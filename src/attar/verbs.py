@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attar.checkpoint import Checkpoint
-    from attar.checkpoint.inspect import Inspection
+    from attar.checkpoint.description import Inspection
     from attar.cluster.settings import ClusterSettings
     from attar.collection.collect import CollectionResult
     from attar.collection.cost import CollectionEstimate

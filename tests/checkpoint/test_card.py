@@ -12,7 +12,6 @@ from attar.checkpoint.inspect import inspect
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, duties_of
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.render import render
 from attar.errors import AttarError, CheckpointError
 
 ROOT = Parent(
@@ -161,7 +160,7 @@ def test_no_field_of_a_card_can_break_what_reads_it(make, tmp_path):
             (folder / "attar.json").write_text(json.dumps(replaced(WHOLE, path, value)))
             try:
                 summary = inspect(folder)
-                render(summary)
+                summary.render()
                 summary.to_dict()
                 duties_of(open_checkpoint(folder))
                 lineage = compact(

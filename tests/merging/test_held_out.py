@@ -12,7 +12,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, DataError, ModelError
 from attar.merging.held_out import HeldOutText, fill
 from attar.merging.settings import MergeSettings
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from tests import tiny_models
 
 

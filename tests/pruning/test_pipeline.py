@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import attar
-from attar.checkpoint.render import render
 from attar.formats.readers import Decoded
 from attar.measure.run_folder import read_run
 from attar.measure.verdict import findings
@@ -70,7 +69,7 @@ def test_a_recipe_keeps_the_zeros_to_its_end(model, tmp_path):
     for stage in ("recover", "w8", "w4"):
         card = json.loads((stages[stage] / "attar.json").read_text())
         assert card["settings"]["keep_zeros"] == "true", "the lineage says so"
-        assert "2:4, by wanda" in render(attar.inspect(stages[stage]))
+        assert "2:4, by wanda" in attar.inspect(stages[stage]).render()
     lines = findings(read_run(tmp_path / "run"))
     assert any("recover won back" in line for line in lines), lines
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from attar.cluster.settings import ClusterSettings
-from attar.cluster.tasks import LOST, TaskOutcome
-from attar.cluster.workers import perform
+from attar.cluster.tasks import LOST, TaskOutcome, perform
 from attar.errors import DataError, OutputError, RecipeError
 from attar.measure.run_folder import StageRecord
 from attar.measure.sweep import pareto_front

@@ -19,8 +19,9 @@ import pytest
 from attar.checkpoint.open import open_checkpoint
 from attar.cluster.journal import FILE, TaskJournal, read_lines, statuses
 from attar.cluster.rows import run_rows
-from attar.cluster.settings import ClusterSettings, Resources
-from attar.cluster.tasks import DONE, FAILED, ClusterTask, run_tasks
+from attar.cluster.settings import ClusterSettings
+from attar.cluster.tasks import DONE, FAILED, ClusterTask, Resources, run_tasks
+from attar.cluster.workers import actors_of, workers_of
 from attar.errors import EndpointError
 
 ray = pytest.importorskip("ray")
@@ -80,7 +81,7 @@ def cluster(functions):
 
 def run(tasks, folder):
     journal = TaskJournal(folder / FILE)
-    workers = ClusterSettings(on="auto").workers()
+    workers = workers_of(ClusterSettings(on="auto"))
     try:
         return run_tasks(tasks, workers, journal)
     finally:
@@ -133,9 +134,9 @@ def test_a_worker_killed_by_its_pid(cluster, tmp_path):
 
 def test_resources_that_no_machine_has_are_refused(cluster):
     with pytest.raises(EndpointError, match=r"no machine .* GPU 7"):
-        ClusterSettings(on="auto", gpus=7).workers()
+        workers_of(ClusterSettings(on="auto", gpus=7))
     with pytest.raises(EndpointError, match="CPU 1000"):
-        ClusterSettings(on="auto", cpus=1000).workers()
+        workers_of(ClusterSettings(on="auto", cpus=1000))
     assert Resources(cpus=2).cpus == 2
 
 
@@ -212,8 +213,8 @@ def rows_on(tmp_path, function, jobs=2):
     def task_of(name, batch):
         return ClusterTask(name, f"scale_functions:{function}", {"rows": batch, "folder": str(tmp_path)})
 
-    actors = ClusterSettings(on="auto", jobs=jobs).actors
-    return run_rows(rows, task_of, actors, tmp_path / "rows.journal", batch=2)
+    settings = ClusterSettings(on="auto", jobs=jobs)
+    return run_rows(rows, task_of, lambda: actors_of(settings), tmp_path / "rows.journal", batch=2)
 
 
 def test_a_poison_row_is_one_error_of_an_actor_pool(cluster, tmp_path):
@@ -226,7 +227,7 @@ def test_a_poison_row_is_one_error_of_an_actor_pool(cluster, tmp_path):
 
 def test_more_actors_than_the_cluster_holds_are_refused(cluster):
     with pytest.raises(EndpointError, match="9 times CPU 1"):
-        ClusterSettings(on="auto", jobs=9).actors()
+        actors_of(ClusterSettings(on="auto", jobs=9))
 
 
 def test_prompts_on_an_actor_pool_are_answered_as_in_one_process(cluster, tmp_path):

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from attar.cluster.settings import ClusterSettings
-from attar.cluster.tasks import LOST, TaskOutcome
-from attar.cluster.workers import perform
+from attar.cluster.tasks import LOST, TaskOutcome, perform
 from attar.errors import OutputError
 from attar.runtime.llm import LLM
 from attar.runtime.settings import EngineSettings, TextSettings
@@ -46,7 +45,7 @@ class Deadly:
 def generate(tmp_path, monkeypatch):
     def call(prompts=PROMPTS, word=None, size=2, **options):
         workers = Deadly(word)
-        monkeypatch.setattr(ClusterSettings, "actors", lambda self: workers)
+        monkeypatch.setattr("attar.serving.batch.actors_of", lambda settings: workers)
         result = batch.generate_to_file(
             "attar:tiny",
             prompts,

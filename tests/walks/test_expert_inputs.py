@@ -13,7 +13,8 @@ from attar.quantization.plan import plan
 from attar.quantization.rounding import METHODS
 from attar.quantization.settings import quantize_settings
 from attar.walks.expert_inputs import ExpertTokens
-from attar.walks.sweep import Solution, sweep
+from attar.walks.solvers import Solution
+from attar.walks.sweep import sweep
 from tests import tiny_models
 
 

@@ -9,7 +9,8 @@ from attar.models.loading import device
 from attar.models.loading.load import load_model
 from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
-from attar.walks.sweep import Solution, sweep
+from attar.walks.solvers import Solution
+from attar.walks.sweep import sweep
 from benchmarks import memory
 from tests import tiny_models
 from tests.cases import mostly_slow

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.card import Card, Parent, plain
+from attar.checkpoint.card import Card
+from attar.checkpoint.description import Inspection
 from attar.checkpoint.draft_head import draft_head_of
 from attar.checkpoint.geometry import ModelGeometry, geometry
-from attar.checkpoint.licences import Duties, duties
+from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.oddities import WORKS
 from attar.checkpoint.open import Checkpoint, open_anyway
-from attar.checkpoint.parts import ModelPart, ParameterCount, code_bits, count
+from attar.checkpoint.parts import ParameterCount, code_bits, count
 from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
@@ -27,67 +27,6 @@ JUDGE = "attar.models.loading.fit"
 DESCRIBERS = {".gguf": "attar.formats.gguf.open"}
 """Modules that describe single-file models, by suffix: ``describe``, and ``open_unknown`` for an unknown
 family; by name, because formats/ is above this package."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """A checkpoint's description from its headers and small files.
-
-    Attributes:
-        dtype: torch's name of the number type of its dense tensors.
-        parameters: as before quantization; tied weights count once.
-        bits_per_weight: stored bits per parameter, scales and all other tensors included.
-        tensor_bytes: bytes of all tensors.
-        disk_bytes: bytes of all files of the folder, or of all parts of the file.
-        tied: whether the head is the embedding.
-        quantization: method, format and bits of the stored codes, or None.
-        zeros: method, fraction and pattern of the zeros that pruning set, as its card says; None elsewhere.
-        draft_head: kind, target and sizes, and its acceptance at each position as the card has it; None for a
-            model.
-        container: types and metadata of a single-file model; None for a folder.
-        oddities: what a user should know of it, and why verbs refuse it: verdict, text and hint of each.
-        stage: the verb that made it; ``original`` without a card.
-        command: a command line that makes it again.
-        lineage: the checkpoint itself as a record with all its ancestors.
-    """
-
-    name: str
-    path: Path
-    architecture: str
-    model_type: str
-    dtype: str
-    parameters: int
-    parts: tuple[ModelPart, ...]
-    bits_per_weight: float
-    tensor_bytes: int
-    disk_bytes: int
-    weight_files: int
-    tied: bool
-    geometry: ModelGeometry
-    quantization: dict[str, Any] | None
-    zeros: dict[str, Any] | None
-    draft_head: dict[str, Any] | None
-    container: dict[str, Any] | None
-    oddities: tuple[dict[str, str], ...]
-    stage: str
-    command: str
-    lineage: Parent
-    licence: Duties
-    measurements: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON content; ``kv_bytes_per_token`` and ``context`` are repeated at the top level."""
-        parts = [{**asdict(part), "bits_per_weight": part.bits_per_weight} for part in self.parts]
-        top = {"kv_bytes_per_token": self.geometry.kv_bytes_per_token, "context": self.geometry.context}
-        content = plain({**asdict(self), "parts": parts, **top})
-        assert isinstance(content, dict)
-        return content
-
-    def render(self) -> str:
-        """Plain text of at most 100 columns."""
-        from attar.checkpoint.render import render
-
-        return render(self)
 
 
 def inspect(model: str | Path | Checkpoint) -> Inspection:

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from attar.cluster.settings import Resources
-from attar.cluster.tasks import FAILED, LOST, ClusterTask, TaskOutcome
+from attar.cluster.tasks import FAILED, LOST, ClusterTask, Resources, TaskOutcome, perform
 from attar.errors import EndpointError, MissingExtraError
 
 AHEAD = 64
@@ -173,8 +172,6 @@ class _Actor:
 
 def _perform(task: str, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Runs on a worker."""
-    from attar.cluster.workers import perform
-
     return asdict(perform(task, function, arguments))
 
 

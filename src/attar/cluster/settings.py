@@ -1,32 +1,13 @@
-"""Where tasks run (``--on``, ``--jobs``), and what each of them asks of a machine."""
+"""Where tasks run (``--on``, ``--jobs``), and what each of them asks of a machine, as settings."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from attar.cluster.tasks import Resources
 from attar.errors import SettingsError
 
-if TYPE_CHECKING:
-    from attar.cluster.tasks import Workers
-
 RAY = "ray://"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a task is given.
-
-    Args:
-        cpus: processors; 0 counts none.
-        gpus: devices, or a part of one.
-        memory_bytes: 0: not asked for.
-    """
-
-    cpus: int = 1
-    gpus: float = 0.0
-    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +45,3 @@ class ClusterSettings:
     def resources(self) -> Resources:
         """What each task asks."""
         return Resources(self.cpus, self.gpus, int(self.memory_gb * 1e9))
-
-    def workers(self) -> Workers:
-        """The workers of ``on``, or of this machine.
-
-        Raises:
-            MissingExtraError: Ray is not installed.
-            EndpointError: the cluster does not answer, or no machine of it has these resources.
-        """
-        if not self.on:
-            from attar.cluster.workers import WorkerProcesses
-
-            return WorkerProcesses(self.jobs, threads=max(1, processors() // self.jobs))
-        from attar.cluster.ray_workers import RayWorkers
-
-        return RayWorkers(self.on, self.resources)
-
-    def actors(self) -> Workers:
-        """``jobs`` workers that keep what they loaded from task to task. Raises as :meth:`workers`."""
-        if not self.on:
-            return self.workers()
-        from attar.cluster.ray_workers import RayActors
-
-        return RayActors(self.on, self.resources, self.jobs)
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,16 +6,33 @@ that need a failed one are skipped, all others go on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Protocol
 
 from attar.cluster.journal import TaskJournal
-from attar.cluster.settings import Resources
+from attar.errors import AttarError
 from attar.progress import SILENT, Progress
 
 ATTEMPTS = 3
 DONE, FAILED, LOST, SKIPPED = "done", "failed", "lost", "skipped"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a task is given.
+
+    Args:
+        cpus: processors; 0 counts none.
+        gpus: devices, or a part of one.
+        memory_bytes: 0: not asked for.
+    """
+
+    cpus: int = 1
+    gpus: float = 0.0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,3 +168,19 @@ def _skip(
                 _event(journal, task.id, SKIPPED, message=message)
                 shown.advance()
                 missed = True
+
+
+def perform(task: str, function: str, arguments: Mapping[str, Any]) -> TaskOutcome:
+    """Call the function of a task; what it raises becomes an outcome."""
+    worker = f"{os.uname().nodename}:{os.getpid()}"
+    try:
+        module, _, name = function.partition(":")
+        result = getattr(import_module(module), name)(**arguments)
+    except AttarError as error:
+        return TaskOutcome(task, FAILED, message=error.message, hint=error.hint or "", worker=worker)
+    except MemoryError as error:
+        return TaskOutcome(task, FAILED, message=f"out of memory: {error}", worker=worker)
+    except Exception as error:
+        message = f"this is a bug of attar: {type(error).__name__}: {error}"
+        return TaskOutcome(task, FAILED, message=" ".join(message.split()), worker=worker)
+    return TaskOutcome(task, DONE, result=result, worker=worker)

@@ -13,16 +13,42 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from typing import IO, Any
+from typing import IO
 
-from attar.cluster.tasks import DONE, FAILED, LOST, ClusterTask, TaskOutcome
-from attar.errors import AttarError
+from attar.cluster.settings import ClusterSettings
+from attar.cluster.tasks import LOST, ClusterTask, TaskOutcome, Workers, perform
 
 GRACE_S = 30.0
 """Seconds that a process at work gets to end its step."""
+
+
+def workers_of(settings: ClusterSettings) -> Workers:
+    """The workers of ``--on``, or of this machine.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        EndpointError: the cluster does not answer, or no machine of the cluster has these resources.
+    """
+    if not settings.on:
+        return WorkerProcesses(settings.jobs, threads=max(1, processors() // settings.jobs))
+    from attar.cluster.ray_workers import RayWorkers
+
+    return RayWorkers(settings.on, settings.resources)
+
+
+def actors_of(settings: ClusterSettings) -> Workers:
+    """``--jobs`` workers that keep what they loaded from task to task. Raises as :func:`workers_of`."""
+    if not settings.on:
+        return workers_of(settings)
+    from attar.cluster.ray_workers import RayActors
+
+    return RayActors(settings.on, settings.resources, settings.jobs)
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass
@@ -116,19 +142,3 @@ def serve() -> None:
             outcome = perform(record["id"], record["function"], record["arguments"])
             answers.write(json.dumps(asdict(outcome)).encode() + b"\n")
             answers.flush()
-
-
-def perform(task: str, function: str, arguments: Mapping[str, Any]) -> TaskOutcome:
-    """Call the function of a task; what it raises becomes an outcome."""
-    worker = f"{os.uname().nodename}:{os.getpid()}"
-    try:
-        module, _, name = function.partition(":")
-        result = getattr(import_module(module), name)(**arguments)
-    except AttarError as error:
-        return TaskOutcome(task, FAILED, message=error.message, hint=error.hint or "", worker=worker)
-    except MemoryError as error:
-        return TaskOutcome(task, FAILED, message=f"out of memory: {error}", worker=worker)
-    except Exception as error:
-        message = f"this is a bug of attar: {type(error).__name__}: {error}"
-        return TaskOutcome(task, FAILED, message=" ".join(message.split()), worker=worker)
-    return TaskOutcome(task, DONE, result=result, worker=worker)

@@ -33,7 +33,8 @@ from attar.formats.exl2 import refuse as refuse_shape
 from attar.formats.readers import quant_method, reader
 from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import empty_model, load_tokenizer
+from attar.models.loading.empty import empty_model
+from attar.models.loading.load import load_tokenizer
 from attar.models.loading.stored import stored_names
 from attar.progress import Progress
 from attar.quantization.gates import checked_layers
@@ -49,8 +50,9 @@ from attar.quantization.methods.exl2 import (
     patterns,
     quantize_layer,
 )
+from attar.walks.solvers import Solution
 from attar.walks.stream import stream
-from attar.walks.sweep import Solution, SweepResult, sweep
+from attar.walks.sweep import SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

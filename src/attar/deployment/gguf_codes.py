@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from attar.checkpoint.processes import Processes
     from attar.deployment.imatrix import Sums
     from attar.quantization.plan import QuantizationPlan
-    from attar.quantization.rounding import RoundedModel
+    from attar.quantization.quantization_method import RoundedModel
     from attar.walks.skeleton import HiddenStates, Skeleton
 
 LOST = 0.25  # share of a tensor's squared weight that it may lose where a scale is at float16's end
@@ -111,7 +111,8 @@ def quantized_codes(
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
-        from attar.quantization.rounding import METHODS, RoundingTask
+        from attar.quantization.quantization_method import RoundingTask
+        from attar.quantization.rounding import METHODS
 
         plan, head = rounding_plan(view, placed, kinds), HeadImportance()
         after_blocks = None if importance.entries else head
@@ -151,7 +152,7 @@ class HeadImportance:
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> QuantizationPlan:
     """The Linears of the blocks as sites on the grids of their types."""
     from attar.models.anatomy.discover import discover
-    from attar.models.loading.load import empty_model
+    from attar.models.loading.empty import empty_model
     from attar.models.loading.stored import stored_names
     from attar.quantization.plan import LayerPlan, QuantizationPlan
 

@@ -27,8 +27,8 @@ from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.roles import is_linear
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import Experts
-from attar.models.loading.load import empty_model
 from attar.models.loading.stored import stored_names
 from attar.progress import SILENT, Progress
 

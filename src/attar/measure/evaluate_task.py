@@ -10,6 +10,7 @@ from typing import Any
 from attar.checkpoint.card import plain
 from attar.cluster.settings import ClusterSettings
 from attar.cluster.tasks import DONE, ClusterTask, run_tasks
+from attar.cluster.workers import workers_of
 from attar.errors import EndpointError
 from attar.measure.settings import EvaluateSettings
 from attar.progress import SILENT, Progress
@@ -35,7 +36,7 @@ def evaluate_on(
         "folder": str(Path.cwd()),
     }
     task = ClusterTask("evaluate", f"{__name__}:evaluate_task", arguments, resources=cluster.resources)
-    workers = cluster.workers()
+    workers = workers_of(cluster)
     try:
         outcome = run_tasks([task], workers, None, progress=progress)["evaluate"]
     finally:

@@ -27,7 +27,8 @@ from attar.data.packing import pack, row_length
 from attar.errors import ModelError
 from attar.merging.settings import MergeSettings
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import empty_model, load_model, load_tokenizer
+from attar.models.loading.empty import empty_model
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.loading.stored import stored_names
 from attar.walks.objectives import masked_token_loss, next_token_loss
 
@@ -130,7 +131,7 @@ class HeldOutText:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Give an empty model (:func:`attar.models.loading.load.empty_model`) its weights, in float32.
+    """Give an empty model (:func:`attar.models.loading.empty.empty_model`) its weights, in float32.
 
     The model is changed and returned; the tensors are not changed.
 

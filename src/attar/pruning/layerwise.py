@@ -15,7 +15,7 @@ from attar.pruning.criteria.wanda import InputNorms, wanda_scores
 from attar.pruning.linears import Amounts, Linears
 from attar.quantization.hessian import Hessian, factorize_, output_error
 from attar.sparsity import Sparsity
-from attar.walks.sweep import Solution
+from attar.walks.solvers import Solution
 
 PruneSolver = Callable[..., Tensor]
 """``solver(weight (N, K), H (K, K), sparsity, **options)``: the pruned weight (N, K), its zeros exact."""

@@ -15,7 +15,7 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.readers import refuse_packed
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import matches, weight_of
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_names
 from attar.pruning.settings import ZerosSettings

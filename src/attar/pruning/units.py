@@ -21,7 +21,8 @@ from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, weight_of
 from attar.models.anatomy.unit_weights import UnitWeights
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import empty_model, load_model, load_tokenizer, save_model
+from attar.models.loading.empty import empty_model
+from attar.models.loading.load import load_model, load_tokenizer, save_model
 from attar.models.loading.stored import precision_note, stored_precision
 from attar.models.surgery.cut_model import cut_model
 from attar.models.surgery.cut_plan import CutPlan

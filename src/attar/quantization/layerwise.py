@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,11 @@ from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
 from attar.quantization.plan import LayerPlan
+from attar.quantization.quantization_method import QuantizationMethod
 from attar.quantization.settings import AWQSettings, GPTQSettings, SparseGPTQSettings
 from attar.quantization.transforms.awq import search_clip
 from attar.sparsity import Sparsity
-from attar.walks.sweep import Solution
-
-if TYPE_CHECKING:
-    from attar.quantization.rounding import QuantizationMethod
+from attar.walks.solvers import Solution
 
 DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
 STACKED = 1 << 26  # weights that are rounded in one call, at most: their copies take memory

@@ -19,7 +19,7 @@ from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, matches
 from attar.models.anatomy.roles import is_linear
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.single_experts import SingleExperts, single_experts
 from attar.models.loading.stored import stored_names
 from attar.patterns import RegexError, check

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
-from attar.models.loading.load import empty_model, load_model, load_tokenizer
+from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.surgery.zeros import zero_mask
-from attar.progress import Progress
 from attar.quantization.blockwise import AutoRoundSolver, gptq_start
-from attar.quantization.calibration import batches_of
-from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
@@ -40,12 +36,12 @@ from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.methods.qronos import qronos
 from attar.quantization.plan import LayerPlan, QuantizationPlan
+from attar.quantization.quantization_method import QuantizationMethod, RoundedModel, RoundingTask
 from attar.quantization.settings import (
     AutoRoundSettings,
     AWQSettings,
     CalibrationSettings,
     GPTQSettings,
-    MethodSettings,
     QATSettings,
     QuantizeSettings,
     RTNSettings,
@@ -57,87 +53,13 @@ from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import AfterBlocks, SweepResult, sweep
+from attar.walks.sweep import SweepResult, sweep
 
 if TYPE_CHECKING:
-    from attar.checkpoint import Checkpoint
+    pass
 
 CHUNK = 1 << 20  # weights compared at a time: temporaries stay in the cache
 FEW = 5.0  # bits a weight under which a searched scale pays
-
-CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
-"""``codes(stored name, load)``: the quantized weight of a layer; ``load()`` reads the dense one as it is
-stored."""
-
-
-@dataclass(frozen=True)
-class RoundingTask:
-    """What a walk is given.
-
-    Attributes:
-        checkpoint: dense; the plan was made for it.
-        work: folder of finished parts, which the processes share; survives a kill.
-        processes: those that take the walk together.
-        after_blocks: called with the hidden states after the last block, where a sweep rounds.
-    """
-
-    checkpoint: Checkpoint
-    plan: QuantizationPlan
-    settings: QuantizeSettings
-    work: Path
-    progress: Progress
-    after_blocks: AfterBlocks | None = None
-    processes: Processes = ALONE
-
-    def batches(self) -> list[Tensor]:
-        """The calibration batches, int64 (B, S)."""
-        return batches_of(self.checkpoint, self.settings)
-
-
-@dataclass(frozen=True)
-class RoundedModel:
-    """What a walk returns.
-
-    Attributes:
-        codes: see :data:`CodeSource`.
-        reports: one row a layer, once all codes have been read.
-        input_scales: learned static scales of inputs, by module name.
-        precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
-            were none.
-    """
-
-    codes: CodeSource
-    reports: Callable[[], list[dict[str, Any]]]
-    input_scales: Mapping[str, float] = field(default_factory=dict)
-    curve: list[dict[str, float]] = field(default_factory=list)
-    precision: str = ""
-
-
-@dataclass(frozen=True)
-class QuantizationMethod:
-    """A rounding method.
-
-    Attributes:
-        walk: makes the codes of a checkpoint.
-        solver: rounds one weight, for sweep_layers; None: to nearest.
-        original_inputs: the solver compares with the original model's inputs: ``cross=``.
-        stacked: weights with the same inputs are rounded in one call.
-        refined: coordinate descent on the codes follows.
-        search_below: bits a weight under which ``scales: auto`` searches for the least output error.
-    """
-
-    settings: type[MethodSettings]
-    walk: Callable[[RoundingTask], RoundedModel]
-    solver: Callable[..., RoundingResult] | None = None
-    original_inputs: bool = False
-    stacked: bool = False
-    refined: bool = False
-    search_below: float = 0.0
-
-    @property
-    def sees_text(self) -> bool:
-        """Whether calibration text is run through the model."""
-        return self.walk is not stream_nearest
 
 
 def stream_nearest(task: RoundingTask) -> RoundedModel:
@@ -386,8 +308,8 @@ def _energy(weight: Tensor) -> float:
 
 
 METHODS: dict[str, QuantizationMethod] = {
-    "rtn": QuantizationMethod(RTNSettings, stream_nearest),
-    "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest),
+    "rtn": QuantizationMethod(RTNSettings, stream_nearest, sees_text=False),
+    "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest, sees_text=False),
     "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
     "gptq": QuantizationMethod(
         SparseGPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW

@@ -35,7 +35,8 @@ from attar.quantization.check import check_result
 from attar.quantization.gates import rarest_expert
 from attar.quantization.mixed_precision.search import choose_bits
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
-from attar.quantization.rounding import METHODS, RoundingTask
+from attar.quantization.quantization_method import RoundingTask
+from attar.quantization.rounding import METHODS
 from attar.quantization.settings import (
     VERSION,
     AWQSettings,

@@ -27,7 +27,7 @@ from attar.walks.stream import stream
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-    from attar.quantization.rounding import CodeSource
+    from attar.quantization.quantization_method import CodeSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 YES = "yes"

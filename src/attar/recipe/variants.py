@@ -19,9 +19,10 @@ from attar.checkpoint.card import versions
 from attar.checkpoint.open import open_checkpoint
 from attar.cluster.journal import FILE as JOURNAL
 from attar.cluster.journal import TaskJournal
-from attar.cluster.settings import ClusterSettings, Resources
+from attar.cluster.settings import ClusterSettings
 from attar.cluster.tasks import DONE as ENDED
-from attar.cluster.tasks import ClusterTask, TaskOutcome, Workers, run_tasks
+from attar.cluster.tasks import ClusterTask, Resources, TaskOutcome, Workers, run_tasks
+from attar.cluster.workers import workers_of
 from attar.errors import AttarError, RecipeError
 from attar.progress import SILENT, Progress
 from attar.recipe.machine import PACKAGES
@@ -108,7 +109,7 @@ def run_variants(
         if tasks:
             lines = TaskJournal(journal / JOURNAL)
             stack.callback(lines.close)
-            workers = workers or settings.workers()
+            workers = workers or workers_of(settings)
             stack.callback(workers.close)
             by_task = {run.task(stage): (run, stage) for run in runs for stage in _stages(run)}
 

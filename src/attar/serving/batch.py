@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.cluster.rows import run_rows
 from attar.cluster.settings import ClusterSettings
 from attar.cluster.tasks import ClusterTask
+from attar.cluster.workers import actors_of
 from attar.errors import AttarError, OutputError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.settings import EngineSettings, TextSettings
@@ -88,9 +89,9 @@ def generate_to_file(
 
     out.parent.mkdir(parents=True, exist_ok=True)
     journal = out.with_name(out.name + ".journal")
-    results = run_rows(
-        dict(zip(ids, prompts, strict=True)), task_of, cluster.actors, journal, batch=batch, progress=progress
-    )
+    rows = dict(zip(ids, prompts, strict=True))
+    actors = partial(actors_of, cluster)
+    results = run_rows(rows, task_of, actors, journal, batch=batch, progress=progress)
     lines = [_line(prompt, results[id]) for prompt, id in zip(prompts, ids, strict=True)]
     atomic.write_bytes(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
     return BatchResult(out, len(lines), sum("error" in line for line in lines))

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, distributed
 
 from attar.checkpoint.processes import Processes
-from attar.walks.sweep import Solution
+from attar.walks.solvers import Solution
 
 
 @dataclass(frozen=True)
 class SharedSolver:
-    """See :class:`attar.walks.sweep.Solver`.
+    """See :class:`attar.walks.solvers.Solver`.
 
     Attributes:
         solver: its accumulators have ``reduce(total)``, which replaces their sums by ``total`` of them.

@@ -24,7 +24,7 @@ from attar.checkpoint.tensors import read_tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.device import bf16_products
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_buffers, stored_names
 from attar.models.surgery.masking import replaced_forward

@@ -26,7 +26,7 @@ from attar.formats.gguf.tensor_map import (
     sorted_groups,
 )
 from attar.models.loading.configs import parse_config
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from tests.formats.gguf import variants
 from tests.formats.gguf.variants import (
     VARIANTS,

@@ -15,7 +15,6 @@ from attar.checkpoint.inspect import inspect
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.render import render
 from attar.errors import AttarError
 from tests.fuzz.targets.safetensors import CONFIG
 
@@ -48,7 +47,7 @@ def target(folder: Path) -> Callable[[bytes], bool]:
         (folder / FILE).write_bytes(data)
         try:
             checkpoint = open_checkpoint(folder)
-            render(inspect(checkpoint))
+            inspect(checkpoint).render()
             duties(compact([as_parent(checkpoint, "weights", "f" * 64)])).to_dict()
             return True
         except AttarError:

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Attention, LatentAttention, OtherMixer
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from tests import tiny_models
 
 # blocks, embedding, positions, final norm, head; tied; (heads, KV heads, head width); neurons; gated

@@ -6,7 +6,7 @@ import transformers
 
 from attar.models.anatomy.folding import Fold, foldable, rescaled, rescales
 from attar.models.anatomy.probe import BlockProbe, alike
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from tests import tiny_models as tiny
 
 # Kinds of the folds of one block, consumers of each, for every family of tiny_models.

@@ -9,8 +9,8 @@ from torch import nn
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import Experts, stack_of, unstack
-from attar.models.loading.load import empty_model
 from attar.models.loading.stored import stored_names
 from tests import tiny_models
 

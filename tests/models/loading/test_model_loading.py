@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import AttarError, CheckpointError, ModelError, NumericsError, SettingsError
 from attar.models.loading.configs import quiet
-from attar.models.loading.load import empty_model, load_model, load_tokenizer, read_tokenizer, save_model
+from attar.models.loading.empty import empty_model
+from attar.models.loading.load import load_model, load_tokenizer, read_tokenizer, save_model
 from tests import tiny_models
 
 
@@ -152,7 +153,7 @@ def test_quantized_checkpoints_come_back_dense(folder, monkeypatch, original):
     )
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(1)}))
     dense = {name: tensor.clone() for name, tensor in original.state_dict().items()}
-    monkeypatch.setattr("attar.models.loading.single_experts.stacked_state", lambda checkpoint: dict(dense))
+    monkeypatch.setattr("attar.models.loading.load.stacked_state", lambda checkpoint: dict(dense))
     loaded = load_model(folder, dtype=torch.float32)
     rows = tiny_models.tokens(original)
     assert torch.equal(tiny_models.logits(loaded, rows), tiny_models.logits(original, rows))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attar.models.loading.configs import load_config
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.plain_config import FAMILIES, PlainConfig, end_tokens, plain_config, plain_shapes
 from attar.runtime.runner.compiled_weights import check_config
 from attar.runtime.runner.step_config import rope, rotary_tables

@@ -8,7 +8,8 @@ import transformers
 
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
-from attar.models.loading.load import empty_model, save_model
+from attar.models.loading.empty import empty_model
+from attar.models.loading.load import save_model
 from attar.models.surgery.cut_model import head_counts, keep_heads, keep_layers, keep_neurons
 from tests import tiny_models
 

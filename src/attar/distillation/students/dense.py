@@ -24,8 +24,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Mixture
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import gate_and_up_rows, stack_of
-from attar.models.loading.load import empty_model
 from attar.models.surgery.rebuild import named_config
 
 SIBLINGS = {

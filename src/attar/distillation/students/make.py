@@ -24,7 +24,7 @@ from attar.importance.scoring import UnitScoring, no_loss
 from attar.importance.stream_activation import stream_activation_importance
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.unit_weights import group_weights, neuron_weights
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_model import cut_model
 from attar.models.surgery.cut_plan import CutPlan
 from attar.models.surgery.plan_space import cut_plan_of, first_units

@@ -21,7 +21,7 @@ from attar.distillation.students.fresh import narrower_config
 from attar.errors import SettingsError
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_model import cut_model
 from attar.models.surgery.cut_plan import CutPlan
 from attar.models.surgery.plan_costs import WIDTHS, PlannedModel, PlanSizes

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.checkpoint.parts import part_of
 from attar.errors import ModelError
 from attar.merging.planning.model import ModelView
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, Block
 from attar.models.anatomy.roles import is_linear
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 
 TOKENS = 5
 

@@ -259,7 +259,7 @@ class _TargetModel:
     def renamed(self) -> dict[str, str]:
         """Stored names by transformers' parameter names, for families whose checkpoints use other names;
         empty for a family that transformers does not know."""
-        from attar.models.loading.load import empty_model
+        from attar.models.loading.empty import empty_model
         from attar.models.loading.stored import stored_names
 
         try:

@@ -18,7 +18,7 @@ from torch import nn
 
 from attar.checkpoint.companions import CODE_KEYS, tokenizer_files
 from attar.checkpoint.geometry import geometry
-from attar.checkpoint.oddities import ANOTHER_MODEL, ANOTHER_VERSION, REFUSED, Oddity, oddity
+from attar.checkpoint.oddities import ANOTHER_VERSION, REFUSED, Oddity, oddity
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.weight_files import more
 from attar.errors import AttarError, CheckpointError, ModelError
@@ -133,8 +133,8 @@ def _known_model(view: Any) -> Any | None:
     """The model without weights, its experts as they are stored: stacked, or one by one; None for an
     architecture unknown to transformers, which some exports do not need."""
     from attar.models.loading.configs import is_known
+    from attar.models.loading.empty import empty_model
     from attar.models.loading.experts import stack_of, unstack
-    from attar.models.loading.load import empty_model
     from attar.models.loading.stored import stored_names
 
     if not is_known(view.config):
@@ -151,7 +151,7 @@ def _known_model(view: Any) -> Any | None:
 
 def _check_tensors(view: Any, model: nn.Module) -> list[Oddity]:
     """Compare stored tensors and architecture. Returns what is passed over."""
-    from attar.models.loading.stored import stored_names
+    from attar.models.loading.stored import report_misfits, stored_names
 
     where = f"{view.path} ({type(model).__name__})"
     names = stored_names(model, view, strict=False)
@@ -209,47 +209,3 @@ def _ignored_names(model: Any, names: list[str]) -> list[str]:
         for name in names
         if not re.search(_OLD_BUFFERS, name) and any(pattern.search(name) for pattern in passed)
     ]
-
-
-def report_misfits(
-    where: str,
-    model: nn.Module,
-    *,
-    wrong: Mapping[str, tuple[Any, Any]],
-    extra: list[str],
-    missing: list[str] | None = None,
-) -> None:
-    """Raise where the stored tensors and the architecture's differ.
-
-    Args:
-        wrong: stored and wanted shape by name.
-        extra: tensors that no parameter takes; those of a module that the model lacks are spare.
-        missing: parameters without a tensor.
-    """
-    for name, (stored, wanted) in wrong.items():
-        raise CheckpointError(
-            f"{where}: tensor {name} is {list(stored)}, but the config asks for {list(wanted)}{more(wrong)}",
-            hint=ANOTHER_MODEL,
-        )
-    if missing:
-        raise ModelError(f"{where}: tensor {missing[0]} is missing{more(missing)}", hint=ANOTHER_MODEL)
-    extra = [name for name in extra if not _is_spare(model, name)]
-    if extra:
-        raise ModelError(
-            f"{where}: tensor {extra[0]} has no place in the model{more(extra)}", hint=ANOTHER_MODEL
-        )
-
-
-def _is_spare(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to a module, outside the layers, that the model lacks."""
-    steps = name.split(".")
-    if any(step.isdigit() for step in steps):
-        return False
-    path = ""
-    for step in steps[:-1]:
-        path = f"{path}.{step}".lstrip(".")
-        try:
-            model.get_submodule(path)
-        except AttributeError:
-            return True
-    return False

@@ -6,7 +6,6 @@ transformers knows the family itself. Nothing here goes to the network; :mod:`at
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
@@ -18,21 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from torch.overrides import TorchFunctionMode
 from transformers import AutoTokenizer, GenerationConfig, TokenizersBackend
-from transformers.initialization import no_init_weights
 
 from attar.checkpoint.atomic import write_config
 from attar.errors import CheckpointError
 from attar.memory import check_memory
 from attar.models.draft_heads.kind import refuse_draft_head
-from attar.models.loading.configs import first_line, load_config, model_class, parse_config, quiet, refusal
+from attar.models.loading.configs import first_line, load_config, model_class, quiet
 from attar.models.loading.device import pick_device
 from attar.models.loading.experts import unstack
-from attar.models.loading.fit import report_misfits
 from attar.models.loading.plain_tokenizer import TOKENIZER_FILES
+from attar.models.loading.single_experts import is_apart, stacked_state
+from attar.models.loading.stored import report_misfits, stored_of
 from attar.models.loading.tokenizer_file import follow_file
 from attar.models.loading.tokenizer_rows import within_rows
 
@@ -75,7 +72,6 @@ def load_model(
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
     from attar.formats import readers
-    from attar.models.loading.single_experts import is_apart, stacked_state
 
     packed = readers.quant_method(checkpoint)
     if packed is not None or is_apart(checkpoint) or not checkpoint.as_stored:
@@ -135,7 +131,6 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     from attar.models.anatomy.discover import discover
     from attar.models.anatomy.roles import is_linear
     from attar.models.fake_quant import round_cache, round_inputs
-    from attar.models.loading.stored import stored_of
 
     if any(group.activations for group in scheme.groups):
         unstack(model)
@@ -183,27 +178,6 @@ def _stored_tensor(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tenso
         if candidate in checkpoint.tensors:
             return checkpoint.load(candidate)
     return None
-
-
-def empty_model(config: Mapping[str, Any] | Any, *, unstacked: bool = False) -> Any:
-    """A model without weights: parameters on meta, buffers (rotary frequencies, position ids) real.
-
-    Args:
-        config: a parsed config.json, or a transformers config; its ``architectures`` name the class.
-        unstacked: the experts of mixtures are Linears (:mod:`attar.models.loading.experts`).
-
-    Raises:
-        ModelError: transformers does not know the architecture, or refuses the config.
-    """
-    config = parse_config(config) if isinstance(config, Mapping) else copy.deepcopy(config)
-    kind = model_class(config)
-    with quiet(), init_empty_weights(include_buffers=False), no_init_weights(), _WeightsOnMeta():
-        try:
-            model = kind._from_config(config)
-        except Exception as error:
-            raise refusal(kind, config, error) from error
-    model.tie_weights()
-    return (unstack(model) if unstacked else model).eval()
 
 
 def load_tokenizer(model: str | Path | Checkpoint) -> Any:
@@ -315,17 +289,6 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_config(path, config)
-
-
-class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
-    """Lets ``torch.empty``, which allocates every large weight, take no memory; buffers are allocated
-    otherwise."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:

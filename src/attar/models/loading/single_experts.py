@@ -28,8 +28,8 @@ from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
 from attar.formats.readers import reader
 from attar.formats.stored_part import StoredPart
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import Holder, gate_and_up_rows, holders_of
-from attar.models.loading.load import empty_model
 
 NUMBERED = re.compile(r"\.experts\.\d+\.")
 

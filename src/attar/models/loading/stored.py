@@ -12,6 +12,7 @@ error.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from attar.checkpoint.normal_form import stated_tie
-from attar.checkpoint.oddities import oddity
+from attar.checkpoint.oddities import ANOTHER_MODEL, oddity
+from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, ModelError
 from attar.formats.readers import quant_method
 
@@ -150,3 +152,47 @@ def _named(config: dict[str, Any]) -> torch.dtype | None:
     configs = (config, text) if isinstance(text, dict) else (config,)
     names = [part.get(key) for part in configs for key in ("dtype", "torch_dtype")]
     return next((kind for kind in KINDS.values() if str(kind).removeprefix("torch.") in names), None)
+
+
+def report_misfits(
+    where: str,
+    model: nn.Module,
+    *,
+    wrong: Mapping[str, tuple[Any, Any]],
+    extra: list[str],
+    missing: list[str] | None = None,
+) -> None:
+    """Raise where the stored tensors and the architecture's differ.
+
+    Args:
+        wrong: stored and wanted shape by name.
+        extra: tensors that no parameter takes; those of a module that the model lacks are spare.
+        missing: parameters without a tensor.
+    """
+    for name, (stored, wanted) in wrong.items():
+        raise CheckpointError(
+            f"{where}: tensor {name} is {list(stored)}, but the config asks for {list(wanted)}{more(wrong)}",
+            hint=ANOTHER_MODEL,
+        )
+    if missing:
+        raise ModelError(f"{where}: tensor {missing[0]} is missing{more(missing)}", hint=ANOTHER_MODEL)
+    extra = [name for name in extra if not _is_spare(model, name)]
+    if extra:
+        raise ModelError(
+            f"{where}: tensor {extra[0]} has no place in the model{more(extra)}", hint=ANOTHER_MODEL
+        )
+
+
+def _is_spare(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to a module, outside the layers, that the model lacks."""
+    steps = name.split(".")
+    if any(step.isdigit() for step in steps):
+        return False
+    path = ""
+    for step in steps[:-1]:
+        path = f"{path}.{step}".lstrip(".")
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            return True
+    return False

@@ -20,7 +20,7 @@ from attar.errors import ModelError
 from attar.models.anatomy.discover import discover, text_config
 from attar.models.anatomy.halves import NEURONS
 from attar.models.anatomy.parts import Anatomy, Attention, Block, Projection
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_plan import (
     CutPlan,
     check_units,

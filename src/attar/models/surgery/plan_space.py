@@ -16,7 +16,7 @@ from attar.checkpoint.tensors import BITS, stored_dtype
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_model import cut_model, head_counts
 from attar.models.surgery.cut_plan import CutPlan, heads_of_groups
 from attar.models.surgery.plan_costs import (

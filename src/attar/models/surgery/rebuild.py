@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.models.anatomy.discover import text_config
 from attar.models.loading.configs import parse_config, quiet
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 
 # Llama's config wants hidden_size to be a multiple of the number of heads although head_dim is free.
 # Mistral's does not, and without a sliding window it is the same network with the same tensor names.

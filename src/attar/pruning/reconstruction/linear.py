@@ -34,7 +34,7 @@ from attar.quantization.hessian import (
     inverse_factor_,
     output_error,
 )
-from attar.walks.sweep import Solution
+from attar.walks.solvers import Solution
 
 ITERATIONS = 20  # of conjugate gradients
 WEIGHTS = 1 << 25  # solved at a time: conjugate gradients hold eight tensors of their size

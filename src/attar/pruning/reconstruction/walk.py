@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attar.formats.readers import Decoded, quant_method
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names
 from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource

@@ -33,7 +33,7 @@ from attar.models.anatomy.discover import discover
 from attar.models.anatomy.folding import Foldable, foldable, rescales
 from attar.models.anatomy.residual import residual
 from attar.models.loading.device import pick_device
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names, stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import batches_of

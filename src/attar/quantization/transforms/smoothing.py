@@ -11,7 +11,7 @@ from attar.models.anatomy.folding import Fold
 from attar.quantization.grids import Grid
 from attar.quantization.transforms.awq import AWQRule
 from attar.quantization.transforms.smoothquant import SmoothQuantRule
-from attar.walks.sweep import Solution
+from attar.walks.solvers import Solution
 
 
 class _IgnoredInputs:

@@ -29,7 +29,7 @@ from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
 from attar.models.anatomy.roles import is_linear
 from attar.models.loading.configs import load_config
-from attar.models.loading.load import empty_model
+from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.sparse_choice import sparse_pays

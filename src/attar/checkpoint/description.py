@@ -1,24 +1,25 @@
-"""An inspection as plain text: at most 100 columns, no colour, the same on every terminal."""
+"""What is known of a checkpoint, as JSON and as plain text: at most 100 columns, no colour, the same on every
+terminal."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from attar.checkpoint.card import Parent
+from attar.checkpoint.card import Parent, plain
+from attar.checkpoint.geometry import ModelGeometry
 from attar.checkpoint.licences import UNKNOWN, Duties, age_in_days
 from attar.checkpoint.parts import ModelPart
 from attar.checkpoint.units import bytes_text, count_text
 from attar.errors import AttarError
 from attar.options import differing, nest, option_fields
 from attar.printable import printable
-
-if TYPE_CHECKING:
-    from attar.checkpoint.inspect import Inspection
 
 WIDTH = 100
 STAGES = "attar.recipe.stages"
@@ -27,21 +28,75 @@ STAGES = "attar.recipe.stages"
 _STALE_DAYS = 365
 
 
-def render(inspection: Inspection) -> str:
-    """The text, without a final line break."""
-    lines = [f"{inspection.name}  {inspection.architecture}", *_facts(inspection), "", *_parts(inspection)]
-    if inspection.container:
-        lines += ["", *_types(inspection.container)]
-    lines += ["", "Lineage", *_tree(inspection.lineage)]
-    lines += ["", *_licence(inspection.licence)]
-    if inspection.measurements:
-        lines += ["", "Measurements", *_measurements(inspection.measurements)]
-    if inspection.command:
-        lines += ["", "To make it again", *_wrapped(inspection.command, "  ", "      ")]
-    if inspection.container:
-        lines += ["", "Metadata", *_metadata(inspection.container["metadata"])]
-    # a line break in a line comes from a file
-    return "\n".join(printable(line.rstrip().replace("\n", "\\n")) for line in lines)
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A checkpoint's description from its headers and small files.
+
+    Attributes:
+        dtype: torch's name of the number type of its dense tensors.
+        parameters: as before quantization; tied weights count once.
+        bits_per_weight: stored bits per parameter, scales and all other tensors included.
+        tensor_bytes: bytes of all tensors.
+        disk_bytes: bytes of all files of the folder, or of all parts of the file.
+        tied: whether the head is the embedding.
+        quantization: method, format and bits of the stored codes, or None.
+        zeros: method, fraction and pattern of the zeros that pruning set, as its card says; None elsewhere.
+        draft_head: kind, target and sizes, and its acceptance at each position as the card has it; None for a
+            model.
+        container: types and metadata of a single-file model; None for a folder.
+        oddities: what a user should know of it, and why verbs refuse it: verdict, text and hint of each.
+        stage: the verb that made it; ``original`` without a card.
+        command: a command line that makes it again.
+        lineage: the checkpoint itself as a record with all its ancestors.
+    """
+
+    name: str
+    path: Path
+    architecture: str
+    model_type: str
+    dtype: str
+    parameters: int
+    parts: tuple[ModelPart, ...]
+    bits_per_weight: float
+    tensor_bytes: int
+    disk_bytes: int
+    weight_files: int
+    tied: bool
+    geometry: ModelGeometry
+    quantization: dict[str, Any] | None
+    zeros: dict[str, Any] | None
+    draft_head: dict[str, Any] | None
+    container: dict[str, Any] | None
+    oddities: tuple[dict[str, str], ...]
+    stage: str
+    command: str
+    lineage: Parent
+    licence: Duties
+    measurements: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON content; ``kv_bytes_per_token`` and ``context`` are repeated at the top level."""
+        parts = [{**asdict(part), "bits_per_weight": part.bits_per_weight} for part in self.parts]
+        top = {"kv_bytes_per_token": self.geometry.kv_bytes_per_token, "context": self.geometry.context}
+        content = plain({**asdict(self), "parts": parts, **top})
+        assert isinstance(content, dict)
+        return content
+
+    def render(self) -> str:
+        """Plain text of at most 100 columns, without a final line break."""
+        lines = [f"{self.name}  {self.architecture}", *_facts(self), "", *_parts(self)]
+        if self.container:
+            lines += ["", *_types(self.container)]
+        lines += ["", "Lineage", *_tree(self.lineage)]
+        lines += ["", *_licence(self.licence)]
+        if self.measurements:
+            lines += ["", "Measurements", *_measurements(self.measurements)]
+        if self.command:
+            lines += ["", "To make it again", *_wrapped(self.command, "  ", "      ")]
+        if self.container:
+            lines += ["", "Metadata", *_metadata(self.container["metadata"])]
+        # a line break in a line comes from a file
+        return "\n".join(printable(line.rstrip().replace("\n", "\\n")) for line in lines)
 
 
 def _facts(inspection: Inspection) -> Iterator[str]:

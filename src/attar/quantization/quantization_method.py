@@ -1,0 +1,93 @@
+"""What a rounding method is: a walk that makes the codes of a model, and how a layer is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from attar.checkpoint.processes import ALONE, Processes
+from attar.progress import Progress
+from attar.quantization.calibration import batches_of
+from attar.quantization.columns import RoundingResult
+from attar.quantization.grids import QuantizedTensor
+from attar.quantization.plan import QuantizationPlan
+from attar.quantization.settings import MethodSettings, QuantizeSettings
+from attar.walks.sweep import AfterBlocks
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
+"""``codes(stored name, load)``: the quantized weight of a layer; ``load()`` reads the dense one as it is
+stored."""
+
+
+@dataclass(frozen=True)
+class RoundingTask:
+    """What a walk is given.
+
+    Attributes:
+        checkpoint: dense; the plan was made for it.
+        work: folder of finished parts, which the processes share; survives a kill.
+        processes: those that take the walk together.
+        after_blocks: called with the hidden states after the last block, where a sweep rounds.
+    """
+
+    checkpoint: Checkpoint
+    plan: QuantizationPlan
+    settings: QuantizeSettings
+    work: Path
+    progress: Progress
+    after_blocks: AfterBlocks | None = None
+    processes: Processes = ALONE
+
+    def batches(self) -> list[Tensor]:
+        """The calibration batches, int64 (B, S)."""
+        return batches_of(self.checkpoint, self.settings)
+
+
+@dataclass(frozen=True)
+class RoundedModel:
+    """What a walk returns.
+
+    Attributes:
+        codes: see :data:`CodeSource`.
+        reports: one row a layer, once all codes have been read.
+        input_scales: learned static scales of inputs, by module name.
+        precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
+            were none.
+    """
+
+    codes: CodeSource
+    reports: Callable[[], list[dict[str, Any]]]
+    input_scales: Mapping[str, float] = field(default_factory=dict)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class QuantizationMethod:
+    """A rounding method.
+
+    Attributes:
+        walk: makes the codes of a checkpoint.
+        solver: rounds one weight, for rounding.sweep_layers; None: to nearest.
+        original_inputs: the solver compares with the original model's inputs: ``cross=``.
+        stacked: weights with the same inputs are rounded in one call.
+        refined: coordinate descent on the codes follows.
+        search_below: bits a weight under which ``scales: auto`` searches for the least output error.
+        sees_text: calibration text is run through the model.
+    """
+
+    settings: type[MethodSettings]
+    walk: Callable[[RoundingTask], RoundedModel]
+    solver: Callable[..., RoundingResult] | None = None
+    original_inputs: bool = False
+    stacked: bool = False
+    refined: bool = False
+    search_below: float = 0.0
+    sees_text: bool = True
