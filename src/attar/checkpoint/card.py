@@ -139,8 +139,8 @@ def _with_unknown(content: dict[str, Any]) -> dict[str, Any]:
 
 def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
     """Versions of attar, Python and packages. Imports none of them."""
-    own = {"attar": __version__, "python": platform.python_version()}
-    return own | {name: _version(name) for name in packages}
+    programs = {"attar": __version__, "python": platform.python_version()}
+    return programs | {name: _version(name) for name in packages}
 
 
 def plain(value: Any) -> Any:

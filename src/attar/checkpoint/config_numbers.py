@@ -68,7 +68,7 @@ def odd_number(config: Mapping[str, Any]) -> Oddity | None:
 def _odd_ones(prefix: str, config: Mapping[str, Any]) -> Iterator[Oddity]:
     for bounds, null in ((NEEDED, False), (OPTIONAL, True)):
         for key, (least, most) in bounds.items():
-            if key in config and not _whole(key, config[key], least, most, null):
+            if key in config and not _integer(key, config[key], least, most, null):
                 yield _odd(prefix + key, config[key], f"a whole number from {least} to {most}")
     for key, (above, upto) in REALS.items():
         if key in config and not (config[key] is None or _real(config[key], above, upto)):
@@ -105,9 +105,9 @@ def _odd_rope(key: str, rope: Any) -> Iterator[Oddity]:
             yield _odd(f"{key}.{name}", value, "the name of a kind of rotary embedding")
 
 
-def _whole(key: str, value: Any, least: int, most: int, null: bool) -> bool:
+def _integer(key: str, value: Any, least: int, most: int, null: bool) -> bool:
     if isinstance(value, list) and value and key in LISTS:
-        return all(_whole("", one, 0, most, False) for one in value)
+        return all(_integer("", element, 0, most, False) for element in value)
     return (value is None and null) or (type(value) is int and least <= value <= most)
 
 
@@ -117,7 +117,7 @@ def _real(value: Any, above: float, upto: float) -> bool:
 
 def _token(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
-    return all(one is None or (type(one) is int and -1 <= one < 1 << 31) for one in values)
+    return all(token is None or (type(token) is int and -1 <= token < 1 << 31) for token in values)
 
 
 def _odd(key: str, value: Any, allowed: str) -> Oddity:

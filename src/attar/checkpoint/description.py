@@ -148,9 +148,12 @@ def _draft_head(head: dict[str, Any]) -> Iterator[str]:
     if head["layers"]:
         layers = ", ".join(map(str, head["layers"]))
         yield _fact("reads", f"the states behind layers {layers}, {head['hidden']} wide")
-    own, all_tokens = head["draft_vocabulary"], head["vocabulary"]
+    draft_tokens, all_tokens = head["draft_vocabulary"], head["vocabulary"]
     if all_tokens:
-        yield _fact("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens")
+        yield _fact(
+            "proposes",
+            f"{draft_tokens:,} of {all_tokens:,} tokens" if draft_tokens else f"{all_tokens:,} tokens",
+        )
     for key, how in (("agreement", "greedy"), ("acceptance", "at temperature 1")):
         rates = head["drafting"].get(key)
         if isinstance(rates, list) and all(isinstance(rate, int | float) for rate in rates):
@@ -308,12 +311,12 @@ def _measurements(measurements: dict[str, Any]) -> Iterator[str]:
         yield f"  {name.replace('_', ' '):<26}{text:>12}"
 
 
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
+def _wrapped(text: str, first: str, subsequent: str) -> list[str]:
     return textwrap.wrap(
         text,
         WIDTH,
         initial_indent=first,
-        subsequent_indent=rest,
+        subsequent_indent=subsequent,
         break_on_hyphens=False,
         break_long_words=False,
     )

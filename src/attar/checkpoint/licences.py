@@ -113,9 +113,9 @@ def duties(
         for name in licence_ids(root):
             entry = entries().get(name)
             known = family if student else None
-            status, asked = _effect(entry, role, known) if entry else (UNKNOWN, [_unknown_duty(root.name)])
+            status, required = _effect(entry, role, known) if entry else (UNKNOWN, [_unknown_duty(root.name)])
             sources.append(_source(name, entry or {}, role, root.name, status))
-            sentences += asked
+            sentences += required
             display += _texts(entry, "display", role)
             prefixes += _texts(entry, "name_prefix", role)
     prefix = max(prefixes, key=len, default=None)
@@ -188,21 +188,21 @@ def _effect(entry: dict[str, Any], role: str, family: list[str] | None) -> tuple
     effect = entry.get(role)
     if effect is None:
         return UNKNOWN, [f"{entry['title']}: nothing is known for {role}; find out."]
-    asked = list(effect.get("duties", []))
+    required = list(effect.get("duties", []))
     students = effect.get("students")
     if students is not None and family is None:
         allowed = " or ".join(students["family"])
-        return UNKNOWN, [*asked, f"{entry['title']} allows only students made from {allowed} weights."]
+        return UNKNOWN, [*required, f"{entry['title']} allows only students made from {allowed} weights."]
     if students is None or family is None or any(name in students["family"] for name in family):
-        return effect["status"], asked
+        return effect["status"], required
     if any(name in students.get("review", []) for name in family):
         return UNKNOWN, [
-            *asked,
+            *required,
             f"{entry['title']} leaves open whether this student may learn from it; have it reviewed.",
         ]
     allowed = " or ".join(students["family"])
     return "block", [
-        *asked,
+        *required,
         f"{entry['title']} allows only students made from {allowed} weights to learn from it.",
     ]
 
@@ -218,8 +218,8 @@ def _source(name: str, entry: dict[str, Any], role: str, model: str, status: str
 
 def _texts(entry: dict[str, Any] | None, key: str, role: str) -> list[str]:
     """The display words or name prefix that a licence requires in a role: none or one."""
-    asked = (entry or {}).get(key)
-    return [asked["text"]] if asked and role in asked["for"] else []
+    requirement = (entry or {}).get(key)
+    return [requirement["text"]] if requirement and role in requirement["for"] else []
 
 
 def _unknown_duty(model: str) -> str:
@@ -307,7 +307,7 @@ def _joined(name: str) -> list[str]:
     ids: list[str] = []
     remaining, known = f"{name.lower()}-", sorted(entries(), key=len, reverse=True)
     while remaining:
-        licence = next((one for one in known if remaining.startswith(f"{one}-")), None)
+        licence = next((identifier for identifier in known if remaining.startswith(f"{identifier}-")), None)
         if licence is None:
             return []
         ids.append(licence)

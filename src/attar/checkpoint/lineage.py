@@ -37,10 +37,10 @@ def texts_file(file: Path) -> Path:
     return file.with_suffix(f".{TEXTS}")
 
 
-def write_texts(folder: Path, parents: Iterable[Checkpoint], own: list[dict[str, Any]]) -> None:
+def write_texts(folder: Path, parents: Iterable[Checkpoint], new: list[dict[str, Any]]) -> None:
     """Write the records of the parents and of the new stage without duplicates; no file without records."""
     records: list[dict[str, Any]] = []
-    for record in (record for texts in (*map(texts_of, parents), own) for record in texts):
+    for record in (record for texts in (*map(texts_of, parents), new) for record in texts):
         if record not in records:
             records.append(record)
     if records:

@@ -92,7 +92,9 @@ def _settle_names(form: NormalForm) -> None:
     prefixes = [piece for piece in _INSIDE if any(piece in name for name in form.tensors)]
     wrappers = _WRAPPERS if "text_config" not in form.config else _WRAPPERS[:-1]
     while names and (
-        wrapper := next((one for one in wrappers if all(n.startswith(one) for n in names.values())), None)
+        wrapper := next(
+            (prefix for prefix in wrappers if all(n.startswith(prefix) for n in names.values())), None
+        )
     ):
         names = {name: bare.removeprefix(wrapper) for name, bare in names.items()}
         prefixes.append(wrapper)
@@ -226,11 +228,11 @@ def _with_rows(form: NormalForm, config: dict[str, Any]) -> dict[str, Any]:
     for key in TOKENS if rows is not None else ():
         value = config.get(key)
         values = value if isinstance(value, list) else [value]
-        inside = [one for one in values if one is not None and 0 <= one < rows]
+        inside = [token for token in values if token is not None and 0 <= token < rows]
         if value is None or len(inside) == len(values):
             continue
         changed[key] = inside if isinstance(value, list) and inside else None
-        if any(one is not None and one >= rows for one in values):
+        if any(token is not None and token >= rows for token in values):
             form.oddities.append(oddity("token without row", key=key, value=value, rows=rows))
     return {**config, **changed} if changed else config
 

@@ -116,7 +116,7 @@ def produce(
         CheckpointError: a file that would be copied is a link out of its model's folder.
     """
     final = atomic.target(Path(out))
-    own = own_output(final)
+    rank_folder = own_output(final)
     parents = [*((item, "weights") for item in weights), *((item, "signal") for item in signals)]
     _check_apart(final, parents)
     for item in weights:
@@ -126,8 +126,8 @@ def produce(
         suppress(LeftToFirst),
         atomic.explain_os_errors(final, needed),
         _parent_folder(final),
-        _work_folder(own) as work,
-        atomic.folder(own, force or own != final) as folder,
+        _work_folder(rank_folder) as work,
+        atomic.folder(rank_folder, force or rank_folder != final) as folder,
     ):
         if needed:
             atomic.check_space(folder, needed)
@@ -141,7 +141,7 @@ def produce(
         resumed = _claim(work, stage, key)
         command = command_line(stage, plain(changed), parents, final)
         shared = atomic.hidden(final, "work")
-        if own != final:
+        if rank_folder != final:
             wait_for_claim(final, key, shared)
         output = StageOutput(folder, work, key, resumed, command, shared, Processes.of_run())
         with _named(folder, final):
@@ -150,11 +150,11 @@ def produce(
         card = _card(final.name, stage, settings, lineage, output)
         write_readme(card, folder)
         replace(card, files=_files(folder)).write(folder)
-    if own != final and key is not None:
-        for path in (own, atomic.hidden(own, "work")):
+    if rank_folder != final and key is not None:
+        for path in (rank_folder, atomic.hidden(rank_folder, "work")):
             shutil.rmtree(path, ignore_errors=True)
         wait_for_first(final, key, atomic.hidden(final, "work") / _LOCK)
-    elif own == final:
+    elif rank_folder == final:
         _remove_left(final)
 
 

@@ -70,14 +70,14 @@ def published_head(config: Mapping[str, Any], layout: str) -> dict[str, Any]:
     kind = _kind(config, flat, layout)
     ours = config.get(OURS)
     stated = ours.get("head") if isinstance(ours, dict) else None
-    own, vocabulary = flat.get("draft_vocab_size"), flat.get("vocab_size")
+    draft_tokens, vocabulary = flat.get("draft_vocab_size"), flat.get("vocab_size")
     head = {
         "kind": kind,
         "drafts": _drafts(config, flat, kind),
         "layers": _layers(config, flat),
         "hidden": flat.get("hidden_size"),
         "vocabulary": vocabulary,
-        "draft_vocabulary": own if own and own != vocabulary else 0,
+        "draft_vocabulary": draft_tokens if draft_tokens and draft_tokens != vocabulary else 0,
     }
     more = {key: stated[key] for key in head if isinstance(stated, dict) and key in stated}
     return {"target": published_target(config) or "MODEL", **head, **more}

@@ -150,9 +150,14 @@ def _facts(card: Card, folder: Path, single: str) -> list[tuple[str, str]]:
         )
         rows.append(("speed", zeros["speed"]))
     if head := draft_head_of(_config(folder)):
-        own, all_tokens, target = head["draft_vocabulary"], head["vocabulary"], _bare(head["target"])
+        draft_tokens, all_tokens, target = head["draft_vocabulary"], head["vocabulary"], _bare(head["target"])
         rows.append(("draft head", f"`{head['kind']}`, {head['drafts']} drafts, for `{target}`"))
-        rows.append(("proposes", f"{own:,} of {all_tokens:,} tokens" if own else f"{all_tokens:,} tokens"))
+        rows.append(
+            (
+                "proposes",
+                f"{draft_tokens:,} of {all_tokens:,} tokens" if draft_tokens else f"{all_tokens:,} tokens",
+            )
+        )
     if bits := card.details.get("bits_per_weight"):
         rows.append(("bits a weight", f"{bits:.2f}"))
     weights = (path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf"))

@@ -175,11 +175,11 @@ def _received(file: BinaryIO, record: Path) -> tuple[int, Any]:
     except CheckpointError:
         stated = {}
     length, digest = stated.get("bytes"), hashlib.sha256()
-    rest = length if isinstance(length, int) else 0
-    while rest > 0 and (block := file.read(min(rest, CHUNK))):
+    remaining = length if isinstance(length, int) else 0
+    while remaining > 0 and (block := file.read(min(remaining, CHUNK))):
         digest.update(block)
-        rest -= len(block)
-    if rest == 0 and length and digest.hexdigest() == stated.get("sha256"):
+        remaining -= len(block)
+    if remaining == 0 and length and digest.hexdigest() == stated.get("sha256"):
         return length, digest
     file.seek(0)
     return 0, hashlib.sha256()

@@ -266,11 +266,11 @@ def _write(descriptor: int, tensor: torch.Tensor, position: int) -> int:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if not flat.numel():
         return 0
-    rest = memoryview(flat.view(torch.uint8).numpy())
-    total = len(rest)
-    while rest:
-        count = os.pwrite(descriptor, rest[:_CHUNK], position)
-        rest, position = rest[count:], position + count
+    remaining = memoryview(flat.view(torch.uint8).numpy())
+    total = len(remaining)
+    while remaining:
+        count = os.pwrite(descriptor, remaining[:_CHUNK], position)
+        remaining, position = remaining[count:], position + count
     return total
 
 

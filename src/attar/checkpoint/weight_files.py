@@ -52,12 +52,12 @@ def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
     if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
         return False
     try:
-        with first.file.open("rb") as one, second.file.open("rb") as other:
+        with first.file.open("rb") as first_file, second.file.open("rb") as second_file:
             for start in range(0, first.nbytes, _CHUNK):
                 size = min(_CHUNK, first.nbytes - start)
                 chunks = [
                     os.pread(file.fileno(), size, info.offset + start)
-                    for file, info in ((one, first), (other, second))
+                    for file, info in ((first_file, first), (second_file, second))
                 ]
                 if chunks[0] != chunks[1]:
                     return False

@@ -90,8 +90,8 @@ def pack_answers(
     """
     front = front_tokens(tokenizer, bos)
     result = AnswerRows()
-    for whole in (False, True):
-        text = read_split(data, split, seed, whole=whole)
+    for unsplit in (False, True):
+        text = read_split(data, split, seed, unsplit=unsplit)
         result = AnswerRows(shared=text.shared)
         parts = _fitting(dialogues(text.documents, tokenizer, front), length - len(front), result)
         examples = _packed(parts, length, front, rows, packing == "separate")
@@ -168,10 +168,10 @@ def _span(
     last = number == len(messages) - 1
     before = _rendered(messages[:number], tokenizer, add_generation_prompt=True)
     through = text if last else _rendered(messages[: number + 1], tokenizer)
-    asked = before is not None and text.startswith(before)
+    begun = before is not None and text.startswith(before)
     ended = through is not None and text.startswith(through)
-    changed = (0, 0) if asked and ended else _changed(messages, number, text, tokenizer)
-    start = len(before or "") if asked else changed[0]
+    changed = (0, 0) if begun and ended else _changed(messages, number, text, tokenizer)
+    start = len(before or "") if begun else changed[0]
     return start, max(start, _end(through or "", specials) if ended else _after(text, changed[1], specials))
 
 
@@ -221,9 +221,9 @@ def _end(text: str, specials: Sequence[str]) -> int:
 
 def _after(text: str, stop: int, specials: Sequence[str]) -> int:
     """The end of the special token that follows at ``stop``, after blanks; else ``stop``."""
-    rest = text[stop:]
-    blanks = len(rest) - len(rest.lstrip())
-    following = [token for token in specials if rest.startswith(token, blanks)]
+    tail = text[stop:]
+    blanks = len(tail) - len(tail.lstrip())
+    following = [token for token in specials if tail.startswith(token, blanks)]
     return stop + blanks + len(max(following, key=len)) if following else stop
 
 

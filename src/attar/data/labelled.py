@@ -25,7 +25,7 @@ import torch
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.data.seen import RUN, contained, sketch
-from attar.data.sources import WHOLE
+from attar.data.sources import UNSPLIT
 from attar.data.splits import BY_HASH, SPLITS, split_of
 from attar.data.words import Hashes, run_hashes, words
 from attar.errors import DataError, ModelError
@@ -66,7 +66,7 @@ class LabelledSplit:
 
 def has_labels(data: str) -> bool:
     """Whether a source is a file that holds labelled texts, by its name."""
-    return Path(data.removeprefix(WHOLE)).suffix == ".tsv"
+    return Path(data.removeprefix(UNSPLIT)).suffix == ".tsv"
 
 
 def read_labelled(data: str) -> list[LabelledText]:
@@ -75,7 +75,7 @@ def read_labelled(data: str) -> list[LabelledText]:
     Raises:
         DataError: no such file, or a line that is none; the message names file and line.
     """
-    file = Path(data.removeprefix(WHOLE))
+    file = Path(data.removeprefix(UNSPLIT))
     if file.suffix not in (".tsv", ".jsonl"):
         raise DataError(f"{data}: holds no labels, which classification learns from", hint="--data FILE.tsv")
     try:
@@ -99,7 +99,7 @@ def labelled_split(data: str, split: str, seed: int = 0) -> LabelledSplit:
         DataError: see :func:`read_labelled`.
     """
     rows, shared = read_labelled(data), ""
-    if not data.startswith(WHOLE):
+    if not data.startswith(UNSPLIT):
         if len(rows) >= BY_HASH:
             rows = [row for row in rows if split_of(row.content) == split]
         elif len(rows) >= 10:
@@ -235,8 +235,8 @@ def classification_examples(
     """
     targets = torch.tensor(class_numbers(rows, names))
     pairs = any(row.pair for row in rows)
-    own = tokenizer.num_special_tokens_to_add(pair=pairs)
-    if length < own + (2 if pairs else 1):
+    special_count = tokenizer.num_special_tokens_to_add(pair=pairs)
+    if length < special_count + (2 if pairs else 1):
         raise ModelError(
             f"sequences of {length} tokens hold nothing but the tokenizer's own", hint="--sequence-length 64"
         )

@@ -171,8 +171,8 @@ def pack(
     if len(front) >= length:
         raise DataError(f"rows of {length} tokens hold only {len(front)} of the tokenizer's own in front")
     cut = pack_separate if packing == "separate" else pack_stream
-    for whole in (False, True):
-        text = read_split(data, split, seed, whole=whole)
+    for unsplit in (False, True):
+        text = read_split(data, split, seed, unsplit=unsplit)
         packed = cut(tokenize(text.documents, tokenizer), length, end, rows, front)
         if len(packed):
             return PackedRows(packed, text.shared)

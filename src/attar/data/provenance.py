@@ -19,10 +19,10 @@ from attar.checkpoint.hashing import sha256_file, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import UNKNOWN, identify_service
 from attar.data.python_text import CHAT, PROSE
-from attar.data.sources import WHOLE, path_of
+from attar.data.sources import UNSPLIT, path_of
 
 CARD = ".card.json"
-OWN = (PROSE, CHAT, "python-stdlib")
+PYTHON_SOURCES = (PROSE, CHAT, "python-stdlib")
 """Text by people, which attar reads of Python itself."""
 
 
@@ -37,8 +37,8 @@ def provenance(data: str, *, signal: bool) -> tuple[Parent, ...]:
         CheckpointError: a card is damaged.
         DataError: a file cannot be read.
     """
-    name = data.removeprefix(WHOLE)
-    if name in OWN:
+    name = data.removeprefix(UNSPLIT)
+    if name in PYTHON_SOURCES:
         return ()
     path = path_of(data)
     files = [path] if path.is_file() else sorted(path.rglob("*.jsonl")) if path.is_dir() else []

@@ -78,11 +78,11 @@ def conversations(question: str, text: str) -> Iterator[list[dict[str, str]]]:
     ``content``."""
     answers = _portions(text)
     for start in range(0, len(answers), TURNS):
-        asked = question if start == 0 else f"{question} Go on after what you said before."
+        prompt = question if start == 0 else f"{question} Go on after what you said before."
         messages = []
         for answer in answers[start : start + TURNS]:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-            asked = "Go on."
+            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            prompt = "Go on."
         yield messages
 
 
@@ -102,8 +102,8 @@ def _texts(split: str) -> tuple[tuple[str, str], ...]:
     a second time for its record."""
     titles = {text: title for title, text in _topics()}
     parts = _split_topics([text for _, text in _topics()])
-    asked = [(f"What does the Python reference say about {titles[text]}?", text) for text in parts[split]]
-    return (*asked, *_docstrings(split))
+    topics = [(f"What does the Python reference say about {titles[text]}?", text) for text in parts[split]]
+    return (*topics, *_docstrings(split))
 
 
 def _split_topics(texts: list[str]) -> dict[str, list[str]]:

@@ -38,7 +38,7 @@ from attar.errors import DataError
 T = TypeVar("T")
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
-WHOLE = "whole:"
+UNSPLIT = "whole:"
 PAIR = {"prompt", "completion"}
 
 
@@ -67,8 +67,8 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
     yield from read_split(data, split, seed).documents
 
 
-def read_split(data: str, split: str, seed: int = 0, *, whole: bool = False) -> Split:
-    """The same as a :class:`Split`; with ``whole``, all of a source that would be split by position."""
+def read_split(data: str, split: str, seed: int = 0, *, unsplit: bool = False) -> Split:
+    """The same as a :class:`Split`; with ``unsplit``, all of a source that would be split by position."""
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", hint="train, calibration or evaluation")
     if data == "python-stdlib":
@@ -76,19 +76,19 @@ def read_split(data: str, split: str, seed: int = 0, *, whole: bool = False) -> 
     elif data in (python_text.PROSE, python_text.CHAT):
         chosen = Split(python_text.documents(data, split))
     else:
-        chosen = _of_files(data, split, whole)
+        chosen = _of_files(data, split, unsplit)
     shuffled = list(chosen.documents)
     random.Random(seed).shuffle(shuffled)
     return Split(shuffled, chosen.shared)
 
 
-def _of_files(data: str, split: str, whole: bool) -> Split:
+def _of_files(data: str, split: str, unsplit: bool) -> Split:
     every = list(_read(data))
     if not every:
         raise DataError(f"{data}: no text in it", hint="the source must hold at least one non-empty document")
-    if data.startswith(WHOLE):
+    if data.startswith(UNSPLIT):
         return Split(every)  # the user vouches for it; the stages that read it are recorded (seen.py)
-    if whole and len(every) < BY_HASH:
+    if unsplit and len(every) < BY_HASH:
         return Split(every, "it is too short to be cut into splits of one row each")
     return take(every, split)
 
@@ -118,7 +118,7 @@ def _field(data: str) -> tuple[str, str | None]:
     Raises:
         DataError: there is no name.
     """
-    data = data.removeprefix(WHOLE)
+    data = data.removeprefix(UNSPLIT)
     name, colon, field = data.rpartition(":")
     if _explained(data, Path(data).exists) or not colon:
         name, field = data, ""

@@ -69,11 +69,11 @@ def split_of(path: str) -> str:
 
 def by_position(documents: Sequence[Document], shares: dict[str, float]) -> dict[str, list[Document]]:
     """Contiguous parts of a list of distinct documents, by fractions of all characters in order."""
-    rest, parts, seen = list(documents), {}, set[str]()
+    remaining, parts, seen = list(documents), {}, set[str]()
     total = sum(map(size, documents))
     for name, share in shares.items():
         last = name == list(shares)[-1]
-        part, rest = (rest, []) if last else _cut(rest, share * total, NEAR * total)
+        part, remaining = (remaining, []) if last else _cut(remaining, share * total, NEAR * total)
         parts[name] = [kept for kept in (_new(document, seen) for document in part) if kept]
         seen.update(_paragraphs(parts[name]))
     return parts

@@ -242,7 +242,8 @@ def _whole_blocks(format: str, shapes: Shapes, rules: WeightRules) -> str | None
     name = three or odd[0]
     what = "3-bit kernels unpack 32 codes at once" if three else "ExLlama wants multiples of 32"
     then = "they fail" if three else "it is passed over for a slower kernel"
-    return f"{what}; {name} has {_size(shapes[name])}{_more([one for one in odd if one != name])}: {then}"
+    others = _more([tensor for tensor in odd if tensor != name])
+    return f"{what}; {name} has {_size(shapes[name])}{others}: {then}"
 
 
 def _act_order(format: str, shapes: Shapes, rules: WeightRules) -> str | None:

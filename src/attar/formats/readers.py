@@ -197,8 +197,8 @@ class Decoded:
         if not isinstance(self._reader, mxfp4.ExpertMXFP4Reader) or not self._reader.is_coded(stored):
             return None
         coded = [self._reader.expert_codes(stored, e) for e in range(self.tensors[name].shape[0])]
-        experts = [uniform_of_codes(*one) for one in coded]
-        return [one for one in experts if one is not None]
+        experts = [uniform_of_codes(*coded_expert) for coded_expert in coded]
+        return [expert for expert in experts if expert is not None]
 
     def _stored(self, name: str) -> str:
         if name not in self.tensors:

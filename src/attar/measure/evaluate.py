@@ -207,7 +207,7 @@ def evaluate(
     subject = load_subject(model, **formats, **placement, larger=settings.runner == "auto")
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
-    if not subject.whole:
+    if not subject.in_memory:
         settings = _without_decoding(subject, settings, progress)
     prompt, sample = _sample(subject, settings) if processes.first else (None, None)
     speed = _speed(subject, settings) if settings.speed and processes.first else None
@@ -225,7 +225,7 @@ def evaluate(
     if note:
         progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
     quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
-    if not subject.whole:
+    if not subject.in_memory:
         peak = peak_rss_bytes()
     tasks = tuple(
         measure_task(subject, file, rows, processes=processes, progress=progress)
@@ -325,10 +325,10 @@ def measure_quality(
         pieces = reference.batches
     else:
         pieces = split(held_out(subject, settings) if batches is None else batches, subject.vocabulary)
-    own = range(processes.rank, len(pieces), processes.count)
+    assigned = range(processes.rank, len(pieces), processes.count)
     measured: dict[int, list[tuple[Tensor, ...]]] = {}
-    with progress.task(f"evaluate {subject.name}", total=len(own)) as task:
-        for number in own:
+    with progress.task(f"evaluate {subject.name}", total=len(assigned)) as task:
+        for number in assigned:
             rows = subject_logits(subject, pieces[number], subject.vocabulary)
             reference_rows = reference.rows(number) if reference else None
             measured[number] = [
@@ -361,11 +361,11 @@ def measure_quality(
 
 def _measured(logits: Tensor, labels: Tensor, reference: Tensor | None) -> tuple[Tensor, ...]:
     """Losses and hits (n,) of a sequence; with a reference's logits (n, V) KL, agreement and its hits too."""
-    own = token_losses(logits, labels), hits(logits, labels)
+    measures = token_losses(logits, labels), hits(logits, labels)
     if reference is None:
-        return tuple(value.cpu() for value in own)
+        return tuple(value.cpu() for value in measures)
     compared = kl(reference, logits), agreement(reference, logits), hits(reference, labels)
-    return tuple(value.cpu() for value in (*own, *compared))
+    return tuple(value.cpu() for value in (*measures, *compared))
 
 
 def _prediction(name: str, losses: Sequence[Tensor], correct: Sequence[Tensor]) -> Quality:

@@ -142,12 +142,12 @@ def measure_task(
     """
     if subject.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, and questions are text")
-    own = questions[processes.rank :: processes.count]
-    pairs = [pair for question in own for pair in _pairs(subject, question)]
+    assigned = questions[processes.rank :: processes.count]
+    pairs = [pair for question in assigned for pair in _pairs(subject, question)]
     scores = iter([score for score, _ in log_likelihoods(subject, pairs, progress=progress)])
     plain: list[float] = []
     normed: list[float] = []
-    for question in own:
+    for question in assigned:
         sums = np.array([next(scores) for _ in question.choices])
         lengths = np.array([float(len(choice)) for choice in question.choices])
         plain.append(float(np.argmax(sums) == question.label))

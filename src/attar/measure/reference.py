@@ -96,13 +96,13 @@ def make_reference(
         packed = held_out_rows(subject, settings)
         batches, shared = list(packed.rows.split(settings.batch_size)), packed.shared
     pieces = split(batches, width)
-    own = range(processes.rank, len(pieces), processes.count)
-    size = sum(int(predicted(pieces[number]).sum()) for number in own) * width * 4
+    assigned = range(processes.rank, len(pieces), processes.count)
+    size = sum(int(predicted(pieces[number]).sum()) for number in assigned) * width * 4
     if size > memory_limit:
         return Reference(subject, settings, pieces, width, None, shared)
     logits: list[list[Tensor]] = [[] for _ in pieces]
-    with progress.task(f"reference {subject.name}", total=len(own)) as task:
-        for number in own:
+    with progress.task(f"reference {subject.name}", total=len(assigned)) as task:
+        for number in assigned:
             rows = next_token_logits(subject.model, pieces[number], width)
             logits[number] = [row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows]
             task.advance()

@@ -48,7 +48,7 @@ class Subject:
     fallback_reason: str = ""
 
     @property
-    def whole(self) -> bool:
+    def in_memory(self) -> bool:
         """Whether all of it is in memory, so that it can decode token by token."""
         return not isinstance(self.model, BlockByBlock)
 
@@ -88,7 +88,7 @@ def serving_formats(subject: Subject) -> ServingFormats:
     """The engine and formats of a subject."""
     if subject.loaded is None:
         dtype = str(subject.model.dtype).removeprefix("torch.")
-        return ServingFormats("transformers" if subject.whole else "blocks", dtype, dtype)
+        return ServingFormats("transformers" if subject.in_memory else "blocks", dtype, dtype)
     runner: Any = subject.loaded.runner
     return ServingFormats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
 

@@ -39,7 +39,7 @@ from attar.errors import ModelError
 from attar.merging.planning.plan import MergePlan, OutputTensor
 
 SAMPLE = 65_536  # entries of a tensor
-WHOLE = "all"  # name of the whole model's row
+ALL_TENSORS = "all"  # name of the whole model's row
 DIGITS = 4
 
 
@@ -156,13 +156,13 @@ def summary(tensors: Iterable[tuple[str, int | None, ConflictSums]]) -> list[dic
         return []
     stacks = {_stack(name, layer) for name, layer, _ in ordered if layer is not None}
     sums: dict[tuple[str, int, str], ConflictSums] = {}
-    whole: ConflictSums | None = None
+    total: ConflictSums | None = None
     for name, layer, tensor_sums in ordered:
         key = (_stack(name, layer), -1 if layer is None else layer, part_of(name))
         sums[key] = sums[key] + tensor_sums if key in sums else tensor_sums
-        whole = tensor_sums if whole is None else whole + tensor_sums
-    assert whole is not None
-    rows = [{"layer": None, "part": WHOLE, **_values(whole)}]
+        total = tensor_sums if total is None else total + tensor_sums
+    assert total is not None
+    rows = [{"layer": None, "part": ALL_TENSORS, **_values(total)}]
     for (stack, layer, part), part_sums in sorted(sums.items(), key=lambda item: (item[0][1] < 0, item[0])):
         row: dict[str, Any] = {"layer": None if layer < 0 else layer, "part": part}
         if len(stacks) > 1 and layer >= 0:

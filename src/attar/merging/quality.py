@@ -63,11 +63,11 @@ def measure_quality(
     if note:
         details["held_out_note"] = note
         progress.log(f"warning: quality is not of held-out text: {note}")
-    worst, own = max(row["nats_per_byte"] for row in rows[:-1]), rows[-1]["nats_per_byte"]
-    if own > WORSE * worst:
+    worst, merged = max(row["nats_per_byte"] for row in rows[:-1]), rows[-1]["nats_per_byte"]
+    if merged > WORSE * worst:
         details["warning"] = (
             "the merge predicts held-out text far worse than its worst parent: "
-            f"{own:.3f} against {worst:.3f} nats a byte"
+            f"{merged:.3f} against {worst:.3f} nats a byte"
         )
         progress.log(f"warning: {details['warning']}")
     return details

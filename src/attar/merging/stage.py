@@ -177,8 +177,8 @@ class _MergeRun:
 
     def command(self, out: Path) -> str:
         """The command that repeats the merge, with the configuration in the result's folder."""
-        rest = {name: value for name, value in plain(differing(self.settings)).items() if name != "config"}
-        return command_line("merge", rest, (), out).replace("attar merge", f"attar merge {FILE}", 1)
+        options = {name: value for name, value in plain(differing(self.settings)).items() if name != "config"}
+        return command_line("merge", options, (), out).replace("attar merge", f"attar merge {FILE}", 1)
 
 
 def _write_companions(prepared: PreparedMerge, folder: Path) -> None:

@@ -70,10 +70,15 @@ def paired(
     known_drafts, known_targets = frozenset(draft_ids.values()), frozenset(target_ids.values())
     pairs: dict[int, int] = {}
     used: set[int] = set()
-    for one, other in candidates:
-        if one in known_drafts and other in known_targets and one not in pairs and other not in used:
-            pairs[one] = other
-            used.add(other)
+    for draft_id, target_id in candidates:
+        if (
+            draft_id in known_drafts
+            and target_id in known_targets
+            and draft_id not in pairs
+            and target_id not in used
+        ):
+            pairs[draft_id] = target_id
+            used.add(target_id)
     return sorted(pairs.items())
 
 

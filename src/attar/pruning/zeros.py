@@ -187,7 +187,7 @@ def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Bia
 
     write_config(output.folder / "config.json", source.config)
     stream(
-        source.whole if isinstance(source, SingleExperts) else source,
+        source.stacked if isinstance(source, SingleExperts) else source,
         lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         transform,
         output.folder,

@@ -39,7 +39,7 @@ def test_every_family_has_one_stack_of_three(family: str) -> None:
     for name in inside:
         position = position_of(name, stacks)
         assert position is not None
-        assert layer_name(position.stack.prefix, position.layer, position.rest) == name
+        assert layer_name(position.stack.prefix, position.layer, position.local_name) == name
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -68,7 +68,7 @@ def test_experts_are_inside_a_layer() -> None:
     assert find_stacks(actual, {"num_hidden_layers": 2}, "m") == (ModelStack("model.layers", 2),)
     position = position_of("model.layers.1.mlp.experts.3.w1.weight", [ModelStack("model.layers", 2)])
     assert position is not None
-    assert (position.layer, position.rest) == (1, "mlp.experts.3.w1.weight")
+    assert (position.layer, position.local_name) == (1, "mlp.experts.3.w1.weight")
 
 
 def test_an_encoder_and_a_decoder() -> None:

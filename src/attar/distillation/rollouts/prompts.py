@@ -96,8 +96,8 @@ def _of_conversations(
     tokenizer: Any, data: str, split: str, length: int, count: int, seed: int, bos: str
 ) -> PromptRows:
     front, longest = front_tokens(tokenizer, bos), length - max(length // ROOM, 1)
-    for whole in (False, True):
-        text = read_split(data, split, seed, whole=whole)
+    for unsplit in (False, True):
+        text = read_split(data, split, seed, unsplit=unsplit)
         prompts, dropped = list[list[int]](), 0
         for prompt in _prompts(text.documents, tokenizer):
             if len(prompts) == count:

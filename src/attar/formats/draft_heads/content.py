@@ -85,14 +85,14 @@ def with_rest(
     values = {key: value for key, value in head.values.items() if stated.values.get(key) != value}
     known = {key: value for key, value in head.target.to_dict().items() if value}
     target = {key: value for key, value in known.items() if key not in says}
-    rest = {key: value for key, value in (("head", values), ("target", target)) if value}
-    return {**config, OURS: rest} if rest else config
+    unstated = {key: value for key, value in (("head", values), ("target", target)) if value}
+    return {**config, OURS: unstated} if unstated else config
 
 
 def rest_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a config states under ``attar``: of the head, and of its target."""
-    rest = config.get(OURS)
-    parts = [rest.get(key) if isinstance(rest, dict) else None for key in ("head", "target")]
+    stated = config.get(OURS)
+    parts = [stated.get(key) if isinstance(stated, dict) else None for key in ("head", "target")]
     head, target = (part if isinstance(part, dict) else {} for part in parts)
     return head, target
 

@@ -46,7 +46,9 @@ class DecoderLayers:
     def to_config(self, hidden: int, vocabulary: int, target: HeadTarget) -> dict[str, Any]:
         """The keys of a config; of a Llama without ``layer_types``, in which vLLM looks for the layer's place
         in the target."""
-        own = {"layer_types": ["full_attention"] * self.depth} if self.head_norms else {"mlp_bias": False}
+        kind_fields = (
+            {"layer_types": ["full_attention"] * self.depth} if self.head_norms else {"mlp_bias": False}
+        )
         return {
             "model_type": "qwen3" if self.head_norms else "llama",
             "vocab_size": vocabulary,
@@ -65,7 +67,7 @@ class DecoderLayers:
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
-            **own,
+            **kind_fields,
             **({"rope_scaling": self.rope_scaling} if self.rope_scaling else {}),
         }
 

@@ -45,10 +45,14 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     values = head.values
     if head.kind == "eagle3":
-        kind, own, tensors = "eagle3", *eagle3_head.encode(head, 1, "layers.0.")
+        kind, fields, tensors = "eagle3", *eagle3_head.encode(head, 1, "layers.0.")
         more = {"num_aux_hidden_states": len(values["layers"])}
     else:
-        kind, (own, tensors), more = "dspark" if block_head.sequential(values) else "dflash", _block(head), {}
+        kind, (fields, tensors), more = (
+            "dspark" if block_head.sequential(values) else "dflash",
+            _block(head),
+            {},
+        )
     layers = DecoderLayers(**values["shape"])
     decoder = layers.to_config(values["hidden"], values["vocabulary"], head.target)
     config = {
@@ -66,7 +70,7 @@ def encode(head: HeadContent) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "transformer_layer_config": {**decoder, **more},
         "draft_vocab_size": values["draft_vocabulary"] or values["vocabulary"],
         "target_hidden_size": values["hidden"],
-        **own,
+        **fields,
         "dtype": "bfloat16",
     }
     return with_rest(config, decode(config, tensors, head.target), head, SAYS), tensors

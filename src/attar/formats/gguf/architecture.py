@@ -253,16 +253,21 @@ def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
     Raises:
         ModelError: one is missing or no whole number, or they do not fit together.
     """
-    hidden, heads = _whole(config, architecture, "hidden"), _whole(config, architecture, "heads")
+    hidden, heads = (
+        _positive_integer(config, architecture, "hidden"),
+        _positive_integer(config, architecture, "heads"),
+    )
     measured = Sizes(
-        layers=_whole(config, architecture, "layers"),
+        layers=_positive_integer(config, architecture, "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=_whole(config, architecture, "kv_heads", heads),
-        head=_whole(config, architecture, "head", hidden // heads),
-        ff=_whole(config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None),
-        vocabulary=_whole(config, architecture, "vocabulary"),
-        context=_whole(config, architecture, "context"),
+        kv_heads=_positive_integer(config, architecture, "kv_heads", heads),
+        head=_positive_integer(config, architecture, "head", hidden // heads),
+        ff=_positive_integer(
+            config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None
+        ),
+        vocabulary=_positive_integer(config, architecture, "vocabulary"),
+        context=_positive_integer(config, architecture, "context"),
         more=_counts(config, architecture),
     )
     if architecture.latent:
@@ -287,7 +292,7 @@ def _counts(config: Mapping[str, Any], architecture: Architecture) -> dict[str, 
     return counts
 
 
-def _whole(
+def _positive_integer(
     config: Mapping[str, Any], architecture: Architecture, name: str, default: int | None = None
 ) -> int:
     value = number(config, architecture, name)

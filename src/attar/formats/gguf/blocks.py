@@ -45,7 +45,7 @@ class BlockLayout:
         codes: planes of q.
         halves: first bytes of the float16 numbers, by name.
         tiles: number of c in a block.
-        whole: names of c, c_m or e.
+        integers: names of c, c_m or e.
         planes: of these, c before c_m; none for the 6 bits of Q4_K and Q5_K.
         zero: h.
         bias: k.
@@ -55,7 +55,7 @@ class BlockLayout:
     codes: tuple[Plane, ...]
     halves: Mapping[str, int]
     tiles: int = 1
-    whole: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
     planes: tuple[Plane, ...] = ()
     zero: int = 0
     bias: int = 0
@@ -119,12 +119,12 @@ def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
     layout, block = LAYOUTS[kind], TYPES[kind].block
     data = torch.empty((len(codes), row_bytes(kind, codes.shape[1])), dtype=torch.uint8, device=codes.device)
     out, flat = data.view(-1, TYPES[kind].size), codes.reshape(-1, block)
-    fields = {name: stored[name].reshape(len(out), -1) for name in (*layout.halves, *layout.whole)}
+    fields = {name: stored[name].reshape(len(out), -1) for name in (*layout.halves, *layout.integers)}
     for chunk in _chunks(len(out), block):
         join(out[chunk], layout.codes, _octets(kind, "codes", flat[chunk]))
         for name, at in layout.halves.items():
             out[chunk, at : at + 2] = fields[name][chunk].half().contiguous().view(torch.uint8)
-        _join_whole(kind, out[chunk], {name: fields[name][chunk] for name in layout.whole})
+        _join_integers(kind, out[chunk], {name: fields[name][chunk] for name in layout.integers})
     return data
 
 
@@ -181,7 +181,8 @@ def scales(kind: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | No
     layout = LAYOUTS[kind]
     rows = len(next(iter(stored.values())))
     flat = {
-        name: value.reshape(-1, layout.tiles if name in layout.whole else 1) for name, value in stored.items()
+        name: value.reshape(-1, layout.tiles if name in layout.integers else 1)
+        for name, value in stored.items()
     }
     scale, minimum = _scales(layout, flat)
     return scale.reshape(rows, -1), None if minimum is None else minimum.reshape(rows, -1)
@@ -263,7 +264,7 @@ def _octets(kind: str, name: str, numbers: Tensor) -> Tensor:
     return numbers.to(dtype, copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _join_whole(kind: str, out: Tensor, numbers: Mapping[str, Tensor]) -> None:
+def _join_integers(kind: str, out: Tensor, numbers: Mapping[str, Tensor]) -> None:
     """Write c, c_m or e into blocks."""
     octets = [_octets(kind, name, value) for name, value in numbers.items()]
     if LAYOUTS[kind].planes:
@@ -276,13 +277,13 @@ def _stored(kind: str, blocks: Tensor) -> dict[str, Tensor]:
     """The fields other than the codes, each (B, 1) or (B, tiles)."""
     layout = LAYOUTS[kind]
     stored = {name: _half(blocks, at) for name, at in layout.halves.items()}
-    if not layout.whole:
+    if not layout.integers:
         return stored
     if layout.planes:
-        numbers = cut(blocks, layout.planes, layout.tiles * len(layout.whole))
+        numbers = cut(blocks, layout.planes, layout.tiles * len(layout.integers))
     else:
         numbers = cut_six(blocks[:, SIX_BITS_AT : SIX_BITS_AT + 12])
-    for name, value in zip(layout.whole, numbers.split(layout.tiles, 1), strict=True):
+    for name, value in zip(layout.integers, numbers.split(layout.tiles, 1), strict=True):
         stored[name] = value.view(torch.int8) if (kind, name) in SIGNED else value
     return stored
 

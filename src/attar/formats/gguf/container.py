@@ -118,8 +118,8 @@ def read_gguf(path: str | Path) -> GGUF:
             f"{path}: is part {number + 1} of {count} by its split.no and split.count",
             hint=f"give it back its name: ...-{number + 1:05d}-of-{count:05d}.gguf",
         )
-    whole = path.with_name(name["stem"] + path.suffix)
-    files = [part_name(whole, index, count) for index in range(count)]
+    base = path.with_name(name["stem"] + path.suffix)
+    files = [part_name(base, index, count) for index in range(count)]
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing, one of {count} parts", hint="copy it too")
@@ -131,7 +131,7 @@ def _joined(parts: list[GGUF]) -> GGUF:
     tensors: dict[str, GGUFTensor] = {}
     for number, part in enumerate(parts):
         if len(parts) > 1:
-            _check_part(part, number, len(parts), sum(len(one.tensors) for one in parts))
+            _check_part(part, number, len(parts), sum(len(file.tensors) for file in parts))
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise CheckpointError(f"{tensor.file}: tensor {name!r} is also in {tensors[name].file.name}")

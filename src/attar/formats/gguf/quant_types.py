@@ -167,11 +167,13 @@ def mix(
     """
     name = canonical(name, imatrix)
     ordered = sorted(shapes, key=_tensor_order)
-    own = overridden([one for one in ordered if quantizable(one, shapes[one])], overrides)
+    overridden_kinds = overridden(
+        [tensor for tensor in ordered if quantizable(tensor, shapes[tensor])], overrides
+    )
     model = _MixInput(
         name=name,
         layers=layers,
-        values=sum(role(one) == "attn_v" for one in ordered),
+        values=sum(role(tensor) == "attn_v" for tensor in ordered),
         gqa=heads // kv_heads if kv_heads else 0,
         experts=experts,
         seventy=_seventy(architecture, layers, heads, kv_heads, experts),
@@ -179,12 +181,12 @@ def mix(
         imatrix=imatrix,
         tied=OUTPUT not in shapes,
     )
-    kinds, fallbacks = _kinds(model, ordered, shapes, own)
+    kinds, fallbacks = _kinds(model, ordered, shapes, overridden_kinds)
     notes = list(_notes(fallbacks))
     if name == "MXFP4_MOE" and "MXFP4" not in kinds.values():
         notes.append("the mix MXFP4_MOE is for experts; this model has none and is Q8_0 (see the mix MXFP4)")
     file_type = FILE_TYPES["MXFP4_MOE" if name == "MXFP4" else name]
-    return TypeMix({one: kinds[one] for one in shapes}, tuple(notes), file_type)
+    return TypeMix({tensor: kinds[tensor] for tensor in shapes}, tuple(notes), file_type)
 
 
 def canonical(name: str, imatrix: bool = False) -> str:
@@ -236,7 +238,7 @@ def overridden(names: Sequence[str], overrides: Sequence[str]) -> dict[str, str]
     Raises:
         SettingsError: no such type, or no tensor matches.
     """
-    own: dict[str, str] = {}
+    types: dict[str, str] = {}
     for text in overrides:
         pattern, _, kind = text.rpartition("=")
         if not pattern or kind.upper() not in TYPES or kind.upper() in ("F64", "I8", "I16", "I32", "I64"):
@@ -245,8 +247,8 @@ def overridden(names: Sequence[str], overrides: Sequence[str]) -> dict[str, str]
         matched = [name for name in names if search(pattern, name)]
         if not matched:
             raise SettingsError("overrides", text, "a pattern that some matrix of the model matches")
-        own.update({name: kind.upper() for name in matched if name not in own})
-    return own
+        types.update({name: kind.upper() for name in matched if name not in types})
+    return types
 
 
 def role(name: str) -> str:
@@ -259,7 +261,10 @@ def role(name: str) -> str:
 
 
 def _kinds(
-    model: _MixInput, ordered: Sequence[str], shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, str]
+    model: _MixInput,
+    ordered: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    overridden_kinds: Mapping[str, str],
 ) -> tuple[dict[str, str], list[tuple[str, str, str, int]]]:
     """Types by name, and the replaced ones: (name, wanted, got, K)."""
     kinds, fallbacks = {}, []
@@ -269,8 +274,8 @@ def _kinds(
         if not quantizable(name, shape):
             kinds[name] = "F32"
             continue
-        if name in own or model.name in FLOATS:
-            wanted = own.get(name, model.name)
+        if name in overridden_kinds or model.name in FLOATS:
+            wanted = overridden_kinds.get(name, model.name)
         else:
             wanted = _wanted(model, what, name, shape, seen.get(what, 0))
             seen[what] = seen.get(what, 0) + 1
@@ -340,8 +345,8 @@ def _down(model: _MixInput, i: int, default: str) -> str:
 def _down_falcon(name: str, i: int, n: int) -> str:
     if name in ("Q3_K_L", "Q4_K_S"):
         return "Q4_K"
-    first, some, rest = ("Q6_K", "Q5_K", "Q4_K") if name == "Q4_K_M" else ("Q5_K", "Q4_K", "Q3_K")
-    return first if i < n // 16 else some if use_more_bits(i, n) else rest
+    first, some, other = ("Q6_K", "Q5_K", "Q4_K") if name == "Q4_K_M" else ("Q5_K", "Q4_K", "Q3_K")
+    return first if i < n // 16 else some if use_more_bits(i, n) else other
 
 
 def _attention_output(model: _MixInput, default: str) -> str:

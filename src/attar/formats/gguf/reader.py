@@ -77,10 +77,10 @@ class GGUFReader:
         dtype = getattr(torch, TORCH[header[1]])
         if placement.part is None:
             return placement.undo(self._numbers(name), dtype)
-        whole = torch.empty(placement.stored_shape, dtype=dtype)
+        stored = torch.empty(placement.stored_shape, dtype=dtype)
         for part in self._parts[header[0]]:
-            part.fill(whole, self._numbers(part.piece))
-        return whole
+            part.fill(stored, self._numbers(part.piece))
+        return stored
 
     def _numbers(self, name: str) -> Tensor:
         """A stored tensor with its blocks decoded."""

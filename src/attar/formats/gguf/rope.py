@@ -137,8 +137,8 @@ def _dimensions(
         1.0,
     )
     dimensions = sizes.of("rope") if architecture.latent else int(sizes.head * fraction)
-    whole = architecture.ropes == LLAMA_ROPES
-    if dimensions % 2 or dimensions < 2 or (whole and dimensions != sizes.head):
+    rotates_all = architecture.ropes == LLAMA_ROPES
+    if dimensions % 2 or dimensions < 2 or (rotates_all and dimensions != sizes.head):
         raise ModelError(
             f"{architecture.family}: GGUF's {architecture.arch} cannot turn {dimensions} of a head's "
             f"{sizes.head} dimensions",
@@ -287,10 +287,10 @@ def rope_config(
     return {"rope_parameters": parameters}
 
 
-def _fraction(part: int, whole: int) -> float:
+def _fraction(part: int, total: int) -> float:
     """A number x for which int(x * whole) is ``part``."""
-    fraction = part / whole
-    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 2.0)
+    fraction = part / total
+    return fraction if int(total * fraction) == part else math.nextafter(fraction, 2.0)
 
 
 def _positive(get: Callable[[str, Any], Any], key: str, default: float) -> float:
@@ -309,8 +309,8 @@ def _rotated(get: Callable[[str, Any], Any], architecture: Architecture, sizes: 
     if architecture.latent:
         return sizes.of("rope")
     rotated = int(get("rope.dimension_count", sizes.head))
-    whole = architecture.ropes == LLAMA_ROPES and rotated != sizes.head
-    if rotated < 2 or rotated % 2 or rotated > sizes.head or whole:
+    too_few = architecture.ropes == LLAMA_ROPES and rotated != sizes.head
+    if rotated < 2 or rotated % 2 or rotated > sizes.head or too_few:
         raise CheckpointError(
             f"GGUF: rope.dimension_count is {rotated}: {architecture.arch} cannot turn so many of a head's "
             f"{sizes.head} dimensions"

@@ -129,8 +129,8 @@ def _check_scale(config: Mapping[str, Any], arch: Architecture, measured: Sizes)
 
 def query_scalar(arch: Architecture, measured: Sizes) -> int:
     """Gemma's ``query_pre_attn_scalar``, as llama.cpp has it."""
-    whole = measured.layers == arch.scale_by_layers
-    return measured.hidden // measured.heads if whole else measured.head
+    by_layers = measured.layers == arch.scale_by_layers
+    return measured.hidden // measured.heads if by_layers else measured.head
 
 
 def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Placement]:
@@ -318,13 +318,13 @@ def _part(
         "odd": slice(1, None, 2),
         "": None,
     }[module.part]
-    whole: tuple[int, ...] = (count * 2 if module.part else count, *shape[1:])
+    stored_shape: tuple[int, ...] = (count * 2 if module.part else count, *shape[1:])
     turned = module.transposed and bool(module.stacked)
     if turned:
-        whole = whole[::-1]
+        stored_shape = stored_shape[::-1]
     stack = (measured.of("experts"),) if expert is not None else ()
     return StoredPart(
-        (*stack, *whole), expert, axis=len(whole) - 1 if turned else 0, rows=rows, turned=turned
+        (*stack, *stored_shape), expert, axis=len(stored_shape) - 1 if turned else 0, rows=rows, turned=turned
     )
 
 

@@ -236,34 +236,34 @@ def _plan(
 ) -> list[_OutputFile]:
     """Cut the layout, in its order, into files."""
     aligned: dict[str, MetadataValue] = {} if alignment == ALIGNMENT else {"general.alignment": alignment}
-    whole = {**metadata, **aligned}
-    groups = _groups(infos, whole, aligned, alignment, max_bytes)
+    all_keys = {**metadata, **aligned}
+    groups = _groups(infos, all_keys, aligned, alignment, max_bytes)
     if len(groups) == 1:
-        return [_part(path, whole, infos, alignment)]
+        return [_part(path, all_keys, infos, alignment)]
     parts = []
     for number, group in enumerate(groups):
         split = _split_keys(number, len(groups), len(infos))
-        known = {**(whole if number == 0 else aligned), **split}
+        known = {**(all_keys if number == 0 else aligned), **split}
         parts.append(_part(part_name(path, number, len(groups)), known, group, alignment))
     return parts
 
 
 def _groups(
     infos: list[GGUFTensorInfo],
-    whole: Mapping[str, MetadataValue],
-    rest: Mapping[str, MetadataValue],
+    first_keys: Mapping[str, MetadataValue],
+    later_keys: Mapping[str, MetadataValue],
     alignment: int,
     max_bytes: int | None,
 ) -> list[list[GGUFTensorInfo]]:
     """The tensors of each file."""
     if not max_bytes:
         return [infos]
-    head, data = len(_head(whole, 0)), sum(_padded(info.nbytes, alignment) for info in infos)
+    head, data = len(_head(first_keys, 0)), sum(_padded(info.nbytes, alignment) for info in infos)
     info_bytes = sum(len(_info_bytes(info, 0)) for info in infos)
     if _padded(head + info_bytes, alignment) + data <= max_bytes:
         return [infos]
     keys = _split_keys(0, 0, 0)
-    head, next_head = len(_head({**whole, **keys}, 0)), len(_head({**rest, **keys}, 0))
+    head, next_head = len(_head({**first_keys, **keys}, 0)), len(_head({**later_keys, **keys}, 0))
     groups: list[list[GGUFTensorInfo]] = [[]]
     data = 0
     for info in infos:

@@ -78,10 +78,10 @@ class FixedPolicy(DraftPolicy):
         prefilled: bool = False,
     ) -> None:
         if feedback and not prompt_tokens:
-            drafts = sum(len(one.draft) for one in feedback if one.draft is not None)
+            drafts = sum(len(verified.draft) for verified in feedback if verified.draft is not None)
             self.latency.note_target(len(feedback), len(feedback) + drafts, seconds)
-        for one in feedback:
-            self._learn(one)  # which of two drafters a sequence is left to
+        for verified in feedback:
+            self._learn(verified)  # which of two drafters a sequence is left to
 
 
 class MeteredProposer:
@@ -125,10 +125,10 @@ class MeteredProposer:
         began = time.perf_counter()
         self.proposer.observe(feedback)
         self._spent(began)
-        for one in feedback:
-            draft = one.draft
+        for verified in feedback:
+            draft = verified.draft
             depth = 0 if draft is None else len(draft.counts)
-            self.passes.note(0 if draft is None else len(draft), depth, len(one.path))
+            self.passes.note(0 if draft is None else len(draft), depth, len(verified.path))
 
     def forget(self, sequence: int) -> None:
         self.proposer.forget(sequence)
@@ -187,14 +187,14 @@ def profile(
     """
     params = SamplingParams(temperature=temperature, max_tokens=tokens, min_tokens=min(LEAST, tokens), seed=0)
     engines = {PLAIN: second_engine(engine)} | {
-        method: second_engine(engine, one) for method, one in methods.items()
+        method: second_engine(engine, proposer) for method, proposer in methods.items()
     }
     rows = []
     for batch in batches:
         work = {kind: _batches(prompts, batch) for kind, prompts in sets.items()}
         runs = _runs(engines, work, params, rounds, progress)
-        for (kind, method), one in runs.items():
-            rows.append(_row(kind, method, batch, runs[kind, PLAIN], one, rounds))
+        for (kind, method), method_runs in runs.items():
+            rows.append(_row(kind, method, batch, runs[kind, PLAIN], method_runs, rounds))
     runner = type(engine.runner).__name__.lower()
     return Profile(name, runner, tokens, rounds, temperature, tuple(rows))
 
@@ -259,12 +259,12 @@ def _complete(
         runs.tokens.append([])
     runs.seconds[index].append(seconds)
     runs.tokens[index].append(later)
-    runs.texts += [one.tokens for one in requests]
+    runs.texts += [request.tokens for request in requests]
     if meter is not None:
         runs.passes.counts += meter.passes.counts
         runs.drafting += meter.seconds
     counted = 0 if meter is None else meter.passes.total + meter.passes.accepted
-    written = sum(len(one.tokens) - 1 for one in requests)
+    written = sum(len(request.tokens) - 1 for request in requests)
     runs.passes.counts[0, 0, 0] += max(written - counted, 0)  # passes that were not metered: a token each
 
 

@@ -100,9 +100,9 @@ def _compute(
     share the tensors."""
     files = [work / f"{index:05d}" / "row.json" for index in range(len(models.tensors))]
     owners = processes.deal([models.base.tensors[pair.base].nbytes for pair in models.tensors])
-    own = [index for index, owner in enumerate(owners) if owner == processes.rank]
-    with progress.task("extract", total=len(own)) as task:
-        for index in own:
+    assigned = [index for index, owner in enumerate(owners) if owner == processes.rank]
+    with progress.task("extract", total=len(assigned)) as task:
+        for index in assigned:
             row_file, pair = files[index], models.tensors[index]
             if not row_file.is_file():
                 folder = row_file.parent

@@ -59,16 +59,22 @@ def sorted_by_use(configs: Sequence[MergeDocument]) -> tuple[MergeDocument, ...]
         RecipeError: two documents have one name, two have none, or they use each other in a circle.
     """
     named = _by_name(configs)
-    rest = sorted(configs, key=lambda config: config.name is None)
+    waiting_documents = sorted(configs, key=lambda config: config.name is None)
     done: list[MergeDocument] = []
-    while rest:
-        waiting = {config.name for config in rest}
-        ready = [config for config in rest if not any(used.model in waiting for used in config.models())]
+    while waiting_documents:
+        waiting = {config.name for config in waiting_documents}
+        ready = [
+            config
+            for config in waiting_documents
+            if not any(used.model in waiting for used in config.models())
+        ]
         if not ready:
-            circle = _circle(rest, named)
-            raise RecipeError(f"{rest[0].where}: the documents need each other in a circle: {circle}")
+            circle = _circle(waiting_documents, named)
+            raise RecipeError(
+                f"{waiting_documents[0].where}: the documents need each other in a circle: {circle}"
+            )
         done.append(ready[0])
-        rest.remove(ready[0])
+        waiting_documents.remove(ready[0])
     return tuple(done)
 
 
@@ -86,11 +92,11 @@ def _by_name(configs: Sequence[MergeDocument]) -> dict[str | None, MergeDocument
     return named
 
 
-def _circle(rest: Sequence[MergeDocument], named: Mapping[str | None, MergeDocument]) -> str:
-    """Names along a circle; each document of ``rest`` uses another of them."""
-    waiting = {config.name for config in rest}
+def _circle(configs: Sequence[MergeDocument], named: Mapping[str | None, MergeDocument]) -> str:
+    """Names along a circle; each document of ``configs`` uses another of them."""
+    waiting = {config.name for config in configs}
     path: list[str] = []
-    config = rest[0]
+    config = configs[0]
     while True:
         name = next(used.model for used in config.models() if used.model in waiting)
         if name in path:

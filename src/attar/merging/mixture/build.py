@@ -232,10 +232,10 @@ def _tensors(
     shared = list(zip(document.shared, views[len(experts) :], strict=True))
     kept: dict[int | None, list[str]] = {}
     for name in base.tensors:
-        layer, rest = split_name(name)
-        if is_buffer(name) or (layer is not None and _part(rest)):
+        layer, local_name = split_name(name)
+        if is_buffer(name) or (layer is not None and _part(local_name)):
             continue
-        if not (is_outside(name) if layer is None else rest in kind.kept()):
+        if not (is_outside(name) if layer is None else local_name in kind.kept()):
             raise ModelError(f"{base.name}: {name} has no place in {kind.name}")
         kept.setdefault(layer, []).append(name)
     yield from (MixtureTensor(name, _shape(base, name), base, name) for name in kept.get(None, ()))
@@ -308,8 +308,8 @@ def _stored_type(base: Any) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(stored, "float32")
 
 
-def _part(rest: str) -> bool:
-    return rest in tuple(f"mlp.{part}.weight" for part in PARTS)
+def _part(local_name: str) -> bool:
+    return local_name in tuple(f"mlp.{part}.weight" for part in PARTS)
 
 
 def _shape(view: Any, name: str) -> tuple[int, ...]:

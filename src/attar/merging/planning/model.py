@@ -102,7 +102,7 @@ class MergeModel:
         for name in self.view.tensors:
             position = position_of(name, self.stacks)
             if position is not None:
-                names.setdefault((position.stack.prefix, position.layer), []).append(position.rest)
+                names.setdefault((position.stack.prefix, position.layer), []).append(position.local_name)
         return names
 
     def stack_like(self, stack: ModelStack, lead: MergeModel) -> ModelStack:
@@ -113,10 +113,10 @@ class MergeModel:
         """
         own_prefix, lead_prefix = self._prefixes(lead)
         names = (stack.prefix, _replace_prefix(stack.prefix, lead_prefix, own_prefix))
-        for own in self.stacks:
-            if own.prefix in names:
-                return own
-        prefixes = ", ".join(own.prefix for own in self.stacks)
+        for candidate in self.stacks:
+            if candidate.prefix in names:
+                return candidate
+        prefixes = ", ".join(candidate.prefix for candidate in self.stacks)
         raise ModelError(
             f"{self.label}: no layers named {stack.prefix}.0, as {lead.label} has them; it has {prefixes}.0",
             hint="only models of one family can be merged",
@@ -129,9 +129,9 @@ class MergeModel:
         another name of the embedding (T5's ``encoder.embed_tokens``).
         """
         own_prefix, lead_prefix = self._prefixes(lead)
-        for own in (name, _replace_prefix(name, lead_prefix, own_prefix), _SAME_BIAS.get(name)):
-            if own is not None and own in self.view.tensors:
-                return own
+        for candidate in (name, _replace_prefix(name, lead_prefix, own_prefix), _SAME_BIAS.get(name)):
+            if candidate is not None and candidate in self.view.tensors:
+                return candidate
         is_matrix = self.rows is not None and name.endswith(".weight")
         if not is_matrix or not has_token_rows(name, (self.rows or 0,), self.rows):
             return None
@@ -149,11 +149,11 @@ class MergeModel:
     def _prefixes(self, lead: MergeModel) -> tuple[str, str]:
         """The prefixes of this model's names and of ``lead``'s where they differ: models saved with and
         without a head differ by ``transformer.`` or ``bert.``."""
-        own, other = self.stacks[0].prefix, lead.stacks[0].prefix
-        if own.endswith("." + other):
-            return own.removesuffix(other), ""
-        if other.endswith("." + own):
-            return "", other.removesuffix(own)
+        prefix, lead_prefix = self.stacks[0].prefix, lead.stacks[0].prefix
+        if prefix.endswith("." + lead_prefix):
+            return prefix.removesuffix(lead_prefix), ""
+        if lead_prefix.endswith("." + prefix):
+            return "", lead_prefix.removesuffix(prefix)
         return "", ""
 
 

@@ -42,11 +42,11 @@ class ModelStack:
 
 @dataclass(frozen=True)
 class TensorPosition:
-    """A tensor inside a stack: ``rest`` is its name inside the layer."""
+    """A tensor inside a stack: ``local_name`` is its name inside the layer."""
 
     stack: ModelStack
     layer: int
-    rest: str
+    local_name: str
 
 
 def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[ModelStack, ...]:
@@ -86,16 +86,16 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
 
 def position_of(name: str, stacks: Iterable[ModelStack]) -> TensorPosition | None:
     """A tensor's stack and layer; None outside the stacks."""
-    prefix, number, rest = _split(name)
+    prefix, number, local_name = _split(name)
     for stack in stacks:
         if number is not None and stack.prefix == prefix:
-            return TensorPosition(stack, number, rest)
+            return TensorPosition(stack, number, local_name)
     return None
 
 
-def layer_name(prefix: str, layer: int, rest: str) -> str:
+def layer_name(prefix: str, layer: int, local_name: str) -> str:
     """The name of a layer's tensor."""
-    return f"{prefix}.{layer}.{rest}" if prefix else f"{layer}.{rest}"
+    return f"{prefix}.{layer}.{local_name}" if prefix else f"{layer}.{local_name}"
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:

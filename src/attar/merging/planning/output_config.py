@@ -147,14 +147,14 @@ def _entries(
 
 def config_differences(donor: MergeModel, model: MergeModel) -> Iterator[str]:
     """Notes on the keys in which a parent's config differs from the result's."""
-    own, other = donor.view.config, model.view.config
-    if own.get("model_type") != other.get("model_type"):
+    donor_config, model_config = donor.view.config, model.view.config
+    if donor_config.get("model_type") != model_config.get("model_type"):
         yield (
-            f"{model.label} is a {other.get('model_type')}, {donor.label} is a {own.get('model_type')}:"
-            " the shapes fit, and the result gets the latter's type"
+            f"{model.label} is a {model_config.get('model_type')}, {donor.label} is a "
+            f"{donor_config.get('model_type')}: the shapes fit, and the result gets the latter's type"
         )
     for key in _FUNCTION_KEYS:
-        kept, value = text_config(own).get(key), text_config(other).get(key)
+        kept, value = text_config(donor_config).get(key), text_config(model_config).get(key)
         if kept != value and not (key == "layer_types" and (kept is None or value is None)):
             yield f"{key} differs: {_short(kept)} in {donor.label} (taken), {_short(value)} in {model.label}"
 

@@ -159,14 +159,14 @@ class SliceResolver:
 
     def _layers(self, source: MergeSource, stack: ModelStack) -> SourceLayers:
         model = self._models[source.model]
-        own = model.stack_like(stack, self._lead)
-        first, end = source.layers or (0, own.count)
-        if end > own.count:
+        model_stack = model.stack_like(stack, self._lead)
+        first, end = source.layers or (0, model_stack.count)
+        if end > model_stack.count:
             raise RecipeError(
-                f"{source.where}: layer_range is [{first}, {end}], but {model.label} has {own.count} layers"
-                f" (0 to {own.count - 1})"
+                f"{source.where}: layer_range is [{first}, {end}], but {model.label} has "
+                f"{model_stack.count} layers (0 to {model_stack.count - 1})"
             )
-        return SourceLayers(source, model, own, first, end - first)
+        return SourceLayers(source, model, model_stack, first, end - first)
 
     def _base(
         self, part: LayerSlice, sources: Sequence[SourceLayers], stack: ModelStack

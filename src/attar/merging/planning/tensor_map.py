@@ -117,13 +117,13 @@ class TensorMap:
             for layers in sources
             for name in layers.model.names_in_layer(layers.stack, layers.first + index)
         }
-        for rest in sorted(names):
+        for local_name in sorted(names):
             tensors = tuple(
-                SourceTensor(s.model, layer_name(s.stack.prefix, s.first + index, rest), s.source)
+                SourceTensor(s.model, layer_name(s.stack.prefix, s.first + index, local_name), s.source)
                 for s in sources
             )
             if self._complete(tensors):
-                name = layer_name(stack.prefix, layer, rest)
+                name = layer_name(stack.prefix, layer, local_name)
                 yield MappedTensor(name, module, part, tensors, layer, stack.prefix, depth)
 
     def _complete(self, tensors: Sequence[SourceTensor]) -> bool:

@@ -111,8 +111,8 @@ class SearchSpace:
     def config_with(self, values: Sequence[float]) -> MergeConfig:
         """The configuration with one value for each coordinate; values equal to the start change nothing."""
         assert len(values) == len(self.coordinates), "one value for each coordinate"
-        rest = iter(values)
-        return replace_numbers(self.config, lambda coordinate: next(rest))
+        numbers = iter(values)
+        return replace_numbers(self.config, lambda coordinate: next(numbers))
 
 
 def replace_numbers(config: MergeConfig, number_for: Callable[[Coordinate], float]) -> MergeConfig:

@@ -21,12 +21,12 @@ class TokenRows:
     """The sources of every output row.
 
     Attributes:
-        own: int64 (models, size); the row of a model that it keeps for an output row, or -1.
+        kept: int64 (models, size); the row of a model that it keeps for an output row, or -1.
         donors: int64 (models, size); the rows whose mean is an output row's default; -1: none of this model.
         rules: int64 (size,); index into :data:`RULES`; -1 for padding.
     """
 
-    own: Tensor
+    kept: Tensor
     donors: Tensor
     rules: Tensor
 
@@ -60,16 +60,16 @@ def rows_by_rules(
         ids: ids of each model's tokens, those without a row left out.
         base: index of the base model, or None.
     """
-    own = torch.full((len(ids), size), -1, dtype=torch.int64)
+    kept = torch.full((len(ids), size), -1, dtype=torch.int64)
     texts, output_ids = list(tokens), torch.tensor(list(tokens.values()), dtype=torch.int64)
     for index, known in enumerate(ids):
-        own[index, output_ids] = torch.tensor([known.get(text, -1) for text in texts], dtype=torch.int64)
-    donors = own.clone()
+        kept[index, output_ids] = torch.tensor([known.get(text, -1) for text in texts], dtype=torch.int64)
+    donors = kept.clone()
     rules = torch.full((size,), -1, dtype=torch.int64)
-    count = (own >= 0).sum(dim=0)
+    count = (kept >= 0).sum(dim=0)
     rules[output_ids] = RULES.index("mean")
     if base is not None:
-        in_base = own[base] >= 0
+        in_base = kept[base] >= 0
         rules[in_base] = RULES.index("base")
         others = torch.arange(len(ids)) != base
         donors[others[:, None] & in_base] = -1
@@ -80,8 +80,8 @@ def rows_by_rules(
         used = torch.zeros(max(size, rows[index]), dtype=torch.bool)
         used[torch.tensor(list(known.values()), dtype=torch.int64)] = True
         unused = padding[(padding < rows[index]) & ~used[padding]]
-        own[index, unused] = unused
-    return TokenRows(own, donors, rules)
+        kept[index, unused] = unused
+    return TokenRows(kept, donors, rules)
 
 
 def apply_choice(
@@ -108,7 +108,7 @@ def apply_choice(
         row = _donor_row(text, source, ids[index], rows[index], choice.where)
         token_rows.donors[index, token_id] = row
     if choice.force:
-        token_rows.own[:, token_id] = -1
+        token_rows.kept[:, token_id] = -1
 
 
 def _donor_row(

@@ -182,10 +182,10 @@ def _add_unigram_pieces(
 
 
 def _new_merges(
-    own: Sequence[Any], ids: Mapping[str, int], new: set[str], others: Sequence[TokenizerTokens]
+    known_merges: Sequence[Any], ids: Mapping[str, int], new: set[str], others: Sequence[TokenizerTokens]
 ) -> list[list[str]]:
     """Merges of other BPE tokenizers that build a new token from known ones, in their order."""
-    known = {tuple(pair) for pair in own}
+    known = {tuple(pair) for pair in known_merges}
     merges: list[list[str]] = []
     for other in others:
         model = (other.backend or {}).get("model", {})

@@ -85,8 +85,8 @@ class MergedVocabulary:
         """For each model: whether its matrices are in the output's order already."""
         order = torch.arange(self.size)
         return tuple(
-            rows == self.size and bool(torch.equal(own, order))
-            for rows, own in zip(self.rows, self.token_rows.own, strict=True)
+            rows == self.size and bool(torch.equal(kept, order))
+            for rows, kept in zip(self.rows, self.token_rows.kept, strict=True)
         )
 
     def align(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -110,10 +110,10 @@ class MergedVocabulary:
         ]
 
     def _aligned(self, index: int, tensor: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        own, rules = self.token_rows.own[index], self.token_rows.rules
+        rows, rules = self.token_rows.kept[index], self.token_rows.rules
         result = tensor.new_zeros(self.size, *tensor.shape[1:])
-        kept = own >= 0
-        result[kept] = tensor[own[kept]]
+        kept = rows >= 0
+        result[kept] = tensor[rows[kept]]
         missing = (~kept & (rules >= 0)).nonzero().reshape(-1)
         result[missing] = self._defaults(missing, tensors).to(result.dtype)
         padding = (~kept & (rules < 0)).nonzero().reshape(-1)
@@ -146,8 +146,10 @@ class MergedVocabulary:
                     f"{label}: a matrix of shape {tuple(tensor.shape)} where its vocabulary has {rows} rows"
                 )
         if len(widths) > 1:
-            (one, first), (two, second) = list(widths.items())[:2]
-            raise ModelError(f"embeddings differ in width: {list(one)} in {first}, {list(two)} in {second}")
+            (width, first), (other_width, second) = list(widths.items())[:2]
+            raise ModelError(
+                f"embeddings differ in width: {list(width)} in {first}, {list(other_width)} in {second}"
+            )
 
     def write(self, folder: Path) -> list[str]:
         """Write the tokenizer's files in place of those in a folder; returns their names.
@@ -170,7 +172,7 @@ class MergedVocabulary:
         """
         rules = self.token_rows.rules
         named = rules >= 0
-        kept = (self.token_rows.own >= 0) & named
+        kept = (self.token_rows.kept >= 0) & named
         several = kept.sum(dim=0) > 1
         models = []
         for index, label in enumerate(self.labels):
@@ -212,8 +214,8 @@ class MergedVocabulary:
 
 
 def _table_line(cells: tuple[str, ...], widths: list[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
+    first, *others = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
 
 
 def build_vocabulary(

@@ -50,7 +50,9 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
     )
 
 
-def in_order(mixer: Attention | LatentAttention | OtherMixer, rest: Mlp | Mixture | None) -> list[str]:
+def in_order(
+    mixer: Attention | LatentAttention | OtherMixer, feed_forward: Mlp | Mixture | None
+) -> list[str]:
     """Linears of a block in forward order, as far as the parts tell."""
     parts: list[Projection | None] = []
     names = list(mixer.linears) if isinstance(mixer, OtherMixer) else []
@@ -58,7 +60,13 @@ def in_order(mixer: Attention | LatentAttention | OtherMixer, rest: Mlp | Mixtur
         parts += [mixer.q, mixer.k, mixer.v, mixer.o]
     elif isinstance(mixer, LatentAttention):
         parts += [*mixer.q, mixer.kv_a, mixer.kv_b, mixer.o]
-    mlps = [rest] if isinstance(rest, Mlp) else [*rest.experts, rest.shared] if rest is not None else []
+    mlps = (
+        [feed_forward]
+        if isinstance(feed_forward, Mlp)
+        else [*feed_forward.experts, feed_forward.shared]
+        if feed_forward is not None
+        else []
+    )
     parts += [part for mlp in mlps if mlp is not None for part in (mlp.gate, mlp.up, mlp.down)]
     return names + [part.name for part in parts if part is not None]
 

@@ -56,8 +56,8 @@ class Fold:
         if self.repeat == 1:
             return values
         source = torch.tensor(self.source, device=values.device)
-        whole = values.new_zeros(int(source.max()) + 1)
-        return whole.scatter_reduce(0, source, values, how, include_self=False)[source]
+        shared = values.new_zeros(int(source.max()) + 1)
+        return shared.scatter_reduce(0, source, values, how, include_self=False)[source]
 
 
 @dataclass(frozen=True)

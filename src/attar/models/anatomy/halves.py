@@ -89,10 +89,10 @@ def read_mlp(config: Any, half: BlockHalf, *, sized: bool = True) -> Mlp:
     n = down.in_features
     gate: Projection | None = None
     if half.paths("gate_up"):
-        whole = half.only("gate_up")
-        rest = whole.out_features - n
-        gate = Projection(whole.name, whole.kind, n, whole.in_features, rows=(0, n))
-        up = Projection(whole.name, whole.kind, rest, whole.in_features, rows=(n, whole.out_features))
+        fused = half.only("gate_up")
+        up_rows = fused.out_features - n
+        gate = Projection(fused.name, fused.kind, n, fused.in_features, rows=(0, n))
+        up = Projection(fused.name, fused.kind, up_rows, fused.in_features, rows=(n, fused.out_features))
     else:
         up = half.only("up")
         gate = half.only("gate") if half.paths("gate") else None
@@ -108,16 +108,16 @@ def read_mlp(config: Any, half: BlockHalf, *, sized: bool = True) -> Mlp:
     return Mlp(common_parent(up.name, down.name), up, gate, down, n, activation)
 
 
-def split(whole: Projection, q_rows: int, width: int) -> tuple[Projection, Projection, Projection]:
+def split(fused: Projection, q_rows: int, width: int) -> tuple[Projection, Projection, Projection]:
     """q, k and v inside a fused weight: q has as many rows as o has columns, k and v share the rest."""
-    kv_rows = (whole.out_features - q_rows) // 2
-    alternating = whole.name.rpartition(".")[2] in ALTERNATING
+    kv_rows = (fused.out_features - q_rows) // 2
+    alternating = fused.name.rpartition(".")[2] in ALTERNATING
     groups = max(kv_rows // width, 1) if alternating else 1
-    period = whole.out_features // groups if groups > 1 else None
+    period = fused.out_features // groups if groups > 1 else None
     parts, start = [], 0
     for rows in (q_rows, kv_rows, kv_rows):
         run = (start, start + rows // groups)
-        parts.append(Projection(whole.name, whole.kind, rows, whole.in_features, rows=run, period=period))
+        parts.append(Projection(fused.name, fused.kind, rows, fused.in_features, rows=run, period=period))
         start = run[1]
     return parts[0], parts[1], parts[2]
 

@@ -70,12 +70,12 @@ def read_mixture(config: Any, name: str, block: nn.Module, layout: ExpertLayout,
         problem = f"could be {' or '.join(routers)}" if routers else "was not found"
         raise half.error(f"the router of {layout.count} experts {problem} in {name}.{parent}".rstrip("."))
     router = f"{name}.{routers[0]}"
-    rest = {path: module for path, module in half.linears.items() if path != router}
-    gates = [path for path, module in rest.items() if measure(path, module).out_features == 1]
+    others = {path: module for path, module in half.linears.items() if path != router}
+    gates = [path for path, module in others.items() if measure(path, module).out_features == 1]
     shared = BlockHalf(
         half.family,
         f"the shared expert of {name}",
-        {path: module for path, module in rest.items() if path not in gates},
+        {path: module for path, module in others.items() if path not in gates},
     )
     experts = []
     for path in layout.single:

@@ -125,9 +125,9 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
 
     def logits(self, a: Tensor, target: Callable[[Tensor], Tensor]) -> Tensor:
         """(..., V) with its own W; -inf of tokens that it cannot propose."""
-        own: Tensor = self.lm_head(self.norm(a))
+        draft_logits: Tensor = self.lm_head(self.norm(a))
         tokens = tokens_of(self)
-        return own if tokens is None else spread(own, tokens, self.config.vocabulary)
+        return draft_logits if tokens is None else spread(draft_logits, tokens, self.config.vocabulary)
 
     def output_weights(self) -> list[nn.Parameter]:
         """W, which the optimizers treat as a head."""

@@ -69,13 +69,13 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        size, own = config.draft_vocabulary or config.vocabulary, 1 if config.shared else config.drafts
+        size, head_count = config.draft_vocabulary or config.vocabulary, 1 if config.shared else config.drafts
         # a module made for each place: ``[block] * n`` would be one block n times
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(config.hidden) for _ in range(config.residual_layers)))
             for _ in range(config.drafts)
         )
-        self.heads = nn.ModuleList(nn.Linear(config.hidden, size, bias=False) for _ in range(own))
+        self.heads = nn.ModuleList(nn.Linear(config.hidden, size, bias=False) for _ in range(head_count))
         register_vocabulary(self, config.draft_vocabulary)
 
     def start_from(self, weight: Tensor) -> None:

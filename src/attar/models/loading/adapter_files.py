@@ -118,8 +118,10 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         others = {f"{pattern}[{key[:60]!r}]": value for key, value in values.items()}
         numbers = {name: config.get(name, default), **others}
         for field, value in numbers.items():
-            whole = type(value) is int and 1 <= value <= MOST
-            if not (whole or (name == "lora_alpha" and type(value) in (int, float) and abs(value) <= MOST)):
+            is_count = type(value) is int and 1 <= value <= MOST
+            if not (
+                is_count or (name == "lora_alpha" and type(value) in (int, float) and abs(value) <= MOST)
+            ):
                 kind = "a whole number from 1" if name == "r" else f"a number from {-MOST:,}"
                 raise CheckpointError(f"{path}: {field} is {str(value)[:60]}, not {kind} to {MOST:,}")
         for key in values:
@@ -205,13 +207,15 @@ def _check_rows(checkpoint: Any, folder: Path, updates: Mapping[str, TensorUpdat
     """A tensor that replaces the model's has its shape; embedding and head may both have other rows."""
     rows = {}
     for name, update in updates.items():
-        own = tuple(checkpoint.tensors[update.source].shape)
-        shape = tuple(update.replacement.shape) if update.replacement else own
+        model_shape = tuple(checkpoint.tensors[update.source].shape)
+        shape = tuple(update.replacement.shape) if update.replacement else model_shape
         part = part_of(name)
         if part in ("embedding", "head"):
             rows[name] = shape[0]
-        if shape[1:] != own[1:] or (shape != own and name not in rows):
-            raise ModelError(f"{folder}: {name!r} of shape {shape}, where {checkpoint.name} has {own}")
+        if shape[1:] != model_shape[1:] or (shape != model_shape and name not in rows):
+            raise ModelError(
+                f"{folder}: {name!r} of shape {shape}, where {checkpoint.name} has {model_shape}"
+            )
     if not any(count != checkpoint.tensors[updates[name].source].shape[0] for name, count in rows.items()):
         return
     vocabulary = checkpoint.config.get("vocab_size")

@@ -90,8 +90,8 @@ def _plain_floats(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {key: _plain_floats(one) for key, one in value.items()}
-    return [_plain_floats(one) for one in value] if isinstance(value, list) else value
+        return {key: _plain_floats(entry) for key, entry in value.items()}
+    return [_plain_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
 def model_class(config: Any) -> Any:

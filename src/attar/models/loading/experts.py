@@ -263,9 +263,9 @@ def gate_and_up_rows(stack: Stack) -> tuple[slice, slice]:
 
 def _activation(module: Any, stack: Stack) -> Callable[[Tensor], Tensor]:
     """The family's function between up and down, of gate and up (T, 2I) together as the family has them."""
-    own = getattr(module, "_apply_gate", None)
-    if stack.gated and own is not None:
-        return own  # type: ignore[no-any-return]
+    apply_gate = getattr(module, "_apply_gate", None)
+    if stack.gated and apply_gate is not None:
+        return apply_gate  # type: ignore[no-any-return]
     act = module.act_fn
     if not stack.gated:
         return act  # type: ignore[no-any-return]

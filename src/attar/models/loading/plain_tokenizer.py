@@ -214,8 +214,8 @@ def _complete(backend: Tokenizer, special: Mapping[str, str], decoder: Any) -> b
     if any(token not in marked for token in special.values()):
         return False
     for index, token in (decoder or {}).items():
-        own = described.get(int(index))
-        if own is None or any(token.get(flag) != own[flag] for flag in _FLAGS):
+        entry = described.get(int(index))
+        if entry is None or any(token.get(flag) != entry[flag] for flag in _FLAGS):
             return False
     return True
 

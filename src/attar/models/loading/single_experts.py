@@ -52,18 +52,18 @@ class SingleExperts:
     """The view; whatever is no tensor is that of the checkpoint.
 
     Attributes:
-        whole: the checkpoint.
+        stacked: the checkpoint as it is stored.
         parts: what each expert's tensor is, by name.
         stacks: names of the parts, by the stored tensor that they are parts of.
         tensors: headers by name, experts in the place of their stack.
     """
 
     def __init__(self, checkpoint: Any, parts: Mapping[str, ExpertPart]) -> None:
-        self.whole, self.parts = checkpoint, parts
+        self.stacked, self.parts = checkpoint, parts
         self._last: tuple[str, Tensor] | None = None
         self.stacks: dict[str, list[str]] = {}
-        for name, one in parts.items():
-            self.stacks.setdefault(one.stack, []).append(name)
+        for name, part in parts.items():
+            self.stacks.setdefault(part.stack, []).append(name)
         self.tensors: dict[str, Any] = {}
         for name, info in checkpoint.tensors.items():
             for single in self.stacks.get(name, []):
@@ -73,15 +73,15 @@ class SingleExperts:
                 self.tensors[name] = info
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.stacked, name)
 
     def load(self, name: str) -> Tensor:
         """One tensor, or one expert's weight (N, K) or bias (N,), in memory of its own."""
-        one = self.parts.get(name)
-        if one is None:
-            tensor: Tensor = self.whole.load(name)
+        expert = self.parts.get(name)
+        if expert is None:
+            tensor: Tensor = self.stacked.load(name)
             return tensor
-        return one.part.inside(self._expert(one)).clone(memory_format=torch.contiguous_format)
+        return expert.part.inside(self._expert(expert)).clone(memory_format=torch.contiguous_format)
 
     def filled(self, stack: str, changed: Callable[[str, Callable[[], Tensor]], Tensor]) -> Tensor:
         """A stored tensor with changed experts.
@@ -89,20 +89,20 @@ class SingleExperts:
         Args:
             changed: gives each expert's tensor; called with its name, and a function that reads it as it is.
         """
-        whole: Tensor = self.whole.load(stack)
+        tensor: Tensor = self.stacked.load(stack)
         for name in self.stacks[stack]:
-            expert = self.parts[name].part.view(whole)
+            expert = self.parts[name].part.view(tensor)
             expert.copy_(changed(name, expert.clone))
-        return whole
+        return tensor
 
-    def _expert(self, one: ExpertPart) -> Tensor:
+    def _expert(self, expert: ExpertPart) -> Tensor:
         """What the stack holds of an expert; where its bytes lie next to each other, no others are read."""
-        info, index = self.whole.tensors[one.stack], one.part.index
+        info, index = self.stacked.tensors[expert.stack], expert.part.index
         assert index is not None
         if not isinstance(info, TensorInfo) or info.block:  # decoded as a whole, and kept for the next expert
-            if self._last is None or self._last[0] != one.stack:
+            if self._last is None or self._last[0] != expert.stack:
                 self._last = None
-                self._last = one.stack, self.whole.load(one.stack)
+                self._last = expert.stack, self.stacked.load(expert.stack)
             return self._last[1][index]
         size = info.nbytes // info.shape[0]
         return read_tensor(
@@ -114,8 +114,8 @@ def _size(info: Any, shape: tuple[int, ...]) -> dict[str, int]:
     """``nbytes`` of a part, where the header has one."""
     if not isinstance(info, TensorInfo):
         return {}
-    whole, part = (torch.Size(one).numel() for one in (info.shape, shape))
-    return {"nbytes": info.nbytes * part // whole}
+    total, part = (torch.Size(dims).numel() for dims in (info.shape, shape))
+    return {"nbytes": info.nbytes * part // total}
 
 
 def single_experts(checkpoint: Any) -> Any:
@@ -142,8 +142,8 @@ def _parts(model: Any, checkpoint: Any, holder: Holder, leaf: str, kind: str) ->
     stored = stored_of(model, [parameter], checkpoint).get(parameter)
     if stored is None:
         return {}
-    own = parameter.rpartition(".")[2]  # a prefix of the checkpoint's own stays
-    name = stored.removesuffix(f".{own}") if stored.endswith(f".{own}") else holder.name
+    leaf_name = parameter.rpartition(".")[2]  # a prefix of the checkpoint's own stays
+    name = stored.removesuffix(f".{leaf_name}") if stored.endswith(f".{leaf_name}") else holder.name
     shape, parts = tuple(checkpoint.tensors[stored].shape), {}
     for number in range(holder.stack.count):
         for single, part in single_parts(holder, leaf, shape, number):
@@ -169,7 +169,7 @@ def single_parts(
     if not stack.gated:
         return [(holder.leaves[-2], part)]
     rows = gate_and_up_rows(stack)
-    return [(name, replace(part, rows=one)) for name, one in zip(holder.leaves[:2], rows, strict=True)]
+    return [(name, replace(part, rows=run)) for name, run in zip(holder.leaves[:2], rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -228,12 +228,12 @@ class StackedReader:
         stack, first = self._of[name]
         if not first:
             return None
-        whole: Tensor | None = None
+        stacked: Tensor | None = None
         for single, part in stack.parts.items():
             decoded = self._read.decode(self._stored[single])
-            whole = torch.empty(stack.shape, dtype=decoded.dtype) if whole is None else whole
-            part.view(whole).copy_(decoded)
-        return whole
+            stacked = torch.empty(stack.shape, dtype=decoded.dtype) if stacked is None else stacked
+            part.view(stacked).copy_(decoded)
+        return stacked
 
     def codes(self, name: str) -> Any:
         """None for single experts: a stack is no matrix."""

@@ -97,8 +97,8 @@ class TokenizerWithinRows:
 
 
 def _flat(ids: Any) -> Iterable[int]:
-    for one in ids:
-        if isinstance(one, int):
-            yield one
+    for entry in ids:
+        if isinstance(entry, int):
+            yield entry
         else:
-            yield from _flat(one)
+            yield from _flat(entry)

@@ -120,7 +120,9 @@ class PlannedModel:
     def file_bytes(self, sizes: PlanSizes) -> int:
         """Bytes of the cut model's ``model.safetensors`` as transformers writes it."""
         position, fields = 0, {"__metadata__": {"format": "pt"}}
-        for name, dtype, bits, shape in sorted(self.headers(sizes), key=lambda one: (-one[2], one[0])):
+        for name, dtype, bits, shape in sorted(
+            self.headers(sizes), key=lambda header: (-header[2], header[0])
+        ):
             end = position + math.prod(shape) * bits // 8
             fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}  # type: ignore[dict-item]
             position = end

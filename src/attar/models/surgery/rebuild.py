@@ -98,14 +98,14 @@ def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:
             setattr(config.get_text_config(), key, value)
         except Exception as error:  # a property without a setter, or a validator of the config class
             raise ModelError(f"{config.model_type}: its config's {key} cannot be {value}: {error}") from error
-    own = config.to_dict()
+    native = config.to_dict()
     if config.model_type not in SIBLINGS:
-        return [own]
+        return [native]
     kind, prefix, extra = SIBLINGS[config.model_type]
     ours, theirs = type(config)().to_dict(), parse_config({"model_type": kind}).to_dict()
-    shared = {key: value for key, value in own.items() if key in theirs or key not in ours}
+    shared = {key: value for key, value in native.items() if key in theirs or key not in ours}
     name = prefix + type(model).__name__.removeprefix(type(config).__name__.removesuffix("Config"))
-    return [own, {**shared, **extra, "model_type": kind, "architectures": [name]}]
+    return [native, {**shared, **extra, "model_type": kind, "architectures": [name]}]
 
 
 def named_config(model: Any) -> Any:

@@ -167,8 +167,8 @@ def _rule(step: Mapping[str, Any]) -> str | None:
         return DIGIT if step.get("individual_digits") else DIGITS
     if kind == "Punctuation" and behavior == "Contiguous":
         return PUNCTUATION
-    whole = (behavior, bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
-    if kind == "Split" and whole and "Regex" in step.get("pattern", {}):
+    keeps_matches = (behavior, bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
+    if kind == "Split" and keeps_matches and "Regex" in step.get("pattern", {}):
         return canonical_regex(step["pattern"]["Regex"])
     return json.dumps(dict(step), ensure_ascii=False)
 

@@ -257,8 +257,8 @@ def unpack_mask(packed: bytes, count: int) -> Tensor:
 
 def _stored(packed: Sequence[bytes], scale: Callable[[Tensor], Tensor] = keep_all) -> Sparsifier:
     """Packed masks of consecutive chunks."""
-    rest = iter(packed)
-    return lambda chunk: keep_(scale(chunk), unpack_mask(next(rest), chunk.numel()))
+    masks = iter(packed)
+    return lambda chunk: keep_(scale(chunk), unpack_mask(next(masks), chunk.numel()))
 
 
 def _rescaled(d: TaskVector, start: Callable[[], Sparsifier], rescale: bool) -> Sparsifier:
