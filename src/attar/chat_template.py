@@ -68,14 +68,14 @@ def render_chat(
     if not messages:
         raise ValueError("a conversation needs at least one message")
     chat = [{k: v for k, v in message.items() if keep_none or v is not None} for message in messages]
-    asked = {
+    request = {
         "template": template,
         "messages": [_with_reasoning(_plain(message)) for message in chat],
         "tools": _plain(tools),
         "add_generation_prompt": add_generation_prompt,
         "variables": {name: _plain(value) for name, value in variables.items()},
     }
-    return str(_in_process(asked))
+    return str(_in_process(request))
 
 
 def render_with(
@@ -124,7 +124,7 @@ def check_template(template: str) -> None:
     _in_process({"template": template})
 
 
-def _in_process(asked: dict[str, Any]) -> Any:
+def _in_process(request: dict[str, Any]) -> Any:
     """What ``answer`` gives in a process of its own.
 
     Raises:
@@ -132,7 +132,7 @@ def _in_process(asked: dict[str, Any]) -> Any:
         TemplateCostError: the template needs too much time or memory.
     """
     try:
-        return _process(os.getpid())(asked)
+        return _process(os.getpid())(request)
     except CostError as error:
         raise TemplateCostError(str(error)) from None
     except RequestError as error:
@@ -150,21 +150,21 @@ def _process(pid: int) -> LimitedProcess:
     return LimitedProcess(f"{__name__}:answer", SECONDS, MEMORY)
 
 
-def answer(asked: dict[str, Any]) -> str:
+def answer(request: dict[str, Any]) -> str:
     """Render a conversation in this process, without bounds but that of the text's length.
 
     Args:
         asked: the arguments of ``render_chat`` in JSON; without messages the template is compiled alone.
     """
-    template = _compiled(asked["template"])
-    if "messages" not in asked:
+    template = _compiled(request["template"])
+    if "messages" not in request:
         return ""
     text = template.render(
-        messages=asked["messages"],
-        tools=asked["tools"],
+        messages=request["messages"],
+        tools=request["tools"],
         documents=None,
-        add_generation_prompt=asked["add_generation_prompt"],
-        **asked["variables"],
+        add_generation_prompt=request["add_generation_prompt"],
+        **request["variables"],
     )
     if len(text) > MOST_CHARACTERS:
         raise MemoryError

@@ -151,7 +151,7 @@ def _largest_of_few(groups: Tensor, count: int) -> Tensor:
 
 
 def zeros_statement(
-    method: str, asked: Sparsity, zeros: int, of: int, stored: str = STORED
+    method: str, sparsity: Sparsity, zeros: int, of: int, stored: str = STORED
 ) -> dict[str, int | float | str]:
     """What a card says of all zeros together.
 
@@ -161,11 +161,11 @@ def zeros_statement(
     """
     return {
         "method": method,
-        "asked": str(asked),
+        "asked": str(sparsity),
         "fraction": zeros / of,
         "zeros": zeros,
         "of": of,
-        "pattern": str(asked) if asked.of else "none",
+        "pattern": str(sparsity) if sparsity.of else "none",
         "stored": stored,
-        "speed": PATTERN_PAYS if asked.two_of_four else NOTHING_PAYS,
+        "speed": PATTERN_PAYS if sparsity.two_of_four else NOTHING_PAYS,
     }

@@ -236,8 +236,8 @@ def generate(
     options = parse(
         EngineSettings, {name: settings[name] for name in settings if name in known}, origin
     ).options()
-    rest = {name: settings[name] for name in settings if name not in known}
-    params = parse(TextSettings, rest, origin).params()
+    sampling = {name: settings[name] for name in settings if name not in known}
+    params = parse(TextSettings, sampling, origin).params()
     llm = load("attar.runtime.llm:LLM")(source_of(model), **options)
     results: list[Result] = llm.generate(prompts, params, progress=shown(progress))
     return results

@@ -45,9 +45,12 @@ def build_bench(verb: str) -> Any:
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         check_models(values["model"])
-        rest = {name: value for name, value in values.items() if name not in profile_options}
+        other_options = {name: value for name, value in values.items() if name not in profile_options}
         methods = read_settings(ProfileSettings, verb, values)
-        engine, cases = read_settings(EngineSettings, verb, rest), read_settings(BenchSettings, verb, rest)
+        engine, cases = (
+            read_settings(EngineSettings, verb, other_options),
+            read_settings(BenchSettings, verb, other_options),
+        )
         if methods.asked:
             batches = cases.batch if values.get("batch") else (1,)
             return _profile(values, methods, cases, engine, batches, progress)

@@ -140,11 +140,11 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 def _command(chat: Any, line: str) -> bool:
     """Run a command of a line with a slash; False ends the conversation."""
-    name, _, rest = line.partition(" ")
+    name, _, argument = line.partition(" ")
     if name in ("/exit", "/quit"):
         return False
     if name == "/system":
-        chat.system = rest.strip() or chat.system
+        chat.system = argument.strip() or chat.system
         print(f"system: {chat.system or '(what the template says by itself)'}", flush=True)
     elif name in ("/clear", "/new"):
         chat.clear()

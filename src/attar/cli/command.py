@@ -143,7 +143,9 @@ def build_command(
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     examples = (example, *EXAMPLES.get(name, ()))
-    epilog = "\n".join(["\b", "Examples:" if examples[1:] else "Example:", *(f"  {one}" for one in examples)])
+    epilog = "\n".join(
+        ["\b", "Examples:" if examples[1:] else "Example:", *(f"  {example}" for example in examples)]
+    )
     app.command(name, cls=GroupedCommand, help=help, epilog=epilog, context_settings=context)(callback)
     return typer.main.get_command(app)
 

@@ -56,13 +56,13 @@ def build_export(verb: str) -> Any:
         run = None
         if not values["no_check"] and all(settings.format == "gguf" for settings in files.values()):
             run = _measured(model, files, progress)
-        answers = [checkpoint_data(one, seconds) for one in written]
+        answers = [checkpoint_data(checkpoint, seconds) for checkpoint in written]
         if run is not None:
             answers = [
                 answer | {"measurements": dict(stage.measurements)}
                 for answer, stage in zip(answers, run.stages[1:], strict=True)
             ]
-        sizes = [one.nbytes for one in written]
+        sizes = [checkpoint.nbytes for checkpoint in written]
         data = {"files": answers} if values["types"] else answers[0]
         return Answer(data, "\n".join(_lines(list(files), sizes, run)))
 
@@ -92,17 +92,17 @@ def _measured(model: str, files: dict[str, ExportSettings], progress: Progress) 
     """What each file loses against the model, on held-out text of the same source: a run with a stage each.
     The files' cards record it. None where it cannot be measured; a line says why."""
     settings = next(iter(files.values()))
-    asked = EvaluateSettings(
+    evaluation = EvaluateSettings(
         data=settings.data, bos=settings.bos, seed=settings.seed, tokens=TOKENS, speed=False, sample=""
     )
     evaluate = load("attar.measure.evaluate:evaluate")
     try:
-        reference = load("attar.measure.evaluate:prepare_reference")(model, asked, progress=progress)
+        reference = load("attar.measure.evaluate:prepare_reference")(model, evaluation, progress=progress)
         original = StageRecord(str(model), measurements={"bytes": _bytes(model)})
         stages = [original]
         for out in files:
             processes = Processes.of_run()
-            measured = evaluate(out, asked, reference=reference, processes=processes, progress=progress)
+            measured = evaluate(out, evaluation, reference=reference, processes=processes, progress=progress)
             measurements = measured.to_dict()
             if not rank():
                 _record(Path(out), measurements)

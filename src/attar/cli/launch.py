@@ -63,10 +63,10 @@ def launch_if_asked(values: Mapping[str, Any]) -> None:
 def without_launch(words: Sequence[str]) -> list[str]:
     """A command line without ``--launch N`` and ``--shard``."""
     kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    remaining = iter(words)
+    for word in remaining:
         if word == "--launch":
-            next(rest, None)
+            next(remaining, None)
         elif word != "--shard" and not word.startswith("--launch="):
             kept.append(word)
     return kept

@@ -52,12 +52,12 @@ def _single(card: Path) -> Path:
 
 
 def _row(folder: Path, result: Path, card: Card) -> dict[str, Any]:
-    files = [result] if result.is_file() else [one for one in result.glob("*") if one.suffix in WEIGHTS]
+    files = [result] if result.is_file() else [file for file in result.glob("*") if file.suffix in WEIGHTS]
     return {
         "result": str(result.relative_to(folder)) if result != folder else result.resolve().name,
         "stage": card.stage,
         "made_of": list(dict.fromkeys(_roots(card.parents))),
-        "bytes": sum(one.stat().st_size for one in files),
+        "bytes": sum(file.stat().st_size for file in files),
         "kl_mean": card.measurements.get("kl_mean"),
     }
 

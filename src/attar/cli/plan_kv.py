@@ -33,8 +33,10 @@ def build_plan_kv(verb: str) -> Any:
         from attar.runtime.kv.memory import layer_shapes, plan_kv, read_config
 
         config = read_config(values["model"])
-        own = geometry(config, "bfloat16").context
-        usual = [size for size in (1024, 4096) if own is None or size < own] + ([own] if own else [])
+        context = geometry(config, "bfloat16").context
+        usual = [size for size in (1024, 4096) if context is None or size < context] + (
+            [context] if context else []
+        )
         plan = plan_kv(
             layer_shapes(config),
             contexts=_numbers("context", values["context"]) or usual,

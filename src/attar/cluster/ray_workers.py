@@ -50,7 +50,7 @@ def connect(on: str) -> Any:
     return ray
 
 
-def check_resources(ray: Any, asked: Resources, count: int = 1) -> None:
+def check_resources(ray: Any, resources: Resources, count: int = 1) -> None:
     """Refuse what the cluster does not have: Ray would wait for it without end.
 
     Args:
@@ -59,7 +59,7 @@ def check_resources(ray: Any, asked: Resources, count: int = 1) -> None:
     Raises:
         EndpointError: names what the machines have.
     """
-    wanted = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_bytes}
+    wanted = {"CPU": resources.cpus, "GPU": resources.gpus, "memory": resources.memory_bytes}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fits = sum(
         min((int(node.get(name, 0) / amount) for name, amount in wanted.items() if amount), default=count)
@@ -75,17 +75,17 @@ def check_resources(ray: Any, asked: Resources, count: int = 1) -> None:
 
 def options_of(task: ClusterTask) -> dict[str, Any]:
     """The options of Ray for the resources of a task."""
-    asked = task.resources
-    options: dict[str, Any] = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "max_retries": 0}
-    return options | ({"memory": asked.memory_bytes} if asked.memory_bytes else {})
+    resources = task.resources
+    options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
+    return options | ({"memory": resources.memory_bytes} if resources.memory_bytes else {})
 
 
 class RayWorkers:
     """The workers of a cluster. Raises as :func:`connect` and :func:`check_resources`."""
 
-    def __init__(self, on: str, asked: Resources) -> None:
+    def __init__(self, on: str, resources: Resources) -> None:
         self._ray = connect(on)
-        check_resources(self._ray, asked)
+        check_resources(self._ray, resources)
         self._remote = self._ray.remote(_perform)
         self._tasks: dict[Any, str] = {}
 
@@ -122,11 +122,11 @@ class RayWorkers:
 class RayActors:
     """``count`` actors, each with one task; one that dies is replaced. Raises as :class:`RayWorkers`."""
 
-    def __init__(self, on: str, asked: Resources, count: int) -> None:
+    def __init__(self, on: str, resources: Resources, count: int) -> None:
         self._ray = connect(on)
-        check_resources(self._ray, asked, count)
-        options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "max_restarts": 0}
-        options |= {"memory": asked.memory_bytes} if asked.memory_bytes else {}
+        check_resources(self._ray, resources, count)
+        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
+        options |= {"memory": resources.memory_bytes} if resources.memory_bytes else {}
         self._class = self._ray.remote(**options)(_Actor)
         self._idle = [self._class.remote() for _ in range(count)]
         self._tasks: dict[Any, tuple[str, Any]] = {}

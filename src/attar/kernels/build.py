@@ -126,8 +126,8 @@ def _private(name: str, folder: Path, target: str) -> ctypes.CDLL:
     warn_slower(
         f"{folder} belongs to another user: {name} is compiled for this process alone; set ATTAR_CACHE"
     )
-    with tempfile.TemporaryDirectory(prefix="attar-kernels-") as own:
-        return ctypes.CDLL(str(_built(name, Path(own), target)))
+    with tempfile.TemporaryDirectory(prefix="attar-kernels-") as private_folder:
+        return ctypes.CDLL(str(_built(name, Path(private_folder), target)))
 
 
 def _owned(path: Path) -> bool:

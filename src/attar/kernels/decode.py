@@ -64,15 +64,15 @@ class LayerWeights:
     @property
     def products(self) -> list[PackedWeight]:
         """Its packed weights, those of experts included."""
-        own = [getattr(self, name) for name in structures.PRODUCTS]
-        return [*filter(None, own), *(self.mixture.products if self.mixture else ())]
+        weights = [getattr(self, name) for name in structures.PRODUCTS]
+        return [*filter(None, weights), *(self.mixture.products if self.mixture else ())]
 
     @property
     def read_bytes(self) -> int:
         """Bytes of packed weights that a step of one token reads."""
-        own = (self.qkv, self.out, self.gate_up, self.down)
+        weights = (self.qkv, self.out, self.gate_up, self.down)
         experts = self.mixture.read_bytes if self.mixture else 0
-        return sum(packed.nbytes for packed in own if packed is not None) + experts
+        return sum(packed.nbytes for packed in weights if packed is not None) + experts
 
 
 @dataclass(frozen=True, kw_only=True)

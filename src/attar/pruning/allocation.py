@@ -38,14 +38,14 @@ def amounts_of(
     Raises:
         NumericsError: an activation is not finite.
     """
-    asked, name = parse_sparsity(task.options.sparsity), task.options.allocation
+    sparsity, name = parse_sparsity(task.options.sparsity), task.options.allocation
     if getattr(task.options, "scope", "layer") == "global":
         name = "global"
     if name == "uniform":
-        return dict.fromkeys(linears, asked), {}
+        return dict.fromkeys(linears, sparsity), {}
     file, processes = task.output.shared / "allocation.json", task.output.processes
     if not processes.agreed(file.exists()):
-        counts, chosen = ALLOCATIONS[name](task, linears, batches, asked)
+        counts, chosen = ALLOCATIONS[name](task, linears, batches, sparsity)
         if processes.first:
             write_json(file, {"zeros": counts, "report": {"by": name, **chosen}})
         processes.wait()
@@ -55,15 +55,15 @@ def amounts_of(
 
 
 def by_threshold(
-    task: PruneTask, linears: Linears, batches: Sequence[Tensor], asked: Sparsity
+    task: PruneTask, linears: Linears, batches: Sequence[Tensor], sparsity: Sparsity
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Zeros of each layer below one threshold."""
     loads = {name: lambda linear=linear: task.source.load(linear.stored) for name, linear in linears.items()}
-    return global_zeros(loads, zeros_of(linears, asked)), {}  # type: ignore[arg-type]
+    return global_zeros(loads, zeros_of(linears, sparsity)), {}  # type: ignore[arg-type]
 
 
 def by_outliers(
-    task: PruneTask, linears: Linears, batches: Sequence[Tensor], asked: Sparsity
+    task: PruneTask, linears: Linears, batches: Sequence[Tensor], sparsity: Sparsity
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Zeros of each layer by the outliers of its block."""
     norms = dense_norms(task, linears, batches)
@@ -72,10 +72,10 @@ def by_outliers(
         blocks.setdefault(linear.block, []).append(linear)
     shares = torch.tensor([_outliers(task, members, norms) for members in blocks.values()])
     sizes = torch.tensor([sum(linear.size for linear in members) for members in blocks.values()])
-    fractions = dict(zip(blocks, block_zeros(shares, sizes, asked.zeros).tolist(), strict=True))
+    fractions = dict(zip(blocks, block_zeros(shares, sizes, sparsity.zeros).tolist(), strict=True))
     targets = {name: fractions[linear.block] * linear.size for name, linear in linears.items()}
     report = {"outliers": {str(block): float(share) for block, share in zip(blocks, shares, strict=True)}}
-    return whole_counts(targets, linears, zeros_of(linears, asked)), report
+    return whole_counts(targets, linears, zeros_of(linears, sparsity)), report
 
 
 def _outliers(task: PruneTask, members: Sequence[PrunedLinear], norms: Mapping[str, Tensor]) -> float:
@@ -86,17 +86,17 @@ def _outliers(task: PruneTask, members: Sequence[PrunedLinear], norms: Mapping[s
 
 
 def by_sensitivity(
-    task: PruneTask, linears: Linears, batches: Sequence[Tensor], asked: Sparsity
+    task: PruneTask, linears: Linears, batches: Sequence[Tensor], sparsity: Sparsity
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Zeros of each layer by the KL that pruning its group alone costs."""
-    fractions, report = measured_fractions(task, linears, asked)
+    fractions, report = measured_fractions(task, linears, sparsity)
     targets = {name: fractions[name] * linear.size for name, linear in linears.items()}
-    return whole_counts(targets, linears, zeros_of(linears, asked)), report
+    return whole_counts(targets, linears, zeros_of(linears, sparsity)), report
 
 
-def zeros_of(linears: Linears, asked: Sparsity) -> int:
+def zeros_of(linears: Linears, sparsity: Sparsity) -> int:
     """Zeros of all layers together."""
-    return round(sum(linear.size for linear in linears.values()) * asked.zeros)
+    return round(sum(linear.size for linear in linears.values()) * sparsity.zeros)
 
 
 def whole_counts(targets: Mapping[str, float], linears: Linears, total: int) -> dict[str, int]:

@@ -46,7 +46,7 @@ Pruning = Callable[[str, float], NewWeight]
 
 
 def measured_fractions(
-    task: PruneTask, linears: Linears, asked: Sparsity
+    task: PruneTask, linears: Linears, sparsity: Sparsity
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The fraction of each layer by module name; for the card its KL, and that of equal fractions.
 
@@ -60,7 +60,7 @@ def measured_fractions(
     name, pruning = _pruning(task, inputs, linears)
     groups = shared_groups(inputs.anatomy.blocks, list(linears))
     sizes = {group: sum(linears[module].size for module in modules) for group, modules in groups.items()}
-    fractions = measured_at(asked.zeros)
+    fractions = measured_at(sparsity.zeros)
     measurements = measure_changes(
         inputs.model,
         list(_changes(groups, sizes, fractions, name, pruning)),
@@ -71,11 +71,13 @@ def measured_fractions(
         processes=task.output.processes,
         progress=task.progress,
     )
-    chosen = choose(measurements, sizes, asked.zeros)
+    chosen = choose(measurements, sizes, sparsity.zeros)
     by_module = {module: float(chosen.choice[group]) for group in groups for module in groups[group]}
     tried: dict[float, tuple[float, dict[str, float]]] = {}
     for part in BLENDS:
-        blend = {name: asked.zeros + part * (own - asked.zeros) for name, own in by_module.items()}
+        blend = {
+            name: sparsity.zeros + part * (fraction - sparsity.zeros) for name, fraction in by_module.items()
+        }
         tried[part] = _kl(task, inputs, pruning, blend), blend
     best = min(tried, key=lambda part: tried[part][0])
     kl, same = tried[best][0], tried[0.0][0]
@@ -100,9 +102,9 @@ def choose(measurements: Sequence[Measurement], sizes: Mapping[str, int], zeros:
         zeros: s.
     """
     curves: dict[str, dict[float, float]] = {group: {} for group in sizes}
-    for one in measurements:
-        if math.isfinite(one.kl):
-            curves[one.group][float(one.option)] = max(one.kl, 1e-12)
+    for measurement in measurements:
+        if math.isfinite(measurement.kl):
+            curves[measurement.group][float(measurement.option)] = max(measurement.kl, 1e-12)
     groups = {group: list(_options(curve, sizes[group])) for group, curve in curves.items()}
     total = sum(sizes.values())
     return allocate(groups, total - round(total * zeros))

@@ -75,8 +75,8 @@ def prune_zeros(task: PruneTask) -> None:
     """
     task = replace(task, source=single_experts(task.source))
     linears = pruned_linears(task.source, task.options)
-    asked = parse_sparsity(task.options.sparsity)
-    if not asked.two_of_four:
+    sparsity = parse_sparsity(task.options.sparsity)
+    if not sparsity.two_of_four:
         task.progress.log(f"note: {NOTHING_PAYS}")
     batches = task.batches() if sees_text(task.settings) else []
     amounts, chosen = amounts_of(task, linears, batches)
@@ -90,7 +90,7 @@ def prune_zeros(task: PruneTask) -> None:
     rows = check(task, linears, amounts, reports)
     details = task.output.details
     zeros, of = sum(row["zeros"] for row in rows), sum(linear.size for linear in linears.values())
-    details["zeros"] = zeros_statement(task.settings.method, asked, zeros, of)
+    details["zeros"] = zeros_statement(task.settings.method, sparsity, zeros, of)
     if chosen:
         details["allocation"] = chosen
     if unseen := unseen_inputs(rows):
@@ -236,10 +236,10 @@ def holds(weight: Tensor, amount: Sparsity) -> bool:
 def weight_error(source: Checkpoint, linear: PrunedLinear, pruned: Tensor) -> dict[str, float]:
     """The relative squared error of the weight, where no inputs were seen."""
     before = linear.turned(source.load(linear.stored)).float()
-    lost, whole = (
+    lost, energy = (
         float(part.square().sum(dtype=torch.float64)) for part in (before - pruned.float(), before)
     )
-    return {"weight_error": lost / max(whole, 1e-30)}
+    return {"weight_error": lost / max(energy, 1e-30)}
 
 
 ZEROS: dict[str, ZerosMethod] = {

@@ -166,7 +166,7 @@ def static_scales(
         progress=progress,
         what="ranges",
     )
-    for seen in [*inputs.values(), *(one for pair in caches.values() for one in pair)]:
+    for seen in [*inputs.values(), *(tensor for pair in caches.values() for tensor in pair)]:
         seen.reduce(processes)
     return StaticScales(
         input_scales(inputs),

@@ -59,8 +59,8 @@ class Hessian:
         weighted = rows if importance is None else rows * importance.reshape(-1, 1)
         self.sum = self.sum.to(x.device)
         for start in range(0, len(self.sum), STEP):  # H is symmetric: the upper half is enough
-            at, rest = slice(start, start + STEP), slice(start, None)
-            self.sum[at, rest].addmm_(weighted[:, at].T, rows[:, rest])
+            at, from_start = slice(start, start + STEP), slice(start, None)
+            self.sum[at, from_start].addmm_(weighted[:, at].T, rows[:, from_start])
         self.tokens += rows.shape[0]
         self.weight += rows.shape[0] if importance is None else float(importance.sum())
 

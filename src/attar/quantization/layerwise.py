@@ -93,7 +93,7 @@ class LayerSolver:
             if self.method.solver is None:
                 results |= stack.split(RoundingResult(_nearest_codes(stack), 0.0))
             else:
-                results |= stack.split(self.method.solver(**shared, **self._own(stack)))
+                results |= stack.split(self.method.solver(**shared, **self._layer_arguments(stack)))
         shared.pop("factor", None)  # as large as H
         solutions: dict[str, Solution] = {}
         for name, weight in weights.items():
@@ -126,15 +126,15 @@ class LayerSolver:
             shared["sparsity"] = self.sparsity
         return shared | ({"cross": statistics.cross()} if isinstance(statistics, CrossHessian) else {})
 
-    def _own(self, stack: StackedLayers) -> dict[str, Any]:
+    def _layer_arguments(self, stack: StackedLayers) -> dict[str, Any]:
         """The solver's arguments of one stack."""
         weight, grid, parameters, mask = stack.joined()
-        own = {"weight": weight, "grid": grid, "parameters": parameters, "mask": mask}
+        arguments = {"weight": weight, "grid": grid, "parameters": parameters, "mask": mask}
         if self.output_hessian is None:
-            return own
+            return arguments
         assert isinstance(self.settings, GPTQSettings)
         (name,) = stack.weights
-        return own | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
+        return arguments | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
 
     def _stacks(
         self, weights: Mapping[str, Tensor], shared: Mapping[str, Any], order: Tensor | None
@@ -225,12 +225,12 @@ class StackedLayers:
         if len(weights) == 1:
             return weights[0], self.grid, parameters[0], masks[0]
         grid = self.grid if self.grid.rows == 1 else replace(self.grid, rows=1)  # type: ignore[type-var]
-        rows = [self.grid.by_row(one, len(W)) for one, W in zip(parameters, weights, strict=True)]
+        rows = [self.grid.by_row(tiled, len(W)) for tiled, W in zip(parameters, weights, strict=True)]
         mask = None
-        if any(one is not None for one in masks):
+        if any(mask is not None for mask in masks):
             pairs = zip(masks, weights, strict=True)
             mask = torch.cat(
-                [torch.ones_like(W, dtype=torch.bool) if one is None else one for one, W in pairs]
+                [torch.ones_like(W, dtype=torch.bool) if mask is None else mask for mask, W in pairs]
             )
         return torch.cat([W.float() for W in weights]), grid, _joined_parameters(rows), mask
 
@@ -254,8 +254,10 @@ def _joined_parameters(rows: Sequence[TileParameters]) -> TileParameters:
     def joined(values: list[Tensor | None]) -> Tensor | None:
         return None if values[0] is None else torch.cat([value for value in values if value is not None])
 
-    scale = torch.cat([one.scale for one in rows])
-    return TileParameters(scale, joined([one.zero for one in rows]), joined([one.minimum for one in rows]))
+    scale = torch.cat([tiled.scale for tiled in rows])
+    return TileParameters(
+        scale, joined([tiled.zero for tiled in rows]), joined([tiled.minimum for tiled in rows])
+    )
 
 
 def solve_yaqa(

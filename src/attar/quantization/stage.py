@@ -183,9 +183,9 @@ def _records(
 
 
 def _chosen_zeros(
-    asked: Sparsity, chosen: QuantizationPlan, reports: list[dict[str, Any]]
+    sparsity: Sparsity, chosen: QuantizationPlan, reports: list[dict[str, Any]]
 ) -> dict[str, int | float | str]:
     """What the card says of the zeros that were chosen together with the codes."""
     sizes = {layer.module: layer.shape[0] * layer.shape[1] for layer in chosen.sites.values()}
     zeros = sum(round(row["sparsity"] * sizes[row["name"]]) for row in reports)
-    return zeros_statement("gptq", asked, zeros, sum(sizes.values()), STORED_AS_CODES)
+    return zeros_statement("gptq", sparsity, zeros, sum(sizes.values()), STORED_AS_CODES)

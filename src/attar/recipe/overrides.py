@@ -34,11 +34,11 @@ def override(root: Located, text: str, names: Names) -> Located:
 def _replace(node: Located, parts: list[str], new: Located, where: str, names: Names) -> Located:
     if not parts:
         return new
-    head, rest = parts[0], parts[1:]
+    head, deeper = parts[0], parts[1:]
     if isinstance(node.value, list):
         index = _index(node, head, where, names)
         items = [
-            _replace(item, rest, new, where, names) if i == index else item
+            _replace(item, deeper, new, where, names) if i == index else item
             for i, item in enumerate(node.value)
         ]
         return Located(items, node.where)
@@ -48,7 +48,7 @@ def _replace(node: Located, parts: list[str], new: Located, where: str, names: N
         raise RecipeError(f"{where}: {node.value!r} has no keys, so {head!r} cannot be set in it")
     old = node.value.get(head, YamlEntry(where, Located(None, where)))
     return Located(
-        node.value | {head: YamlEntry(where, _replace(old.value, rest, new, where, names))}, node.where
+        node.value | {head: YamlEntry(where, _replace(old.value, deeper, new, where, names))}, node.where
     )
 
 

@@ -157,9 +157,9 @@ def run_recipe(
 
 def check_foreign(plan: RecipePlan) -> None:
     """Refuse to replace a folder that is not of this run."""
-    own = own_folders(plan.out)
+    step_folders = own_folders(plan.out)
     for step in plan.steps:
-        if step.folder.exists() and step.state != DONE and step.folder.name not in own:
+        if step.folder.exists() and step.state != DONE and step.folder.name not in step_folders:
             hint = "choose another folder with -o"
             raise OutputError(f"{step.folder}: exists, but this run did not make it", hint=hint)
 

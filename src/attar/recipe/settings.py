@@ -145,14 +145,19 @@ def document(cls: type) -> str:
     """The settings class as Markdown tables: setting, type, default, meaning; the options of each method in
     a table of its own."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    choices = dict.fromkeys((one.by, name) for one in settings_of(cls) for name in one.variants)
+    choices = dict.fromkeys((setting.by, name) for setting in settings_of(cls) for name in setting.variants)
     for by, name in choices:
-        own = tuple(one.name for one in settings_of(cls) if one.by == by and name in one.variants)
-        groups.setdefault((by, own), []).append(name)
+        names_of_choice = tuple(
+            setting.name for setting in settings_of(cls) if setting.by == by and name in setting.variants
+        )
+        groups.setdefault((by, names_of_choice), []).append(name)
     tables = [_table([setting for setting in settings_of(cls) if not setting.variants])]
-    for (by, own), names in groups.items():
+    for (by, names_of_choice), names in groups.items():
         heading = f"With `{by}` {listed([f'`{name}`' for name in names])}:"
-        tables.append(f"{heading}\n\n" + _table([one for one in settings_of(cls) if one.name in own]))
+        tables.append(
+            f"{heading}\n\n"
+            + _table([setting for setting in settings_of(cls) if setting.name in names_of_choice])
+        )
     return "\n".join(tables)
 
 

@@ -62,7 +62,7 @@ def _annotation(setting: SettingField) -> Any:
 
 def _accepted(kind: Any) -> Any:
     members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    return _union([Sequence[get_args(one)[0]] if get_origin(one) is tuple else one for one in members])  # type: ignore[misc]
+    return _union([Sequence[get_args(kind)[0]] if get_origin(kind) is tuple else kind for kind in members])  # type: ignore[misc]
 
 
 def _union(kinds: Sequence[Any]) -> Any:

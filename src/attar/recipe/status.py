@@ -47,9 +47,9 @@ class RunStatus:
             for task in self.tasks
         ]
         counts = Counter(task.state for task in self.tasks)
-        whole = ", ".join(f"{count} {state}" for state, count in counts.items()) or "nothing is done yet"
+        summary = ", ".join(f"{count} {state}" for state, count in counts.items()) or "nothing is done yet"
         alive = f"process {self.process} is at work" if self.process else "no process is at work"
-        return f"{table(('task', 'state', 'starts', 'time', ''), rows)}\n\n{self.path}: {whole}; {alive}"
+        return f"{table(('task', 'state', 'starts', 'time', ''), rows)}\n\n{self.path}: {summary}; {alive}"
 
 
 def read_status(folder: Path) -> RunStatus:

@@ -148,8 +148,10 @@ class LLM:
             self._drop(ids)
         rows = zip(texts, encoded, events, each_params, strict=True)
         return [
-            gather_result(prompt if isinstance(prompt, str) else None, tokens, own, one.logprobs is not None)
-            for prompt, tokens, own, one in rows
+            gather_result(
+                prompt if isinstance(prompt, str) else None, tokens, event, prompt_params.logprobs is not None
+            )
+            for prompt, tokens, event, prompt_params in rows
         ]
 
     def chat(
@@ -216,8 +218,8 @@ class LLM:
         return self.prompt_tokenizer.decode(ids, skip_special_tokens)
 
     def _add(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[str]:
-        for prompt, own in zip(prompts, params, strict=True):
-            name = self.engine.add(prompt, own)
+        for prompt, prompt_params in zip(prompts, params, strict=True):
+            name = self.engine.add(prompt, prompt_params)
             self._events[name] = []
             yield name
 

@@ -165,7 +165,7 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
 
     def coded_experts(name: str) -> list[PackedCodes] | None:
         experts = [codes_of(grid) for grid in view.uniform_experts(name) or ()]
-        codes = [one for one in experts if one is not None]
+        codes = [expert for expert in experts if expert is not None]
         return codes if codes and len(codes) == len(experts) else None
 
     kind: Any = settings.weights or "bf16"

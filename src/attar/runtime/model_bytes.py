@@ -76,7 +76,7 @@ def _cache(checkpoint: Checkpoint, settings: RunnerSettings, compiled: bool, emb
     config = checkpoint.config.get("text_config") or checkpoint.config
     layers = layer_shapes(config)
     if compiled:
-        layers = tuple(replace(one, head_dim=blocks_for(one.head_dim, TILE) * TILE) for one in layers)
+        layers = tuple(replace(layer, head_dim=blocks_for(layer.head_dim, TILE) * TILE) for layer in layers)
     dense = "bfloat16" if compiled else _dtype_name(settings, Decoded(checkpoint))
     kv_dtype = dense if settings.kv_dtype == "auto" else settings.kv_dtype
     size = settings.block_size

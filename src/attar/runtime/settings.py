@@ -110,8 +110,8 @@ class EngineSettings:
 
     def _values_of(self, owner: Any) -> dict[str, Any]:
         """The fields of another dataclass that these settings have too."""
-        own = {field.name for field in fields(self)}
-        return {name: getattr(self, name) for field in fields(owner) if (name := field.name) in own}
+        names = {field.name for field in fields(self)}
+        return {name: getattr(self, name) for field in fields(owner) if (name := field.name) in names}
 
 
 @dataclass(frozen=True, kw_only=True)

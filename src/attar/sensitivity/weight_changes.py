@@ -194,25 +194,25 @@ def measure_changes(
         raise DataError("no text to measure sensitivities with", hint="more --samples")
     parts = f"{file.stem}.rank-*.json"  # of processes that were killed, or are at work
     files = [path for path in (file, *sorted(file.parent.glob(parts))) if path.exists()]
-    stored = [one for path in files for one in read(path, key)]
-    known = processes.of_first({one.identity: one for one in stored})
+    stored = [measurement for path in files for measurement in read(path, key)]
+    known = processes.of_first({measurement.identity: measurement for measurement in stored})
     todo = [change for change in changes if change.blank.identity not in known]
     rank, count = processes.rank, processes.count
-    own = file if processes.first else file.with_name(f"{file.stem}.rank-{rank}.json")
+    rank_file = file if processes.first else file.with_name(f"{file.stem}.rank-{rank}.json")
     shares = range(rank, len(todo), count)
     done = len(changes) - len(todo)
     with progress.task("sensitivity", total=done + len(shares), done=done) as task:
         if shares:
-            work = own.with_name(f".{own.name}.work")
+            work = rank_file.with_name(f".{rank_file.name}.work")
             with reference_of(model, blocks, batches, key.precision, memory, work, after_blocks) as reference:
-                ordered = sorted(todo, key=lambda one: reference.first_block(one.blank.modules))
+                ordered = sorted(todo, key=lambda change: reference.first_block(change.blank.modules))
                 for number in shares:
                     measurement = _measure(reference, ordered[number])
                     known[measurement.identity] = measurement
-                    write(own, key, list(known.values()))
+                    write(rank_file, key, list(known.values()))
                     task.advance(kl=measurement.kl)
     if todo and count > 1:
-        known = {name: one for part in processes.of_all(known) for name, one in part.items()}
+        known = {name: measurement for part in processes.of_all(known) for name, measurement in part.items()}
         if processes.first:
             write(file, key, list(known.values()))
             for path in file.parent.glob(parts):

@@ -131,14 +131,14 @@ def own_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def like(parameter: Tensor, whole: Tensor) -> Tensor:
+def like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A whole tensor, the same on every process, divided as a parameter is; as it is where that is whole."""
     if not hasattr(parameter, "placements"):
-        return whole
+        return tensor
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def reshard(model: nn.Module) -> None:

@@ -83,20 +83,20 @@ class ExpertInputs:
         Args:
             floor: m, tokens.
         """
-        own = []
+        routed = []
         for batch, index in enumerate(self.index):
             hidden = self.hidden[batch] if index is None else torch.empty(0)
-            own.append(self.experts.tokens(number, hidden, index)[0])
-        counts = self._of_all([len(rows) for rows in own])
+            routed.append(self.experts.tokens(number, hidden, index)[0])
+        counts = self._of_all([len(rows) for rows in routed])
         seen = sum(counts)
         if self.index[0] is None:  # scored inputs hold no tokens of other experts
-            return own, seen
+            return routed, seen
         sizes = self._of_all([len(index) for index in self.index if index is not None])
         wanted = sum(sizes) if self.counted.everything else max(floor - seen, 0)
         if not wanted:
-            return own, seen
+            return routed, seen
         others = []
-        for rows, index in zip(own, self.index, strict=True):
+        for rows, index in zip(routed, self.index, strict=True):
             assert index is not None
             free = torch.ones(len(index), dtype=torch.bool, device=rows.device)
             free[rows] = False
@@ -106,7 +106,7 @@ class ExpertInputs:
         chosen = torch.arange(wanted) * sum(left) // max(wanted, 1)
         starts = list(accumulate(left, initial=0))[self.processes.rank :: self.processes.count]
         counted = []
-        for rows, free, start in zip(own, others, starts, strict=False):
+        for rows, free, start in zip(routed, others, starts, strict=False):
             inside = chosen[(chosen >= start) & (chosen < start + len(free))] - start
             counted.append(torch.cat([rows, free[inside.to(free.device)]]))
         return counted, seen

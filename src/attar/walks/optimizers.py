@@ -40,10 +40,10 @@ def build(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimiz
     Args:
         settings: their precision is decided: Muon multiplies in float32 where it is ``fp32``.
     """
-    hidden, matrices, rest = split(model)
+    hidden, matrices, others = split(model)
     rate, decay = settings.learning_rate, settings.weight_decay
     scales: dict[int, float] = getattr(model, "rate_scales", dict)()
-    adamw = [*_groups(matrices, 0.0, scales), *_groups(rest, 0.0, scales)]
+    adamw = [*_groups(matrices, 0.0, scales), *_groups(others, 0.0, scales)]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon" and hidden:
         products = torch.float32 if settings.precision == "fp32" else torch.bfloat16
@@ -76,17 +76,17 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], lis
     outer |= {id(weight) for weight in getattr(model, "output_weights", tuple)()}
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     outer |= {id(module.weight) for module in model.modules() if isinstance(module, convolutions)}
-    hidden, matrices, rest = [], [], []
+    hidden, matrices, others = [], [], []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if parameter.ndim < 2:
-            rest.append(parameter)
+            others.append(parameter)
         elif id(parameter) in outer or parameter.ndim > 3:
             matrices.append(parameter)
         else:
             hidden.append(parameter)
-    return hidden, matrices, rest
+    return hidden, matrices, others
 
 
 def rate(step: int, settings: TrainSettings) -> float:
@@ -151,7 +151,7 @@ def orthogonal(matrix: Tensor, products: torch.dtype = torch.bfloat16) -> Tensor
     """NS of a matrix (N, K), or of each of (E, N, K), in ``products``: U S V^T becomes about U V^T. Does not
     modify it."""
     if matrix.ndim == 3:
-        return torch.stack([orthogonal(one, products) for one in matrix])
+        return torch.stack([orthogonal(expert, products) for expert in matrix])
     a, b, c = COEFFICIENTS
     X = matrix.to(products, copy=True)
     X = X.T if matrix.shape[0] > matrix.shape[1] else X

@@ -50,8 +50,8 @@ def load_state(
     with torch.no_grad():
         _make_room(model, optimizers, stored)
     load_tensors(folder, {**_model_tensors(model), **dict(_optimizer_tensors(model, optimizers))})
-    own = folder / GENERATORS.format(rank)
-    _set_generators(torch.load(own if own.exists() else folder / GENERATORS.format(0)))
+    generators = folder / GENERATORS.format(rank)
+    _set_generators(torch.load(generators if generators.exists() else folder / GENERATORS.format(0)))
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -149,5 +149,5 @@ def _set_generators(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    kind, keys, *state = states["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *state))

@@ -126,8 +126,8 @@ def stream_steps(
     writer = writer or opened()
     unfinished = writer.unfinished()
     owners = processes.deal(list(unfinished.values()))
-    own = {name for name, owner in zip(unfinished, owners, strict=True) if owner == processes.rank}
-    missing, waiting = frozenset(writer.missing(own)), frozenset(writer.missing())
+    assigned = {name for name, owner in zip(unfinished, owners, strict=True) if owner == processes.rank}
+    missing, waiting = frozenset(writer.missing(assigned)), frozenset(writer.missing())
     processes.wait()  # all have seen what is finished
     todo = [step for step in steps if any(spec.name in missing for spec in step.specs)]
     finished = [step for step in steps if all(spec.name not in waiting for spec in step.specs)]

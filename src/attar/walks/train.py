@@ -342,8 +342,8 @@ class _TrainRun:
             return bool(interruption.signal)
         if self.accelerator.num_processes == 1:
             return interruption.due()
-        asked = [float(interruption.due()), float(interruption.signal)]
-        due, stopped = self.accelerator.reduce(torch.tensor(asked, device=self.accelerator.device), "sum")
+        flags = [float(interruption.due()), float(interruption.signal)]
+        due, stopped = self.accelerator.reduce(torch.tensor(flags, device=self.accelerator.device), "sum")
         if stopped and not interruption.signal:  # that of another process
             interruption.signal = SIGTERM
         return bool(due)

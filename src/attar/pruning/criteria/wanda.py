@@ -77,10 +77,10 @@ class InputNorms:
     def output_error(self, weight: Tensor, changed: Tensor) -> float:
         """||(W - W') X^T||^2 / ||W X^T||^2 over the tokens kept."""
         X = torch.cat(self.kept) if self.kept else weight.new_zeros(1, weight.shape[1])
-        lost, whole = (
+        lost, energy = (
             (X @ part.float().T).square().sum(dtype=torch.float64) for part in (weight - changed, weight)
         )
-        return float(lost / whole.clamp(min=1e-30))
+        return float(lost / energy.clamp(min=1e-30))
 
 
 def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:

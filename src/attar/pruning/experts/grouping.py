@@ -75,9 +75,9 @@ def average_linkage(distances: Tensor, keep: int) -> list[tuple[int, ...]]:
     clusters: list[tuple[int, ...]] = [(number,) for number in range(len(distances))]
     while len(clusters) > keep:
         pairs = [
-            (float(distances[list(one)][:, list(other)].mean()), i, j)
-            for i, one in enumerate(clusters)
-            for j, other in enumerate(clusters)
+            (float(distances[list(first)][:, list(second)].mean()), i, j)
+            for i, first in enumerate(clusters)
+            for j, second in enumerate(clusters)
             if i < j
         ]
         _, i, j = min(pairs)

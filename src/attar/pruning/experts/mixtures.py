@@ -110,13 +110,13 @@ class ExpertTensor:
     Attributes:
         layer: number of the mixture among the model's mixtures.
         expert: whose it is; None: it has a row for every expert.
-        rest: name behind the expert's number.
+        local_name: name behind the expert's number.
     """
 
     layer: int
     expert: int | None
     prefix: str
-    rest: str
+    local_name: str
 
 
 def expert_tensors(tensors: Mapping[str, Any], count: int, mixtures: int) -> dict[str, ExpertTensor]:
@@ -140,13 +140,17 @@ def expert_tensors(tensors: Mapping[str, Any], count: int, mixtures: int) -> dic
     of_experts: dict[str, ExpertTensor] = {}
     for name, part in parts.items():
         if part:
-            prefix, expert, rest = part
-            of_experts[name] = ExpertTensor(order[prefix], expert, prefix, rest)
+            prefix, expert, local_name = part
+            of_experts[name] = ExpertTensor(order[prefix], expert, prefix, local_name)
         else:
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
-            rest = name.removeprefix(f"{block}.")
-            if block is not None and "shared" not in rest and _is_row(tuple(tensors[name].shape), count):
-                of_experts[name] = ExpertTensor(blocks[block], None, block, rest)
+            local_name = name.removeprefix(f"{block}.")
+            if (
+                block is not None
+                and "shared" not in local_name
+                and _is_row(tuple(tensors[name].shape), count)
+            ):
+                of_experts[name] = ExpertTensor(blocks[block], None, block, local_name)
     return of_experts
 
 

@@ -138,8 +138,8 @@ def cut_steps(
             group = groups[part.layer]
             numbers = [n for n, members in enumerate(group.members) if members[0] == part.expert]
             for number in numbers:  # one, or none for an expert that goes or joins another
-                name = f"{part.prefix}.{number}.{part.rest}"
-                members = [f"{part.prefix}.{expert}.{part.rest}" for expert in group.members[number]]
+                name = f"{part.prefix}.{number}.{part.local_name}"
+                members = [f"{part.prefix}.{expert}.{part.local_name}" for expert in group.members[number]]
                 spec = TensorSpec(name, info.dtype, tuple(info.shape))
                 steps.append(WriteStep([spec], _mean(source, name, members, group.weights[number])))
     return steps

@@ -64,9 +64,9 @@ def collect_statistics(
         for module, layer in zip(modules.values(), layers, strict=True)
     ]
     try:
-        own = own_batches(batches, processes)
-        with progress.task("experts", total=len(own)) as task:
-            for batch in own:
+        assigned = own_batches(batches, processes)
+        with progress.task("experts", total=len(assigned)) as task:
+            for batch in assigned:
                 model(input_ids=batch.to(model.device), use_cache=False)
                 task.advance()
     finally:

@@ -49,8 +49,8 @@ class PlanBudget:
         if not (float(costs.min()) <= self.limit and self.fits(smallest)):
             allowed = f"at {'most' if self.option != 'size' else 'least'} {self.amount(smallest)}"
             raise SettingsError(self.option, self.value, f"{allowed}: {smallest.text(planned.full)}")
-        whole = float(planned.over(PlanGrid(*((size,) for size in planned.full)), self.cost))
-        if whole <= self.limit and self.fits(planned.full):
+        full_cost = float(planned.over(PlanGrid(*((size,) for size in planned.full)), self.cost))
+        if full_cost <= self.limit and self.fits(planned.full):
             raise UsageError(
                 f"--{self.option} {self.value} removes nothing: the model has {self.amount(planned.full)}",
                 hint=f"a {'smaller' if self.option == 'size' else 'larger'} --{self.option}",
@@ -63,13 +63,13 @@ def plan_budget(planned: PlannedModel, options: MixedSettings) -> PlanBudget:
         return _size_budget(planned, options.size)
     if options.speed:
         return _speed_budget(planned, options.speed)
-    whole = planned.parameters(planned.full)
+    full_count = planned.parameters(planned.full)
 
     def removed(sizes: PlanSizes) -> str:
-        share = 1 - planned.parameters(sizes) / whole
-        return f"{int(share * 1000) / 1000:g}" if sizes != planned.full else f"{whole:,} parameters"
+        share = 1 - planned.parameters(sizes) / full_count
+        return f"{int(share * 1000) / 1000:g}" if sizes != planned.full else f"{full_count:,} parameters"
 
-    limit = (1 - options.ratio) * whole
+    limit = (1 - options.ratio) * full_count
     return PlanBudget("ratio", options.ratio, parameter_cost, limit, lambda _: True, removed)
 
 
@@ -87,9 +87,9 @@ def _size_budget(planned: PlannedModel, size: str) -> PlanBudget:
 
 
 def _speed_budget(planned: PlannedModel, speed: str) -> PlanBudget:
-    whole = planned.read_bytes(planned.full)
+    full_bytes = planned.read_bytes(planned.full)
 
     def amount(sizes: PlanSizes) -> str:
-        return f"{int(whole / planned.read_bytes(sizes) * 100) / 100:g}x"
+        return f"{int(full_bytes / planned.read_bytes(sizes) * 100) / 100:g}x"
 
-    return PlanBudget("speed", speed, read_cost, whole / speed_factor(speed), lambda _: True, amount)
+    return PlanBudget("speed", speed, read_cost, full_bytes / speed_factor(speed), lambda _: True, amount)

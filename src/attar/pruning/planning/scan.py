@@ -99,7 +99,7 @@ class ScanFile:
         self.path, self.key = path, key
         self.known: dict[tuple[str, int | None, int, int], CutMeasurement] = {}
         if path.exists():
-            self.known = {one.identity: one for one in _read(path, key)}
+            self.known = {measurement.identity: measurement for measurement in _read(path, key)}
 
     def add(self, measurement: CutMeasurement) -> None:
         """Keep one more measurement; the file has them in one order, whatever the order they come in."""
@@ -222,16 +222,16 @@ def curves(measurements: Sequence[CutMeasurement], full: PlanSizes) -> dict[str,
     """KL against units of each structure, all layers alike; cuts that break the model are left out. A KL that
     numerical noise made negative is none."""
     points: dict[str, list[tuple[int, float]]] = {}
-    for one in measurements:
-        if one.layer is None and math.isfinite(one.kl):
-            start = [(getattr(full, one.structure), 0.0)]
-            points.setdefault(one.structure, start).append((one.kept, max(one.kl, 0.0)))
+    for cut in measurements:
+        if cut.layer is None and math.isfinite(cut.kl):
+            start = [(getattr(full, cut.structure), 0.0)]
+            points.setdefault(cut.structure, start).append((cut.kept, max(cut.kl, 0.0)))
     return {structure: QualityCurve(tuple(sorted(pairs))) for structure, pairs in points.items()}
 
 
 def removal_order(measurements: Sequence[CutMeasurement], layers: int) -> tuple[int, ...]:
     """The layers in the order in which they go: that whose absence costs least first."""
-    costs = {one.layer: one.kl for one in measurements if one.structure == "layers"}
+    costs = {cut.layer: cut.kl for cut in measurements if cut.structure == "layers"}
     return tuple(sorted(range(layers), key=lambda layer: (costs.get(layer, math.inf), layer)))
 
 
@@ -242,17 +242,17 @@ def scan_table(measurements: Sequence[CutMeasurement], shares: Mapping[tuple[str
         shares: of the parameters that a cut removes, by structure and kept units.
     """
     rows = [
-        (one.structure, f"{one.kept} of {one.of}", f"{shares[one.structure, one.kept]:.1%}", f"{one.kl:.4f}",
-         "-" if one.loss is None else f"{one.loss:.4f}")
-        for one in measurements if one.layer is None
+        (cut.structure, f"{cut.kept} of {cut.of}", f"{shares[cut.structure, cut.kept]:.1%}", f"{cut.kl:.4f}",
+         "-" if cut.loss is None else f"{cut.loss:.4f}")
+        for cut in measurements if cut.layer is None
     ]  # fmt: skip
     parts = [table(("all layers alike", "kept", "removes", "KL", "loss"), rows, left=1)]
-    alone = [one for one in measurements if one.layer is not None]
+    alone = [cut for cut in measurements if cut.layer is not None]
     if alone:
-        columns = list(dict.fromkeys((one.structure, one.kept, one.of) for one in alone))
+        columns = list(dict.fromkeys((cut.structure, cut.kept, cut.of) for cut in alone))
         names = ["left out" if name == "layers" else f"{name} {kept}/{of}" for name, kept, of in columns]
-        kls = {(one.layer, one.structure, one.kept): one.kl for one in alone}
-        layers = sorted({one.layer for one in alone if one.layer is not None})
+        kls = {(cut.layer, cut.structure, cut.kept): cut.kl for cut in alone}
+        layers = sorted({cut.layer for cut in alone if cut.layer is not None})
         cells = [
             (str(layer), *(f"{kls.get((layer, *column[:2]), math.nan):.4f}" for column in columns))
             for layer in layers

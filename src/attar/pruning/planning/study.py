@@ -86,10 +86,10 @@ class CutScan:
     def shares(self) -> dict[tuple[str, int], float]:
         """The share of the parameters that each even cut removes, by structure and kept units."""
         full = self.planned.full
-        whole = self.planned.parameters(full)
+        full_count = self.planned.parameters(full)
         return {
             (row.structure, row.kept): 1
-            - self.planned.parameters(full._replace(**{row.structure: row.kept})) / whole
+            - self.planned.parameters(full._replace(**{row.structure: row.kept})) / full_count
             for row in self.rows
             if row.layer is None
         }

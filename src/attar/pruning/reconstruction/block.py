@@ -111,7 +111,7 @@ class BlockReconstructor:
             others: what a state has besides.
         """
         masks = [parameter.detach() != 0 if parameter.dim() == 2 else None for parameter in parameters]
-        groups = [{"params": [one], "lr": rate * _size(one)} for one in parameters]
+        groups = [{"params": [parameter], "lr": rate * _size(parameter)} for parameter in parameters]
         optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
         steps = self.epochs * len(batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))

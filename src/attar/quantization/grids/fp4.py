@@ -100,13 +100,13 @@ class NVFP4Grid(_FP4Grid):
         groups alone. A group of zeros gets t = 1/8."""
         top = self.tile(weight).abs().amax((1, 3))
         peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
-        whole = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
-        whole = torch.nan_to_num(whole, nan=1.0, posinf=1.0).reshape(1)
-        local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
+        global_scale = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
+        global_scale = torch.nan_to_num(global_scale, nan=1.0, posinf=1.0).reshape(1)
+        local = (global_scale * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
         least = torch.where(top > 0, E4M3_SMALLEST, 0.125)  # a small group keeps what it can
         local = torch.where(local.float() == 0, least, local.float())
-        stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
-        return TileParameters(local / whole, stored=stored)
+        stored = {"global_scale": global_scale, "local_scale": local.to(torch.float8_e4m3fn)}
+        return TileParameters(local / global_scale, stored=stored)
 
 
 @dataclass(frozen=True)

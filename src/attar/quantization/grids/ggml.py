@@ -166,8 +166,8 @@ class GGMLGrid(Grid):
         scale = stored["d"].float().repeat_interleave(tiles, 1) * codes
         if not self.layout.minimum:
             return TileParameters(scale, stored=stored)
-        whole = stored["dmin"].float().repeat_interleave(tiles, 1)
-        return TileParameters(scale, minimum=whole * stored["minimum_codes"].float(), stored=stored)
+        minimum_scale = stored["dmin"].float().repeat_interleave(tiles, 1)
+        return TileParameters(scale, minimum=minimum_scale * stored["minimum_codes"].float(), stored=stored)
 
 
 def _nearest_level(values: Tensor, levels: tuple[int, ...]) -> Tensor:

@@ -302,9 +302,9 @@ def _refit(
     AM = (va.sum(-1) * cmin).sum(-1, True)
     MM, MX = (v.sum(-1) * cmin * cmin).sum(-1, True), ((v * x).sum(-1) * cmin).sum(-1, True)
     det = AA * MM - AM * AM
-    whole = torch.where(det > 0, (AX * MM - MX * AM) / det, d)
+    refit = torch.where(det > 0, (AX * MM - MX * AM) / det, d)
     least = torch.where(det > 0, (AX * AM - MX * AA) / det, dmin)
-    return _half(torch.where(whole > 0, whole, d)), _half(least.clamp(min=0.0))
+    return _half(torch.where(refit > 0, refit, d)), _half(least.clamp(min=0.0))
 
 
 def _total(values: Tensor) -> Tensor:

@@ -154,8 +154,8 @@ class Grid(ABC):
 
     def untile(self, tiled: Tensor, shape: tuple[int, int]) -> Tensor:
         """The inverse of :meth:`tile`."""
-        whole = tiled.reshape(tiled.shape[0] * tiled.shape[1], -1)
-        return whole[: shape[0], : shape[1]]
+        padded = tiled.reshape(tiled.shape[0] * tiled.shape[1], -1)
+        return padded[: shape[0], : shape[1]]
 
     def by_row(self, parameters: TileParameters, rows: int) -> TileParameters:
         """Parameters (N, G), one row for each row of the weight."""

@@ -66,13 +66,13 @@ class _Quantize(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         inside, slope, scale = ctx.saved_tensors
         offset, zero, minimum = ctx.shapes
-        whole = upstream[0]
-        passed = whole * inside
-        lost = passed - whole if zero is not None or minimum is not None else None  # g * (inside - 1)
+        gradient = upstream[0]
+        passed = gradient * inside
+        lost = passed - gradient if zero is not None or minimum is not None else None  # g * (inside - 1)
         return (
             passed,
             None if offset is None else (passed * scale).sum_to_size(offset),
-            (whole * slope).sum_to_size(scale.shape),
+            (gradient * slope).sum_to_size(scale.shape),
             None if zero is None or lost is None else (lost * scale).sum_to_size(zero),
             None if minimum is None or lost is None else lost.sum_to_size(minimum),
             None,

@@ -145,7 +145,9 @@ def autoround(
         losses = [_whole_loss(view, roundings, state) for state in candidates]
         kept = min(range(len(losses)), key=losses.__getitem__)
         _load(roundings, candidates[kept])
-    return LearnedBlock({name: one.quantized() for name, one in roundings.items()}, losses[0], losses[kept])
+    return LearnedBlock(
+        {name: rounding.quantized() for name, rounding in roundings.items()}, losses[0], losses[kept]
+    )
 
 
 class LearnedRounding:
@@ -229,19 +231,19 @@ class LearnedRounding:
             current = self.grid.rescaled(self.base, self.base.scale * alpha)
             if current is None:
                 current = self.grid.choose(self.weight, shrink=alpha.detach())
-        one = alpha / alpha.detach()  # the scale is proportional to the range
-        return TileParameters(current.scale * one, current.zero, current.minimum, current.stored)
+        unit = alpha / alpha.detach()  # the scale is proportional to the range
+        return TileParameters(current.scale * unit, current.zero, current.minimum, current.stored)
 
     def quantized(self) -> QuantizedTensor:
         """The current codes and parameters."""
         with torch.no_grad():
             current = self.parameters()
             codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(current)) + self.offset())
-        whole = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
+        untiled = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
         plain = current.map(lambda value: value.detach().clone())
         return QuantizedTensor(
             self.grid,
-            whole.to(self.grid.code_dtype).contiguous(),
+            untiled.to(self.grid.code_dtype).contiguous(),
             TileParameters(plain.scale, plain.zero, plain.minimum, current.stored),
         )
 
@@ -383,18 +385,24 @@ LearnedState = dict[str, list[Tensor]]
 
 def _state(roundings: Mapping[str, LearnedRounding]) -> LearnedState:
     """A copy of everything learned."""
-    return {name: [part.detach().clone() for part in one.learned] for name, one in roundings.items()}
+    return {
+        name: [part.detach().clone() for part in rounding.learned] for name, rounding in roundings.items()
+    }
 
 
 def _load(roundings: Mapping[str, LearnedRounding], state: LearnedState) -> None:
-    for name, one in roundings.items():
-        for part, kept in zip(one.learned, state[name], strict=True):
+    for name, rounding in roundings.items():
+        for part, kept in zip(rounding.learned, state[name], strict=True):
             part.data.copy_(kept)
 
 
 def _resumable(roundings: Mapping[str, LearnedRounding], rows: _Rows) -> dict[str, Any]:
     """What the next step depends on."""
-    optimizers = {name: vars(one.update) for name, one in roundings.items() if isinstance(one.update, _Adam)}
+    optimizers = {
+        name: vars(rounding.update)
+        for name, rounding in roundings.items()
+        if isinstance(rounding.update, _Adam)
+    }
     return {"learned": _state(roundings), "adam": optimizers, "drawn": rows.generator.get_state()}
 
 

@@ -175,16 +175,16 @@ def choose(
     """
     cost = importance or dict.fromkeys(measured, 1.0)
     options = {
-        name: [Option(one.pattern.name, one.bits, one.error * cost[name]) for one in errors]
+        name: [Option(trial.pattern.name, trial.bits, trial.error * cost[name]) for trial in errors]
         for name, errors in measured.items()
     }
     total = sum(weights[name] for name in measured)
-    least = sum(min(one.bits for one in errors) for errors in measured.values()) / total
+    least = sum(min(trial.bits for trial in errors) for errors in measured.values()) / total
     if least > bits:
         raise SettingsError("bits", bits, f"at least {least:.2f}: no Linear can be smaller")
     chosen = allocate(options, int(bits * total)).choice
     return {
-        name: next(one for one in errors if one.pattern.name == chosen[name])
+        name: next(trial for trial in errors if trial.pattern.name == chosen[name])
         for name, errors in measured.items()
     }
 
@@ -309,7 +309,7 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
     cost = U.diagonal().square().reciprocal()
     steps, scale_codes, start = [], [], 0
     for bits, width in grid.sections:
-        a, rest = slice(start, start + width), slice(start + width, None)
+        a, after = slice(start, start + width), slice(start + width, None)
         current = left[:, a].contiguous()
         h, c = fit(current, cost[a], bits)
         group_grid = EXL2Grid(((bits, width),))
@@ -318,7 +318,7 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
         codes[:, a], _ = round_columns(current, U[a, a], group_grid, parameters, tiles)
         error = current - codes[:, a] * parameters.scale[:, :1]
         E = torch.linalg.solve_triangular(U[a, a], error, upper=True, left=False)
-        left[:, rest].addmm_(E, U[a, rest], alpha=-1.0)
+        left[:, after].addmm_(E, U[a, after], alpha=-1.0)
         steps.append(h)
         scale_codes.append(c)
         start += width

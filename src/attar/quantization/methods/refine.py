@@ -103,7 +103,7 @@ def refine(
     with damped(H, ridge) as A:
         pull = A.diagonal().where(unseen, torch.as_tensor(ridge))  # towards W
         for rows in _parts(quantized):
-            of = [None if one is None else one[rows] for one in (target, weight, mask)]
+            of = [None if tensor is None else tensor[rows] for tensor in (target, weight, mask)]
             if of[0] is not None and of[1] is not None:
                 of[0] = of[0].float() + pull * of[1].float()
             descent = start(_rows(quantized, rows), H, *of)
@@ -245,8 +245,12 @@ def _least_squares(unit: Tensor, gradient: Tensor, H: Tensor, G: int) -> Tensor:
     A = torch.empty(n, G, G, dtype=torch.float32, device=H.device)
     for g in range(G):
         columns = slice(g * width, (g + 1) * width)
-        rest = slice(g * width, None)  # the rest of A by symmetry
-        products = ((unit[:, columns] @ H[columns, rest]) * unit[:, rest]).reshape(n, G - g, width).sum(-1)
+        from_group = slice(g * width, None)  # the rest of A by symmetry
+        products = (
+            ((unit[:, columns] @ H[columns, from_group]) * unit[:, from_group])
+            .reshape(n, G - g, width)
+            .sum(-1)
+        )
         A[:, g:, g] = A[:, g, g:] = products
     ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12
     A.diagonal(dim1=1, dim2=2).add_(ridge)

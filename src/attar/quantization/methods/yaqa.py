@@ -137,9 +137,9 @@ def _round_tiles(
         v = torch.stack([Z[: i.start, k].T @ A[: i.start, i] for i, k in tiles])
         inside = (torch.stack([A[i, i] for i, _ in tiles]), torch.stack([B[k, k] for _, k in tiles]))
         results = _round_tile(cut(W), s, v, *inside, grid, spread.map(cut), _maybe(cut, kept))
-        for whole, parts in zip((codes, R, Z), results, strict=True):
+        for result, parts in zip((codes, R, Z), results, strict=True):
             for (i, k), part in zip(tiles, parts, strict=True):
-                whole[i, k] = part
+                result[i, k] = part
     return codes[:N, :K]
 
 

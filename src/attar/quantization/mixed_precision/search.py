@@ -138,12 +138,12 @@ def mix(
     """
     groups: dict[str, list[Option]] = {}
     members: dict[str, tuple[str, ...]] = {}
-    for one in measurements:
-        if all(name in shapes for name in one.modules):
-            options = groups.setdefault(one.group, [])
-            members[one.group] = one.modules
-            if math.isfinite(one.kl):
-                options.append(Option(one.option, one.bits, one.kl))
+    for measurement in measurements:
+        if all(name in shapes for name in measurement.modules):
+            options = groups.setdefault(measurement.group, [])
+            members[measurement.group] = measurement.modules
+            if math.isfinite(measurement.kl):
+                options.append(Option(measurement.option, measurement.bits, measurement.kl))
     _check_cover(members, shapes)
     groups = with_losses(groups)
     weights = sum(rows * columns for rows, columns in shapes.values())
@@ -170,7 +170,7 @@ def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:
     medians = {name: statistics.median(values) for name, values in losses.items()}
     return {
         group: options
-        if any(options is one for one in informed)
+        if any(options is group for group in informed)
         else [replace(option, loss=medians.get(option.name, option.loss)) for option in options]
         for group, options in groups.items()
     }

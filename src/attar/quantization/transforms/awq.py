@@ -142,8 +142,8 @@ def group_error(weights: Sequence[Tensor], grids: Sequence[Grid], H: Tensor, s: 
     """|| E X^T ||^2 / || W X^T ||^2, both summed over the weights, or over the given samples of their
     rows."""
     error = sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
-    whole = sum(quadratic(piece, H) for piece in weights)
-    return error / max(whole, 1e-30)
+    energy = sum(quadratic(piece, H) for piece in weights)
+    return error / max(energy, 1e-30)
 
 
 def scale_at(m: Tensor, alpha: float, w: Tensor | None = None) -> Tensor:
@@ -240,8 +240,8 @@ def _compiled_errors(W: Tensor, grid: IntGrid, blocks: Tensor, factors: Sequence
     tiled = grid.tile(W)
     ends = torch.stack((tiled.amax(3), tiled.amin(3)), -1).flatten(1)
     chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
-    zeros = [one.zero for one in chosen if one.zero is not None]
-    scale, zero = torch.stack([one.scale for one in chosen]), torch.stack(zeros) if zeros else None
+    zeros = [tiled.zero for tiled in chosen if tiled.zero is not None]
+    scale, zero = torch.stack([tiled.scale for tiled in chosen]), torch.stack(zeros) if zeros else None
     return kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2)
 
 

@@ -68,8 +68,8 @@ class ScaleSolver:
             if name in self.starts:
                 fold = self.starts[name]
                 counted = self.counted[fold.producer]
-                pieces = [weights[one] if one in weights else self.load(one) for one in counted]
-                grids = [] if self.grids is None else [self.grids[one] for one in counted]
+                pieces = [weights[name] if name in weights else self.load(name) for name in counted]
+                grids = [] if self.grids is None else [self.grids[name] for name in counted]
                 scale, numbers = self.rule.find(fold, pieces, grids, statistics)
                 solutions[name] = Solution(weights[name], {"scale": scale.cpu()}, numbers)
         return solutions

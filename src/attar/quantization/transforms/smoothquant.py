@@ -122,7 +122,7 @@ def search_migration(
             hint="check the model and the calibration data",
         )
     Y = [X @ piece.T for piece in pieces]
-    whole = max(sum(float(y.double().square().sum()) for y in Y), 1e-30)
+    energy = max(sum(float(y.double().square().sum()) for y in Y), 1e-30)
 
     def error(s: Tensor) -> float:
         rounded = X / s if activations is None else nearest(X / s, activations)
@@ -131,7 +131,7 @@ def search_migration(
                 float((y - rounded @ nearest(piece * s, grid).T).double().square().sum())
                 for y, piece, grid in zip(Y, pieces, grids, strict=True)
             )
-            / whole
+            / energy
         )
 
     ones = torch.ones_like(seen.largest)

@@ -30,12 +30,12 @@ class PrefixCacheStats:
     """Tokens since the start.
 
     Args:
-        asked: of sequences that were admitted.
+        queries: of sequences that were admitted.
         hit: of these, served by the prefix cache.
         evicted: dropped from the prefix cache.
     """
 
-    asked: int
+    queries: int
     hit: int
     evicted: int
 
@@ -67,7 +67,7 @@ class BlockManager:
         self.cached = 0
         self._blocks = BlockAllocator(capacity)
         self._tree = PrefixTree(self._blocks, block_size)
-        self._asked = self._hit = self._evicted = 0
+        self._queries = self._hit = self._evicted = 0
         self._tables: dict[int, BlockTable] = {}
         self._copies: dict[int, int] = {}  # to -> from, in the order in which they were requested
 
@@ -84,7 +84,7 @@ class BlockManager:
     @property
     def stats(self) -> PrefixCacheStats:
         """Hits and evictions since the start."""
-        return PrefixCacheStats(self._asked, self._hit, self._evicted * self.block_size)
+        return PrefixCacheStats(self._queries, self._hit, self._evicted * self.block_size)
 
     @property
     def usage(self) -> float:
@@ -145,7 +145,7 @@ class BlockManager:
         if needed + spare > self.free + self.cached:
             self.release(sequence)
             return None
-        self._asked += len(tokens)
+        self._queries += len(tokens)
         self._hit += length
         return length
 
@@ -267,11 +267,11 @@ class BlockManager:
             table.sealed = True
             return
         for index, block in enumerate(published, table.published):
-            own = table.blocks[index]
-            if block != own:
+            held = table.blocks[index]
+            if block != held:
                 self._hold((block,))
                 table.put(index, block)
-                self._release((own,))
+                self._release((held,))
         table.published = full
 
     def _allocate(self, count: int) -> list[int] | None:

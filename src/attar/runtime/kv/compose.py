@@ -61,8 +61,8 @@ REFUSED: dict[tuple[str, str], str] = {
         "streaming",
         "learned_positions",
     ): "positions are reassigned by rotating queries, which learned positions do not allow",
-    **{(one, "hidden_states"): _STATES for one in EVICTIONS},
-    **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
+    **{(feature, "hidden_states"): _STATES for feature in EVICTIONS},
+    **{(feature, "compiled"): _COMPILED for feature in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
     ("modules", "compiled"): "one runner owns the pool",
@@ -71,11 +71,11 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 
-def reason(one: str, two: str) -> str | None:
+def reason(first: str, second: str) -> str | None:
     """Why two features do not work together; None where they do."""
-    for feature in (one, two):
+    for feature in (first, second):
         assert feature in FEATURES, f"{feature!r} is no feature of the table"
-    return REFUSED.get((one, two)) or REFUSED.get((two, one))
+    return REFUSED.get((first, second)) or REFUSED.get((second, first))
 
 
 def check_together(features: FeatureRequests) -> None:
@@ -88,11 +88,11 @@ def check_together(features: FeatureRequests) -> None:
         SettingsError: names both settings with their values, and the reason.
     """
     names = list(features)
-    for index, one in enumerate(names):
-        for two in names[index + 1 :]:
-            why = reason(one, two)
+    for index, earlier in enumerate(names):
+        for later in names[index + 1 :]:
+            why = reason(earlier, later)
             if why is not None:
-                first, second = (one, two) if features[two] else (two, one)
+                first, second = (earlier, later) if features[later] else (later, earlier)
                 raise _refusal(features, first, second, why)
 
 

@@ -191,11 +191,11 @@ def plan_table(plan: KVPlan) -> tuple[list[str], list[list[str]]]:
     """Header and rows for display: a row for each format, a column for each context and batch."""
     columns = list(dict.fromkeys((cell.context, cell.batch) for cell in plan.cells))
     head = ["KV", "bytes a token", *(f"{context:,} x {batch}" for context, batch in columns)]
-    head += [f"longest x {batch}" for batch in dict.fromkeys(one.batch for one in plan.rooms)]
+    head += [f"longest x {batch}" for batch in dict.fromkeys(room.batch for room in plan.rooms)]
     rows = []
     for name, token_bytes in plan.token_bytes.items():
         sizes = [_size_text(cell) for cell in plan.cells if cell.kv_dtype == name]
-        longest = [one.context for one in plan.rooms if one.kv_dtype == name]
+        longest = [room.context for room in plan.rooms if room.kv_dtype == name]
         contexts = ["any" if context is None else f"{context:,}" for context in longest]
         rows.append([name, f"{token_bytes:,.0f}", *sizes, *contexts])
     return head, rows

@@ -212,8 +212,8 @@ class AttentionPass:
             if latent is None:
                 out[view.rows] = self.attend_span(layer, view, q[view.rows], options)
             else:
-                own = latent.adapted.get(view.span.adapter, latent)
-                out[view.rows] = self.attend_latents(layer, view, q[view.rows], own, options)
+                products = latent.adapted.get(view.span.adapter, latent)
+                out[view.rows] = self.attend_latents(layer, view, q[view.rows], products, options)
         return out if latent else out[..., :width]
 
     def attend_latents(

@@ -116,8 +116,8 @@ class Compiled:
         logits = torch.empty(step.wants, self.vocabulary)
         for number, (program, spans) in enumerate(self.lora.groups(step)):
             part = step.part(spans)
-            own = self._run(replace(part, copies=()) if number else part, program)
-            logits[torch.from_numpy(step.wanted_of(spans))] = own
+            part_logits = self._run(replace(part, copies=()) if number else part, program)
+            logits[torch.from_numpy(step.wanted_of(spans))] = part_logits
         return logits
 
     def _run(self, step: StepInput, program: Program) -> Tensor:

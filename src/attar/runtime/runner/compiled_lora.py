@@ -53,10 +53,10 @@ class CompiledLora:
         Raises:
             ModelError: the adapter does not fit the model, or changes whole tensors; names them.
         """
-        for name, info in adapter.whole.items():
+        for name, info in adapter.replaced.items():
             stored = self._stored(name)
-            own = self._load(stored) if stored in self._infos else None
-            if own is None or not torch.equal(own, read_tensor(info).to(own.dtype)):
+            weight = self._load(stored) if stored in self._infos else None
+            if weight is None or not torch.equal(weight, read_tensor(info).to(weight.dtype)):
                 raise unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         updates: dict[str, tuple[str, LoraUpdate]] = {}  # by the tensor that changes: its source
         for path, update in adapter.updates.items():
@@ -77,10 +77,10 @@ class CompiledLora:
     def _source(self, adapter: LoraAdapter, path: str, update: LoraUpdate) -> str:
         """The tensor that an update is added to."""
         source = self._stored(f"{path}.weight")
-        own = self._infos.get(source)
-        if own is None:
+        info = self._infos.get(source)
+        if info is None:
             raise ModelError(f"the adapter {adapter.name} changes {path!r}, and the model has no such module")
-        outputs, inputs = own.shape
+        outputs, inputs = info.shape
         check_shapes(adapter, path, update, inputs, outputs)
         return source
 
@@ -120,7 +120,7 @@ class CompiledLora:
         unknown = [key for key in indices if key and key not in self.adapters]
         if unknown:
             raise ModelError(f"no adapter {unknown[0]!r} is loaded")
-        return [(self.adapters[key] if key else self._program, own) for key, own in indices.items()]
+        return [(self.adapters[key] if key else self._program, spans) for key, spans in indices.items()]
 
 
 def _sum(weight: Tensor, update: Tensor) -> Tensor:

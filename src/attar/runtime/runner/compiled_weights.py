@@ -249,11 +249,11 @@ def _head(
     source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Arena, pays: Pays | None
 ) -> PackedWeight:
     """The head; tied to the embedding ``table`` where it is not stored."""
-    own = HEAD if HEAD in source.names else EMBEDDING
-    parts = source.codes([own])
+    name = HEAD if HEAD in source.names else EMBEDDING
+    parts = source.codes([name])
     if parts:
         return parts[0].pack(arena=arena, pays=pays)
-    weight = source.required(HEAD) if own == HEAD else table
+    weight = source.required(HEAD) if name == HEAD else table
     return pack(weight, kind, group=group, arena=arena, pays=pays)
 
 

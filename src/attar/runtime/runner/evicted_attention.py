@@ -78,11 +78,11 @@ class StreamingPass(AttentionPass):
 def visible(view: SpanView, columns: Tensor, streaming: Streaming) -> Tensor:
     """bool (t, n): which of the entries ``columns`` int64 (n,) each token of the span sees."""
     span = view.span
-    own = (columns - span.offset).clamp(min=0)
+    fresh = (columns - span.offset).clamp(min=0)
     before = columns < span.offset
-    positions = torch.where(before, columns, span.start + view.depths[own])
+    positions = torch.where(before, columns, span.start + view.depths[fresh])
     near = positions > (span.start + view.depths)[:, None] - streaming.window
-    return (before | view.inside[:, own]) & (near | (columns < streaming.sinks))
+    return (before | view.inside[:, fresh]) & (near | (columns < streaming.sinks))
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class HeadShares:
     def of(keep: NDArray[np.bool_]) -> HeadShares:
         """Of the choice bool (layers, kv_heads, n)."""
         counts = keep.sum(axis=2).ravel()
-        mean, rest = divmod(int(counts.sum()), len(counts))
-        assert rest == 0, f"{mean} entries for each head, and {rest} cells more"
+        mean, remainder = divmod(int(counts.sum()), len(counts))
+        assert remainder == 0, f"{mean} entries for each head, and {remainder} cells more"
         return HeadShares(mean, np.concatenate([[0], np.cumsum(counts)]))
 
     def cells(self, start: int, stop: int, kv_heads: int, blocks: Sequence[int] | Tensor, size: int) -> Cells:

@@ -116,7 +116,9 @@ def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
             rows = torch.cat([rows[0::2], rows[1::2]])
         experts = layer.expert_codes(f"{module}{name}") or layer.tensor(f"{module}{name}").transpose(1, 2)
         pairs = zip(experts, bias[:, rows], strict=True)
-        parts.append(tuple(layer.packed(_in_order(weight, rows), own) for weight, own in pairs))
+        parts.append(
+            tuple(layer.packed(_in_order(weight, rows), expert_bias) for weight, expert_bias in pairs)
+        )
     return parts[0], parts[1]
 
 

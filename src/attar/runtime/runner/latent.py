@@ -117,7 +117,7 @@ def cache_latents(model: Any) -> bool:
         return True
     with torch.no_grad():
         built = [_latent_attention(module) for module in modules]
-    if not modules or any(one is None for one in built):
+    if not modules or any(products is None for products in built):
         return False
     for module, latent in zip(modules, built, strict=True):
         module.latent, module.expand_kv = latent, _rows
@@ -141,11 +141,11 @@ def _latent_attention(module: Any) -> LatentProducts | None:
     drawn = torch.randn(3, 1, latent.rope + latent.rank, generator=torch.Generator().manual_seed(0))
     r, c = (x.transpose(0, 1)[None] for x in drawn.to(weight).split([latent.rope, latent.rank], dim=-1))
     ours = latent.expanded(torch.cat([r, c], dim=-1)[0].transpose(0, 1))
-    for mine, own in zip(ours, module.expand_kv(c, r), strict=True):
+    for mine, expanded in zip(ours, module.expand_kv(c, r), strict=True):
         close = 1e-4 if weight.dtype == torch.float32 else 0.02
-        if mine.shape != own[0].transpose(0, 1).shape:
+        if mine.shape != expanded[0].transpose(0, 1).shape:
             return None
-        if (mine - own[0].transpose(0, 1)).norm() > close * own.norm():
+        if (mine - expanded[0].transpose(0, 1)).norm() > close * expanded.norm():
             return None
     return latent
 

@@ -62,7 +62,9 @@ class LoraUpdate:
 
     def to(self, device: torch.device) -> LoraUpdate:
         """On another device."""
-        return LoraUpdate(*(None if one is None else one.to(device) for one in (self.A, self.B, self.bias)))  # type: ignore[arg-type]
+        return LoraUpdate(
+            *(None if tensor is None else tensor.to(device) for tensor in (self.A, self.B, self.bias))
+        )  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ class LoraAdapter:
     Attributes:
         updates: by the path of the module.
         digest: of its files' content.
-        whole: tensors that it stores whole. peft stores those of a head that it changes as they were.
+        replaced: tensors that it stores whole. peft stores those of a head that it changes as they were.
     """
 
     name: str
     updates: Mapping[str, LoraUpdate]
     digest: str
-    whole: Mapping[str, TensorInfo] = field(default_factory=dict)
+    replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
 
 def read_lora(folder: Path) -> LoraAdapter:
@@ -171,7 +173,7 @@ class LoraRows:
             _check_module(adapter, path, modules.get(path), update)
             if update.bias is not None and _absorbed(modules, path) is not None:
                 raise unsupported(adapter.name, f"a bias of {path!r}")
-        for name, info in adapter.whole.items():
+        for name, info in adapter.replaced.items():
             if not _is_equal(self._model, name, info):
                 raise unsupported(adapter.name, f"a whole tensor (modules_to_save), {name!r}")
         self.adapters[key] = adapter
@@ -213,7 +215,7 @@ class LoraRows:
         device = self._model.device
         rows = {key: torch.from_numpy(step.rows_of(key)).to(device) for key in keys}
         wanted = torch.from_numpy(step.rows).to(device)
-        self._wanted = {key: torch.isin(wanted, own).nonzero().flatten() for key, own in rows.items()}
+        self._wanted = {key: torch.isin(wanted, adapted).nonzero().flatten() for key, adapted in rows.items()}
         self._rows, self._counts, self._applied = rows, (step.count, len(wanted)), set()
         try:
             yield
@@ -259,9 +261,9 @@ def _check_module(adapter: LoraAdapter, path: str, module: Any, update: LoraUpda
 
 def check_shapes(adapter: LoraAdapter, path: str, update: LoraUpdate, inputs: int, outputs: int) -> None:
     """Raise ModelError where an update is not of a Linear's inputs and outputs."""
-    own = (update.A.shape[1], update.B.shape[0], len(update.B) if update.bias is None else len(update.bias))
-    if own != (inputs, outputs, outputs):
-        message = f"the adapter {adapter.name} has {own[0]} inputs and {own[1]} outputs for {path!r}"
+    sizes = (update.A.shape[1], update.B.shape[0], len(update.B) if update.bias is None else len(update.bias))
+    if sizes != (inputs, outputs, outputs):
+        message = f"the adapter {adapter.name} has {sizes[0]} inputs and {sizes[1]} outputs for {path!r}"
         raise ModelError(f"{message}, which has {inputs} and {outputs}")
 
 
@@ -269,8 +271,10 @@ def _is_equal(model: Any, name: str, info: TensorInfo) -> bool:
     """Whether a parameter of the model has the same numbers as an adapter's tensor."""
     path, _, leaf = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
-    own = getattr(module, leaf, None)
-    return isinstance(own, Tensor) and torch.equal(own.detach().cpu(), read_tensor(info).to(own.dtype))
+    parameter = getattr(module, leaf, None)
+    return isinstance(parameter, Tensor) and torch.equal(
+        parameter.detach().cpu(), read_tensor(info).to(parameter.dtype)
+    )
 
 
 def _shape(module: Any) -> tuple[int, int]:

@@ -237,5 +237,5 @@ def _features(kv_dtype: str, eviction: Eviction | None, shape: ModelShape) -> Fe
     """Rows of ``kv/compose.py`` that the runner has."""
     windows = any(window is not None for window in shape.windows)
     features = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}
-    own = {"sliding_window": windows, "latents": shape.latent > 0}
-    return {**features, **{name: None for name, has in own.items() if has}}
+    of_shape = {"sliding_window": windows, "latents": shape.latent > 0}
+    return {**features, **{name: None for name, has in of_shape.items() if has}}

@@ -164,9 +164,9 @@ class Rotary:
         angles = positions.to(torch.float64)[:, None] * f.to(torch.float64)
         cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]  # (t, 1, m)
         m = len(f)
-        a, b, rest = x[..., :m].float(), x[..., m : 2 * m].float(), x[..., 2 * m :]
+        a, b, unrotated = x[..., :m].float(), x[..., m : 2 * m].float(), x[..., 2 * m :]
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+        return torch.cat([turned.to(x.dtype), unrotated], dim=-1)
 
 
 def _frequencies(model: Any, layer: int) -> Tensor:

@@ -32,24 +32,24 @@ class GrammarTrial:
         self._file = tempfile.NamedTemporaryFile(suffix=".json")  # noqa: SIM115 (it lives as long as this)
         self._file.write(tokenizer.encode())
         self._file.flush()
-        self._asked = {"tokenizer": self._file.name, "end": end, "limits": limits}
+        self._request = {"tokenizer": self._file.name, "end": end, "limits": limits}
         self._process = LimitedProcess(f"{__name__}:attempt", SECONDS, MEMORY)
 
     def fails(self, grammar: str) -> str | None:
         """Why a grammar may not be compiled here; None: it may, and says itself what else is wrong."""
         try:
-            self._process(self._asked | {"grammar": grammar})
+            self._process(self._request | {"grammar": grammar})
         except CostError as error:
             return f"to compile {error}"
         return None
 
 
-def attempt(asked: dict[str, Any]) -> None:
+def attempt(request: dict[str, Any]) -> None:
     """Compile a grammar and its first mask in this process."""
     from llguidance import LLMatcher, LLParserLimits
 
-    trie = _trie(asked["tokenizer"], asked["end"])
-    matcher = LLMatcher(trie, asked["grammar"], log_level=0, limits=LLParserLimits(**asked["limits"]))
+    trie = _trie(request["tokenizer"], request["end"])
+    matcher = LLMatcher(trie, request["grammar"], log_level=0, limits=LLParserLimits(**request["limits"]))
     if not matcher.is_error():
         matcher.compute_bitmask()
 

@@ -71,8 +71,8 @@ def resolve(schema: Any, root: Any) -> Any:
         if reference in seen or target is None:
             raise UnsupportedSchemaError(f"{reference!r} is no schema inside of this one")
         seen.append(reference)
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        schema = {**target, **rest} if isinstance(target, Mapping) and rest else target
+        siblings = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = {**target, **siblings} if isinstance(target, Mapping) and siblings else target
     return schema
 
 
@@ -159,9 +159,11 @@ class SchemaRules:
             UnsupportedSchemaError: integers beyond 2^53 beside words that cannot be written as rules.
         """
         if not self.is_large(schema):
-            whole = dict(with_definitions(bare(schema, self._root), self._root)) if schema is not True else {}
-            whole["x-guidance"] = {"whitespace_pattern": BLANKS}
-            return self._rule(f"%json {json.dumps(whole)}")
+            complete = (
+                dict(with_definitions(bare(schema, self._root), self._root)) if schema is not True else {}
+            )
+            complete["x-guidance"] = {"whitespace_pattern": BLANKS}
+            return self._rule(f"%json {json.dumps(complete)}")
         reference = schema.get("$ref")
         if reference is not None and not set(schema) - _UNREAD - {"$ref"}:
             return self._reference(reference)
@@ -169,12 +171,12 @@ class SchemaRules:
 
     def readable(self, schema: Any) -> str:
         """A schema for the library, with what it refers to and bounded blanks."""
-        whole = {} if schema is True else {"enum": []} if schema is False else bare(schema, self._root)
-        if not isinstance(whole, Mapping):
+        complete = {} if schema is True else {"enum": []} if schema is False else bare(schema, self._root)
+        if not isinstance(complete, Mapping):
             raise UnsupportedSchemaError(f"{json.dumps(schema)[:60]} is no schema")
-        if '"$ref"' in json.dumps(whole):
-            whole = with_definitions(whole, bare(self._definitions, self._root))
-        return json.dumps({**whole, "x-guidance": {"whitespace_pattern": BLANKS}})
+        if '"$ref"' in json.dumps(complete):
+            complete = with_definitions(complete, bare(self._definitions, self._root))
+        return json.dumps({**complete, "x-guidance": {"whitespace_pattern": BLANKS}})
 
     def is_large(self, schema: Any) -> bool:
         """Whether large integers are in a schema, or in what it refers to."""

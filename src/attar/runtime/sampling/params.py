@@ -180,8 +180,8 @@ def _check_number(name: str, value: object, least: float, most: float) -> None:
 def _check_count(name: str, value: object, least: int, most: int | None) -> None:
     if value is None and name in _OPTIONAL:
         return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < least or (most is not None and value > most):  # type: ignore[operator]
         allowed = f"at least {least}" if most is None else f"from {least} to {most:,}"
         raise SettingsError(name, value, f"a whole number {allowed}")
 

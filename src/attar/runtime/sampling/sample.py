@@ -53,7 +53,7 @@ def noise_key(seed: int, sample: int, position: int, purpose: int = TOKEN) -> in
 def uniforms(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """u of the tokens, of the same shape: in (0, 1), computed in integers up to the last step."""
     z = tokens.astype(np.uint64)
-    z += _ONE
+    z += _INCREMENT
     z *= _GAMMA
     return _unit(_mixed_(z, key))
 
@@ -137,7 +137,7 @@ def _contenders(p: NDArray[np.float32], bits: NDArray[np.uint64], count: int) ->
     """Tokens that may be among the first ``count``: all others lose to ``count`` of the most likely ones."""
     likely = largest_indices(p, count)
     c = float((-np.log(_unit(bits[likely])) / p[likely]).max())
-    below_one = (_WHOLE - bits.view(np.int64)).astype(np.float32)  # 1 - u, in steps of 2^-53
+    below_one = (_TWO_53 - bits.view(np.int64)).astype(np.float32)  # 1 - u, in steps of 2^-53
     return np.flatnonzero(below_one <= p * np.float32(c * 2.0**53 * _SLACK))
 
 
@@ -167,9 +167,9 @@ def _counters(count: int) -> NDArray[np.uint64]:
     return counters
 
 
-_WHOLE = np.int64(1 << 53)
+_TWO_53 = np.int64(1 << 53)
 _SLACK = 1.0 + 1e-5  # for the rounding of float32 in the bound
-_ONE = np.uint64(1)
+_INCREMENT = np.uint64(1)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

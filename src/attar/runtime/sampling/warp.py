@@ -154,28 +154,28 @@ def truncate(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """softmax(x) cut by top-k, top-p and min-p and made to sum to 1; float32 (R, V). Changes x."""
     if x.device.type != "cpu":
         return _truncate_anywhere(x, params)
-    for row, one in zip(x.numpy(), params, strict=True):
-        cut_top_k_(row, one.top_k)
+    for row, row_params in zip(x.numpy(), params, strict=True):
+        cut_top_k_(row, row_params.top_k)
     p = x.softmax(-1)
-    for row, one in zip(p.numpy(), params, strict=True):
-        cut_top_p_(row, one.top_p, one.min_p)
+    for row, row_params in zip(p.numpy(), params, strict=True):
+        cut_top_p_(row, row_params.top_p, row_params.min_p)
     return p
 
 
 def _truncate_anywhere(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The same in torch's operators, row by row."""
     V = x.shape[-1]
-    for row, one in zip(x, params, strict=True):
-        if 0 < one.top_k < V:
-            row.masked_fill_(row < row.topk(one.top_k).values[-1], -torch.inf)
+    for row, row_params in zip(x, params, strict=True):
+        if 0 < row_params.top_k < V:
+            row.masked_fill_(row < row.topk(row_params.top_k).values[-1], -torch.inf)
     p = x.softmax(-1)
-    for row, one in zip(p, params, strict=True):
-        if one.top_p < 1.0:
+    for row, row_params in zip(p, params, strict=True):
+        if row_params.top_p < 1.0:
             values = row.sort(descending=True).values.double()
-            kept = int((values.cumsum(-1) - values < one.top_p).sum())
+            kept = int((values.cumsum(-1) - values < row_params.top_p).sum())
             row.masked_fill_(row < values[kept - 1].float(), 0.0)
-        row.masked_fill_(row < row.max() * one.min_p, 0.0)
-        if one.top_p < 1.0 or one.min_p > 0.0:
+        row.masked_fill_(row < row.max() * row_params.min_p, 0.0)
+        if row_params.top_p < 1.0 or row_params.min_p > 0.0:
             row.div_(row.sum())
     return p
 

@@ -260,7 +260,7 @@ def _add_models(router: APIRouter, models: ModelTable) -> None:
     def adapters() -> list[bodies.ModelCard]:
         loaded = [] if models.lora is None else models.lora.adapters
         base = card(models.first)
-        return [base.model_copy(update={"id": one.name, "parent": base.id}) for one in loaded]
+        return [base.model_copy(update={"id": adapter.name, "parent": base.id}) for adapter in loaded]
 
     @router.get("/v1/models")
     async def list_models() -> bodies.ModelList:
@@ -271,7 +271,7 @@ def _add_models(router: APIRouter, models: ModelTable) -> None:
     async def retrieve_model(model: str) -> bodies.ModelCard:
         models.check_name(model)
         cards = [*map(card, models.loaded), *adapters()]
-        return next((one for one in cards if one.id == model), None) or unloaded(model)
+        return next((model_card for model_card in cards if model_card.id == model), None) or unloaded(model)
 
 
 def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:

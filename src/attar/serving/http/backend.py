@@ -221,7 +221,7 @@ class EngineBackend:
             free=max(scheduler.limits.sequences - len(scheduler.running), 0),
             cache_usage=1 - (free + cached) / manager.capacity,
             blocks={"free": free, "cached": cached, "used": manager.capacity - free - cached},
-            prefix_queries=manager.stats.asked,
+            prefix_queries=manager.stats.queries,
             prefix_hits=manager.stats.hit,
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),

@@ -148,7 +148,9 @@ class ChatBuilder(BodyBuilder):
 
     def body(self, events: list[list[Event]]) -> dict[str, Any]:
         """The whole body, from the events of each choice."""
-        return self._whole([self._choice(choice, own) for choice, own in enumerate(events)])
+        return self._complete_body(
+            [self._choice(choice, choice_events) for choice, choice_events in enumerate(events)]
+        )
 
     def chunks(self, choice: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event: the role once, the pieces of the answer, and the finish reason in a chunk

@@ -164,13 +164,13 @@ class LogitPairs:
 
         def observe(index: int, logits: Tensor) -> None:
             token = index + 1
-            own = logits[: self._vocabulary].to("cpu", copy=True)
+            side_logits = logits[: self._vocabulary].to("cpu", copy=True)
             with self._lock:
                 other = self._waiting.pop(token, None)
                 if other is None:
-                    self._waiting[token] = own
+                    self._waiting[token] = side_logits
                     return
-                pair = (own, other) if side == 0 else (other, own)
+                pair = (side_logits, other) if side == 0 else (other, side_logits)
                 self.results[token] = self._threads.submit_response(
                     compare_logits, *pair, self._prompt[token]
                 )

@@ -87,7 +87,7 @@ class BodyBuilder:
         """A chunk as a server-sent event."""
         return sse_event(chunk)
 
-    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _complete_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head(self.body_kind) | {"choices": choices, "usage": self._usage()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class CompletionBuilder(BodyBuilder):
 
     def body(self, events: list[list[Event]]) -> dict[str, Any]:
         """The whole body, from the events of each choice."""
-        return self._whole([self._choice(choice, events) for choice in range(len(events))])
+        return self._complete_body([self._choice(choice, events) for choice in range(len(events))])
 
     def chunks(self, choice: int, event: Event) -> list[dict[str, Any]]:
         """The chunk of an event; none where it shows nothing."""

@@ -56,7 +56,10 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
     if command.settings.compare:
         kept_names.append(command.settings.compare)
     first = replace(command, options=first_options(command))
-    sizes = [estimated_bytes(one, name) for one, name in zip((first, command), kept_names, strict=False)]
+    sizes = [
+        estimated_bytes(model_command, name)
+        for model_command, name in zip((first, command), kept_names, strict=False)
+    ]
     budget = MemoryBudget(total, sum(sizes))
     if budget.excess(0):
         raise SettingsError(

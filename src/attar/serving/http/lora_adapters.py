@@ -91,11 +91,11 @@ class AdapterBackend:
         deadline_s: float | None = None,
         salt: str = "",
     ) -> AsyncIterator[Event]:
-        own: dict[str, Any] = {
+        options: dict[str, Any] = {
             "salt": f"{salt}\0lora {self._adapter.digest}",
             "adapter": self._adapter.key,
         }
-        return self._base.submit(prompt, params, id=id, priority=priority, deadline_s=deadline_s, **own)
+        return self._base.submit(prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options)
 
     def cancel(self, id: str) -> None:
         self._base.cancel(id)

@@ -168,9 +168,9 @@ class EngineCollector:
             yield counter
         if stats.speculation is not None:
             yield self._positions(stats.speculation)
-        own = {"model_name": self._model}
+        label = {"model_name": self._model}
         yield from sample_families(
-            [replace(sample, labels=own | dict(sample.labels)) for sample in stats.samples]
+            [replace(sample, labels=label | dict(sample.labels)) for sample in stats.samples]
         )
 
     def _blocks(self, stats: Stats) -> Metric:

@@ -299,15 +299,15 @@ class ModelTable:
             ApiError: 503, too few are idle.
         """
         while excess := self.budget.excess(slot.model.bytes + self._loaded_bytes()):
-            idle = [one for one in self._slots.values() if one.service is not None and not one.users]
-            if sum(one.model.bytes for one in idle) < excess:
+            idle = [slot for slot in self._slots.values() if slot.service is not None and not slot.users]
+            if sum(slot.model.bytes for slot in idle) < excess:
                 size = bytes_text(slot.model.bytes)
                 message = (
                     f"no room for the model {slot.model.name!r} ({size}) within {self.budget}: "
                     "the other models are in use"
                 )
                 raise ApiError(503, message, code="no_memory", retry_s=self.first.admission.retry_s())
-            await _close(min(idle, key=lambda one: one.last_use))
+            await _close(min(idle, key=lambda slot: slot.last_use))
 
     def _loaded_bytes(self) -> int:
         return sum(slot.model.bytes for slot in self._slots.values() if slot.service is not None)

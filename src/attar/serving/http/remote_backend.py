@@ -96,6 +96,6 @@ class RemoteBackend:
 
 def load_of(stats: Stats) -> TargetLoad:
     """The load of an engine as a message."""
-    own = {field.name for field in fields(TargetLoad)}
-    numbers = {name: getattr(stats, name) for name in SHARED if name in own}
+    names = {field.name for field in fields(TargetLoad)}
+    numbers = {name: getattr(stats, name) for name in SHARED if name in names}
     return TargetLoad(**numbers | {"blocks": dict(stats.blocks)}, speculation=stats.speculation)

@@ -275,6 +275,6 @@ async def unless_disconnected(work: Awaitable[Any], request: Request) -> Any:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for pending in (task, gone):
+            pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)

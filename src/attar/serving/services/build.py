@@ -68,13 +68,13 @@ def load_with_offers(
     Raises:
         as :class:`attar.runtime.llm.LLM`.
     """
-    speculation, rest = _split(options)
+    speculation, load_options = _split(options)
     how: dict[str, tuple[str, Any]] = {"speculation": ("draft_endpoint", "given")}
     if embeddings:
         how["hidden_states"] = ("embeddings", True)
-    check_together({**evicting(rest.get("eviction")), **how})
-    limits, prefix_cache = rest.pop("limits", None), rest.pop("prefix_cache", None)
-    loaded = load(model, **rest, hidden_layers=(FINAL,) if embeddings else ())
+    check_together({**evicting(load_options.get("eviction")), **how})
+    limits, prefix_cache = load_options.pop("limits", None), load_options.pop("prefix_cache", None)
+    loaded = load(model, **load_options, hidden_layers=(FINAL,) if embeddings else ())
     speculator = offer_speculator(loaded, pool, speculation.drafts, speculation.verification)
     llm = LLM.of(loaded, limits=limits, prefix_cache=prefix_cache, speculator=speculator)
     if embeddings:
@@ -109,10 +109,10 @@ def load_draft_service(model: Any, options: Mapping[str, Any]) -> tuple[DraftSer
     Raises:
         as :func:`attar.runtime.loading.load`.
     """
-    speculation, rest = _split(options)
-    limits = rest.pop("limits", None)
-    rest.pop("prefix_cache", None)
-    loaded = load(model, **rest)
+    speculation, load_options = _split(options)
+    limits = load_options.pop("limits", None)
+    load_options.pop("prefix_cache", None)
+    loaded = load(model, **load_options)
     proposer: Proposer
     vocabulary = vocabulary_of(loaded)
     if speculation.speculate:

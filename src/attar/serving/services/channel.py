@@ -136,24 +136,24 @@ class FrameStream:
         except (_grpc().RpcError, asyncio.InvalidStateError) as error:
             raise StreamEnded(_reason(error)) from None
 
-    async def greet(self, own: Hello, role: str) -> Hello:
+    async def greet(self, hello: Hello, role: str) -> Hello:
         """Send the first message and check the other side's.
 
         Raises:
             ProtocolError: it does not fit, or does not come.
             StreamEnded: the stream has ended.
         """
-        await self.write([own])
+        await self.write([hello])
         try:
             messages = await asyncio.wait_for(self.read(), HELLO_S)
         except TimeoutError:
             raise ProtocolError(f"no first message within {HELLO_S:g} s") from None
-        return check_hello(messages[0] if len(messages) == 1 else None, role, own)
+        return check_hello(messages[0] if len(messages) == 1 else None, role, hello)
 
 
 async def run_until_first(*work: Coroutine[Any, Any, None]) -> None:
     """Run the directions of a stream together until one of them ends or fails; the others are cancelled."""
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(direction) for direction in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:

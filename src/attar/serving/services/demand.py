@@ -27,7 +27,7 @@ class DraftDemand:
 
     def __init__(self, length: int, useful: bool = True) -> None:
         self.gap = 0 if useful else 1
-        self._used, self._asked = length - (0 if useful else PATIENCE), length
+        self._used, self._question = length - (0 if useful else PATIENCE), length
 
     def used(self, length: int) -> None:
         """Tokens of a draft were accepted; the sequence has ``length``."""
@@ -40,7 +40,7 @@ class DraftDemand:
 
     def ahead(self, length: int, most: int) -> int:
         """Tokens that may be drafted ahead of ``length``: ``most``, one for a question, or none."""
-        if self.gap and length - self._asked <= self.gap:
+        if self.gap and length - self._question <= self.gap:
             return 0
-        self._asked = length
+        self._question = length
         return 1 if self.gap else most

@@ -133,13 +133,15 @@ class OfferProposer:
         with self._changed:
             outcome = self.offers.put(offer)
             self.counts.outcomes[outcome] += 1
-            one = self._by_request.get(offer.request)
-            if outcome == "wrong" or one is None:
+            sequence = self._by_request.get(offer.request)
+            if outcome == "wrong" or sequence is None:
                 return outcome
-            if one.unanswered is not None and offer.base >= one.answers:  # a stale offer answers, too
-                if one.answers > one.opened:  # the first answer takes a prefill
-                    one.drafter.turnaround.note(self.clock() - one.unanswered)
-                one.unanswered = None
+            if (
+                sequence.unanswered is not None and offer.base >= sequence.answers
+            ):  # a stale offer answers, too
+                if sequence.answers > sequence.opened:  # the first answer takes a prefill
+                    sequence.drafter.turnaround.note(self.clock() - sequence.unanswered)
+                sequence.unanswered = None
             self._changed.notify()
         return outcome
 
@@ -147,8 +149,8 @@ class OfferProposer:
         """Open sequences whose prompts are read now."""
         with self._changed:
             for request in requests:
-                one = self._sequences.get(request.sequence)
-                if one is None or not one.drafter.ready:
+                sequence = self._sequences.get(request.sequence)
+                if sequence is None or not sequence.drafter.ready:
                     self._close(request.sequence)
                     self._open(request, len(requests))
 
@@ -165,16 +167,16 @@ class OfferProposer:
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Tell the drafters what a pass has committed."""
         with self._changed:
-            for one in feedback:
-                sequence = self._sequences.get(one.sequence)
+            for verified in feedback:
+                sequence = self._sequences.get(verified.sequence)
                 if sequence is None or not sequence.base:
                     continue
-                tokens = [token for token in one.tokens if token != PAST_END]
+                tokens = [token for token in verified.tokens if token != PAST_END]
                 base, sequence.base = sequence.base, 0
-                if one.draft is not None:
-                    sequence.drafter.judged(len(one.draft), len(one.path))
+                if verified.draft is not None:
+                    sequence.drafter.judged(len(verified.draft), len(verified.path))
                     sequence.judged = base + len(tokens)
-                    if one.path:
+                    if verified.path:
                         sequence.demand.used(sequence.judged)
                     else:
                         sequence.demand.answered(base, useful=False)
@@ -194,27 +196,27 @@ class OfferProposer:
 
     def _follow(self, request: DraftRequest, batch: int) -> None:
         """Open a sequence that no ready drafter serves; send a drafter the tokens that it lacks."""
-        one = self._sequences.get(request.sequence)
-        if one is not None and not one.drafter.ready:
+        sequence = self._sequences.get(request.sequence)
+        if sequence is not None and not sequence.drafter.ready:
             self._close(request.sequence)
-            one = None
-        if one is None:
-            one = self._open(request, batch)
+            sequence = None
+        if sequence is None:
+            sequence = self._open(request, batch)
         else:
-            self._judge(one, request, batch)
-            if one.length < len(request.tokens):
-                self._commit(one, request.tokens[one.length :])
-        if one is not None:
-            one.base = len(request.tokens)
+            self._judge(sequence, request, batch)
+            if sequence.length < len(request.tokens):
+                self._commit(sequence, request.tokens[sequence.length :])
+        if sequence is not None:
+            sequence.base = len(request.tokens)
 
-    def _judge(self, one: OfferedSequence, request: DraftRequest, batch: int) -> None:
+    def _judge(self, sequence: OfferedSequence, request: DraftRequest, batch: int) -> None:
         """Learn from a guess that no pass has run: what was committed says whether it was right."""
-        base, guess = self.offers.guess(one.request)
-        if not one.judged <= base < len(request.tokens):
+        base, guess = self.offers.guess(sequence.request)
+        if not sequence.judged <= base < len(request.tokens):
             return
-        one.judged, right = base + 1, request.tokens[base] == guess
+        sequence.judged, right = base + 1, request.tokens[base] == guess
         self.policy.acceptance.note(request.sequence, kind_of(0, 1), right)
-        one.demand.answered(len(request.tokens), right and self._pays(request.sequence, batch))
+        sequence.demand.answered(len(request.tokens), right and self._pays(request.sequence, batch))
 
     def _pays(self, sequence: int, batch: int) -> bool:
         """Whether a draft that is there is worth its verification; -1: in a sequence of which nothing is
@@ -243,38 +245,38 @@ class OfferProposer:
         drafter = self.pool.choose(opening)
         if drafter is None:
             return None
-        one = OfferedSequence(number, drafter, length, length, length, demand)
-        one.unanswered = self.clock() if ahead else None
-        self._sequences[request.sequence] = self._by_request[number] = one
+        sequence = OfferedSequence(number, drafter, length, length, length, demand)
+        sequence.unanswered = self.clock() if ahead else None
+        self._sequences[request.sequence] = self._by_request[number] = sequence
         self.offers.open(number, length)
         drafter.send(opening)
-        return one
+        return sequence
 
-    def _commit(self, one: OfferedSequence, tokens: Sequence[int]) -> None:
+    def _commit(self, sequence: OfferedSequence, tokens: Sequence[int]) -> None:
         """Send what was committed, unless the drafter rests."""
-        length = one.length + len(tokens)
-        self.offers.commit(one.request, length)
-        ahead = one.demand.ahead(length, self.ahead)
-        if not ahead and one.unanswered is None:
+        length = sequence.length + len(tokens)
+        self.offers.commit(sequence.request, length)
+        ahead = sequence.demand.ahead(length, self.ahead)
+        if not ahead and sequence.unanswered is None:
             return
-        base, one.length = one.length, length
-        if one.unanswered is None:
-            one.unanswered, one.answers = self.clock(), length
-        one.drafter.send(Commit(one.request, base, tuple(tokens), max(ahead, 1)))
+        base, sequence.length = sequence.length, length
+        if sequence.unanswered is None:
+            sequence.unanswered, sequence.answers = self.clock(), length
+        sequence.drafter.send(Commit(sequence.request, base, tuple(tokens), max(ahead, 1)))
 
     def _close(self, sequence: int) -> None:
-        one = self._sequences.pop(sequence, None)
-        if one is not None:
-            self.rested += (bool(one.demand.gap) - self.rested) * LEARN
-            del self._by_request[one.request]
-            self.offers.close(one.request)
-            one.drafter.send(Close(one.request))
+        offered = self._sequences.pop(sequence, None)
+        if offered is not None:
+            self.rested += (bool(offered.demand.gap) - self.rested) * LEARN
+            del self._by_request[offered.request]
+            self.offers.close(offered.request)
+            offered.drafter.send(Close(offered.request))
 
     def _draft(self, request: DraftRequest) -> Draft | None:
-        one = self._sequences.get(request.sequence)
-        if one is None or request.most <= 0:
+        sequence = self._sequences.get(request.sequence)
+        if sequence is None or request.most <= 0:
             return None
-        tokens = self.offers.draft(one.request, request.tokens)[: min(request.most, self.most)]
+        tokens = self.offers.draft(sequence.request, request.tokens)[: min(request.most, self.most)]
         return Draft.chain(tokens) if tokens else None
 
     def _wait(self, requests: Sequence[DraftRequest]) -> None:
@@ -282,13 +284,16 @@ class OfferProposer:
         now = self.clock()
         ready, expected = 0, []
         for request in requests:
-            one = self._sequences.get(request.sequence)
-            if one is None or request.most <= 0:
+            sequence = self._sequences.get(request.sequence)
+            if sequence is None or request.most <= 0:
                 continue
-            if self.offers.draft(one.request, request.tokens):
+            if self.offers.draft(sequence.request, request.tokens):
                 ready += 1
-            elif one.unanswered is not None and (seconds := one.drafter.turnaround.expected) is not None:
-                expected.append((one.unanswered + seconds - now, one, request.tokens))
+            elif (
+                sequence.unanswered is not None
+                and (seconds := sequence.drafter.turnaround.expected) is not None
+            ):
+                expected.append((sequence.unanswered + seconds - now, sequence, request.tokens))
         expected = sorted((row for row in expected if 0 < row[0] <= MOST_WAIT), key=lambda row: row[0])
         if ready:
             self.usable += (1 - self.usable) / RECOVER
@@ -297,15 +302,19 @@ class OfferProposer:
         seconds = best_wait([wait for wait, _, _ in expected], ready, len(requests), rates, self.policy)
         if not seconds:
             return
-        awaited = [one for wait, one, _ in expected if wait <= seconds]
+        awaited = [sequence for wait, sequence, _ in expected if wait <= seconds]
         until = now + seconds
-        while any(one.unanswered is not None for one in awaited) and (left := until - self.clock()) > 0:
+        while (
+            any(sequence.unanswered is not None for sequence in awaited)
+            and (left := until - self.clock()) > 0
+        ):
             self._changed.wait(left)
         self.counts.waits += 1
         self.counts.waited += self.clock() - now
-        self.counts.late += any(one.unanswered is not None for one in awaited)
+        self.counts.late += any(sequence.unanswered is not None for sequence in awaited)
         usable = sum(
-            bool(self.offers.draft(one.request, tokens)) for _, one, tokens in expected[: len(awaited)]
+            bool(self.offers.draft(sequence.request, tokens))
+            for _, sequence, tokens in expected[: len(awaited)]
         )
         self.usable += (usable / len(awaited) - self.usable) * LEARN
 
@@ -315,7 +324,7 @@ class OfferProposer:
         if self._passes % REFRESH != 1 or not self.policy.latency.known:
             return
         depth, gain = best_depth(self.policy, batch, self.most)
-        turnarounds = [one.drafter.turnaround.mean for one in self._sequences.values()]
+        turnarounds = [sequence.drafter.turnaround.mean for sequence in self._sequences.values()]
         known = [seconds for seconds in turnarounds if seconds is not None]
         passed = float(FIRST_AHEAD)
         if known:

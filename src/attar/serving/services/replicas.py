@@ -37,7 +37,7 @@ class Replicas:
         receive: Callable[[Offer], Outcome],
         security: Security | None = None,
     ) -> None:
-        self.clients = [DraftClient(one, hello, network, receive, security) for one in endpoints]
+        self.clients = [DraftClient(endpoint, hello, network, receive, security) for endpoint in endpoints]
         self._holders: OrderedDict[int, DraftClient] = OrderedDict()  # by the hash of a prefix
 
     def ready_for(self, request: str) -> bool:

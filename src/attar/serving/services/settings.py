@@ -42,7 +42,7 @@ class ServiceSettings:
     service_ca: str = _option("", "certificates (PEM) that a target or draft must have; none: no TLS")
 
     def __post_init__(self) -> None:
-        endpoints = [("draft_endpoint", one) for one in self.draft_endpoint]
+        endpoints = [("draft_endpoint", endpoint) for endpoint in self.draft_endpoint]
         if self.target_endpoint is not None:
             endpoints.append(("target_endpoint", self.target_endpoint))
         for name, endpoint in endpoints:
@@ -87,14 +87,14 @@ class ServiceSettings:
             )
         if pooling and self.role == "draft":
             raise UsageError("pooling does not go together with the role draft", hint="it only drafts")
-        own = [name for name in ("speculate", "draft") if engine.get(name) is not None]
-        if self.draft_endpoint and own:
+        given = [name for name in ("speculate", "draft") if engine.get(name) is not None]
+        if self.draft_endpoint and given:
             raise UsageError(
-                f"{own[0]} and draft_endpoint do not go together", hint="drafts come from one side"
+                f"{given[0]} and draft_endpoint do not go together", hint="drafts come from one side"
             )
         if self.role == "draft" and (engine.get("draft") or engine.get("speculate") in ("lookahead", "self")):
             raise UsageError(
-                f"{own[-1]} does not go together with the role draft", hint="MODEL itself drafts for others"
+                f"{given[-1]} does not go together with the role draft", hint="MODEL itself drafts for others"
             )
         if self.role == "draft" and engine.get("eviction") is not None:
             raise UsageError("eviction does not go together with the role draft")

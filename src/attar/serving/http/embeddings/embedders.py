@@ -78,7 +78,10 @@ class EngineEmbedder:
 
     async def embed(self, rows: Sequence[Sequence[int]], job: TextJob) -> list[Vector]:
         events = await run_prompts(self._backend, rows, self._params, job)
-        return [next(one.embedding for one in own if one.embedding is not None) for own in events]
+        return [
+            next(event.embedding for event in text_events if event.embedding is not None)
+            for text_events in events
+        ]
 
 
 async def run_prompts(

@@ -43,28 +43,28 @@ class LeadingJsonCalls(CallParser):
     def _read_lead(self, piece: str) -> str:
         """Decide by the first characters that are neither blank nor a lead; returns what is behind these."""
         text = self._lead + piece
-        rest = text.lstrip(BLANKS)
-        lead = next((lead for lead in LEADS if rest.startswith(lead)), "")
-        behind = rest[len(lead) :].lstrip(BLANKS)
+        behind_blanks = text.lstrip(BLANKS)
+        lead = next((lead for lead in LEADS if behind_blanks.startswith(lead)), "")
+        behind = behind_blanks[len(lead) :].lstrip(BLANKS)
         if behind[:1] in ("{", "["):
             self._lead, self._state = text[: len(text) - len(behind)], "objects"
             self._fenced = lead.startswith(FENCE)
             return behind
-        if behind and not any(mark.startswith(rest) for mark in LEADS):
+        if behind and not any(mark.startswith(behind_blanks) for mark in LEADS):
             self._lead, self._state = "", "text"
             return text
         self._lead = text
         return ""
 
     def _read_objects(self, piece: str) -> str:
-        rest = self._objects.read(piece)
+        unread = self._objects.read(piece)
         if not self._objects.ended:
             return ""
         self._state = "text"
         if self._objects.begun:
-            return rest
+            return unread
         self._fenced = False
-        return self._lead + rest
+        return self._lead + unread
 
     def _read_text(self, piece: str) -> None:
         if not self._fenced:

@@ -76,13 +76,13 @@ class MistralCalls(CallParser):
         return behind[start:]
 
     def _read_objects(self, text: str) -> str:
-        rest = self._objects.read(text)
+        unread = self._objects.read(text)
         if not self._objects.ended:
             return ""
         self._state = "text"
         if self._objects.begun:
-            return rest
-        self.put_text(MARK + rest)
+            return unread
+        self.put_text(MARK + unread)
         return ""
 
     def _read_arguments(self, text: str) -> str:

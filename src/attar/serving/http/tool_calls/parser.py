@@ -97,11 +97,11 @@ class CallObjects:
     Attributes:
         begun: a call was read, so nothing before it is text any more.
         raw: the characters of no call, until one has begun.
-        ended: the list is closed, or something else than a call follows (then ``rest`` has it).
+        ended: the list is closed, or something else than a call follows (then ``unread`` has it).
     """
 
     def __init__(self, parser: CallParser, names: Collection[str] | None, separators: str = ",;") -> None:
-        self.begun, self.raw, self.ended, self.rest = False, "", False, ""
+        self.begun, self.raw, self.ended, self.unread = False, "", False, ""
         self._parser, self._names, self._separators = parser, names, separators
         self._object: CallObject | None = None
         self._listed = False
@@ -122,7 +122,7 @@ class CallObjects:
             else:
                 self._inside(letter)
         self._put_arguments()
-        return self.rest + text[start:] if self.ended else ""
+        return self.unread + text[start:] if self.ended else ""
 
     def close(self) -> str:
         """The answer has ended: what is no call is text."""
@@ -172,4 +172,4 @@ class CallObjects:
             self._parser.put_arguments(self._object.take())
 
     def _end_with(self, text: str) -> None:
-        self.ended, self.rest, self.raw = True, self.raw + text, ""
+        self.ended, self.unread, self.raw = True, self.raw + text, ""

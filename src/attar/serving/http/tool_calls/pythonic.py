@@ -198,7 +198,9 @@ def literal(text: str) -> Any:
         raise ValueError("not a literal")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python does not know
-        text = _STRING.sub(lambda match: _CONTROL.sub(lambda one: control_escape(one[0]), match[0]), text)
+        text = _STRING.sub(
+            lambda match: _CONTROL.sub(lambda control: control_escape(control[0]), match[0]), text
+        )
         return _value(ast.parse(f"({text}\n)", mode="eval").body)
 
 
@@ -212,7 +214,7 @@ def _value(node: ast.expr) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(one) for one in node.elts]
+        return [_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _value(key) for key in node.keys]
         if all(isinstance(key, str) for key in keys):

@@ -91,11 +91,11 @@ ServiceMessage = (
     | Drafters
     | DraftVerdict
 )
-_ONE = Annotated[ServiceMessage, Field(discriminator="kind")]
+_TAGGED = Annotated[ServiceMessage, Field(discriminator="kind")]
 _CONSTANTS = ConfigDict(ser_json_inf_nan="constants")
-_MESSAGE: TypeAdapter[ServiceMessage] = TypeAdapter(_ONE, config=_CONSTANTS)
+_MESSAGE: TypeAdapter[ServiceMessage] = TypeAdapter(_TAGGED, config=_CONSTANTS)
 _FRAME: TypeAdapter[list[ServiceMessage]] = TypeAdapter(
-    Annotated[list[_ONE], Field(max_length=MOST_MESSAGES)], config=_CONSTANTS
+    Annotated[list[_TAGGED], Field(max_length=MOST_MESSAGES)], config=_CONSTANTS
 )
 
 

@@ -31,7 +31,7 @@ class Hello:
     kind: Literal["hello"] = "hello"
 
 
-def check_hello(message: object, role: str, own: Hello) -> Hello:
+def check_hello(message: object, role: str, local: Hello) -> Hello:
     """The other side's first message.
 
     Args:
@@ -49,9 +49,9 @@ def check_hello(message: object, role: str, own: Hello) -> Hello:
         )
     if message.role != role:
         raise ProtocolError(f"{message.name} has the role {message.role}, not {role}")
-    if message.tokenizer != own.tokenizer:
+    if message.tokenizer != local.tokenizer:
         raise ProtocolError(
-            f"{message.name} and {own.name} have different tokenizers",
+            f"{message.name} and {local.name} have different tokenizers",
             hint="draft with a model of the same family",
         )
     return message
