@@ -261,8 +261,8 @@ MUTANTS = (
     ),
     M(
         "quantization/gates.py",
-        'Finding(name, "codes", "error" if used < USED_ERROR',
-        'Finding(name, "codes", "warning" if used < USED_ERROR',
+        'GateViolation(name, "codes", "error" if used < USED_ERROR',
+        'GateViolation(name, "codes", "warning" if used < USED_ERROR',
         "quantization/test_gates.py",
     ),
     M(

@@ -88,7 +88,7 @@ def test_tensors_are_saved_by_atomic_alone():
     """Activations are scratch of one process: nothing resumes from them."""
     root = Path(attar.__file__).parent
     users = {path for path in root.rglob("*.py") if "save_file(" in path.read_text()}
-    assert {path.name for path in users} == {"atomic.py", "skeleton.py"}
+    assert {path.name for path in users} == {"atomic.py", "offloaded_model.py"}
 
 
 def test_a_folder_appears_when_the_block_ends(tmp_path):

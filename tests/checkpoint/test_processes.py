@@ -45,7 +45,7 @@ def test_what_is_left_to_the_first_process_leaves_nothing(tmp_path, second, monk
     monkeypatch.setattr("attar.checkpoint.output.wait_for_first", lambda *given: None)
     with produce(tmp_path / "out", "distill", {"seed": 0}, 1, []) as output:
         (output.work / "rows").touch()
-        output.leave_to_first()
+        output.exit_unless_rank0()
         raise AssertionError("the block went on")
     assert list(tmp_path.iterdir()) == []
 
@@ -58,8 +58,8 @@ def test_the_first_process_alone_goes_on_and_removes_what_others_left(tmp_path, 
     (tmp_path / "..out.rank-3.partial").mkdir()
     with produce(tmp_path / "out", "distill", {"seed": 0}, 1, []) as output:
         assert output.processes.count == 2 and output.shared == output.work
-        output.leave_to_first()
-        assert output.processes is processes.ALONE
+        output.exit_unless_rank0()
+        assert output.processes is processes.SINGLE_PROCESS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["..out.rank-1.work", "out"]
 
 
@@ -79,7 +79,7 @@ def test_it_waits_until_the_first_process_has_claimed_its_work(tmp_path, monkeyp
 
 
 def test_one_process_is_all():
-    alone = processes.ALONE
+    alone = processes.SINGLE_PROCESS
     assert alone.of_first("a") == "a" and alone.of_all("a") == ["a"]
     assert alone.agreed(True) and not alone.agreed(False) and alone.first
     assert float(alone.total(torch.tensor(2.0))) == 2.0
@@ -87,8 +87,8 @@ def test_one_process_is_all():
 
 def test_the_largest_piece_goes_to_the_process_with_least_to_do():
     two = processes.Processes(0, 2)
-    assert two.deal([4, 1, 1, 2]) == [0, 1, 1, 1]
-    assert two.deal([1, 10, 2]) == [1, 0, 1]
+    assert two.partition_by_size([4, 1, 1, 2]) == [0, 1, 1, 1]
+    assert two.partition_by_size([1, 10, 2]) == [1, 0, 1]
 
 
 def test_it_waits_until_the_output_is_there(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from attar.measure.subject import load_subject
 from attar.models.loading.load import load_model
 from attar.verbs import quantize
 from attar.walks.block_by_block import BlockByBlock
-from attar.walks.skeleton import Skeleton
+from attar.walks.offloaded_model import OffloadedModel
 from tests import tiny_models
 
 WIDTH = tiny_models.VOCABULARY
@@ -55,13 +55,13 @@ def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
     folder = tiny_models.save(tiny_models.build("llama2"), tmp_path / "model")
     model = BlockByBlock(open_checkpoint(folder))
     loaded = []
-    advance = Skeleton.advance
+    advance = OffloadedModel.advance
 
     def counted(self, index, store, calls, **options):
         advance(self, index, store, calls, **options)
         loaded.append(sum(not weight.is_meta for weight in self.model.parameters()))
 
-    monkeypatch.setattr(Skeleton, "advance", counted)
+    monkeypatch.setattr(OffloadedModel, "advance", counted)
     model(input_ids=TOKENS)
     assert loaded == [0, 0, 0]  # after each block, embeddings dropped too
 

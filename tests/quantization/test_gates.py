@@ -9,7 +9,7 @@ import torch
 
 from attar.errors import NumericsError
 from attar.quantization.gates import (
-    Finding,
+    GateViolation,
     check_layers,
     check_model,
     code_numbers,
@@ -179,9 +179,9 @@ def test_tokens_seen():
 
 def test_the_error_names_layer_and_mend():
     findings = [
-        Finding("a", "tokens", "warning", "few", "more"),
-        Finding("b", "codes", "error", "codes collapsed", "smaller groups"),
-        Finding("c", "codes", "error", "codes collapsed", "smaller groups"),
+        GateViolation("a", "tokens", "warning", "few", "more"),
+        GateViolation("b", "codes", "error", "codes collapsed", "smaller groups"),
+        GateViolation("c", "codes", "error", "codes collapsed", "smaller groups"),
     ]
     with pytest.raises(NumericsError) as caught:
         raise_on_error(findings)
@@ -195,7 +195,7 @@ def test_the_error_names_layer_and_mend():
     [(0.0, None), (0.5, None), (1.2, "warning"), (2.0, "error"), (math.nan, "error"), (math.inf, "error")],
 )
 def test_the_whole_model(kl, severity):
-    actual = check_model(kl, 2.0, top1=0.5, culprit="layer")
+    actual = check_model(kl, 2.0, top1=0.5, worst_layer="layer")
     assert [f.severity for f in actual] == ([severity] if severity else [])
     assert all(f.layer == "layer" for f in actual)
 

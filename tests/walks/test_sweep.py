@@ -131,7 +131,7 @@ def test_hidden_states_pass_a_skipped_block_but_the_original_models_do_not(tmp_p
             work=tmp_path / "work",
             skip=[1],
             precision="fp32",
-            after_blocks=lambda skeleton, batches, hidden, _: last.append(hidden[0]),
+            after_blocks=lambda offloaded, batches, hidden, _: last.append(hidden[0]),
         )
         if not resumed:
             differs = {name: float(change.abs().max()) > 1e-3 for name, change in comparing.seen.items()}

@@ -230,7 +230,7 @@ _FRONT = 1 << 20  # characters of a README
 _HEAD = 4000  # characters of a licence text that are searched; they contain its title
 
 
-class _Finding(NamedTuple):
+class _LicenceMatch(NamedTuple):
     id: str
     evidence: str
     declared: bool
@@ -241,21 +241,21 @@ def identify(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Returns:
         ``ids``: ids of the data, ``unknown`` first unless a file declares a known licence; ``evidence``: one
-        line for each finding.
+        line for each match.
     """
     front = _front_matter(checkpoint.path / "README.md")
     bases = [*_words(front.get("base_model")), *_words(checkpoint.config.get("base_model"))]
     names = [checkpoint.name.split("@")[0], *bases]
-    findings = list(_card(checkpoint)) or [
+    matches = list(_card(checkpoint)) or [
         *_tags("README.md", [*_words(front.get("license")), *_words(front.get("license_name"))], names),
         *_tags("config.json", _words(checkpoint.config.get("license")), names),
         *_licence_texts(checkpoint.path, names),
         *_names(names),
     ]
-    ids = [finding.id for finding in findings]
-    if not any(finding.declared for finding in findings):
+    ids = [match.id for match in matches]
+    if not any(match.declared for match in matches):
         ids.insert(0, UNKNOWN)
-    return {"ids": list(dict.fromkeys(ids)), "evidence": [finding.evidence for finding in findings]}
+    return {"ids": list(dict.fromkeys(ids)), "evidence": [match.evidence for match in matches]}
 
 
 def hub_tags(ids: Sequence[str]) -> list[str]:
@@ -277,28 +277,28 @@ def identify_service(url: str, model: str) -> dict[str, Any]:
         model: its name at the service.
     """
     host = (urlsplit(url if "//" in url else f"//{url}").hostname or "").lower()
-    findings = [
-        _Finding(licence, f"host {host}", True)
+    matches = [
+        _LicenceMatch(licence, f"host {host}", True)
         for licence, entry in entries().items()
         if any(re.search(pattern, host) for pattern in entry.get("hosts", []))
     ]
-    findings += [
-        _Finding(licence, f"by name: {model}", False)
+    matches += [
+        _LicenceMatch(licence, f"by name: {model}", False)
         for licence, entry in entries().items()
         if any(re.search(pattern, model.lower()) for pattern in entry.get("models", []))
     ]
-    findings += _names([model])
-    ids = [finding.id for finding in findings]
-    if not any(finding.declared for finding in findings):
+    matches += _names([model])
+    ids = [match.id for match in matches]
+    if not any(match.declared for match in matches):
         ids.insert(0, UNKNOWN)
-    return {"ids": list(dict.fromkeys(ids)), "evidence": [finding.evidence for finding in findings]}
+    return {"ids": list(dict.fromkeys(ids)), "evidence": [match.evidence for match in matches]}
 
 
-def _card(checkpoint: Checkpoint) -> Iterator[_Finding]:
+def _card(checkpoint: Checkpoint) -> Iterator[_LicenceMatch]:
     licence = checkpoint.card.licence if checkpoint.card else {}
     for name in licence.get("ids") or _words(licence.get("id")):
         if name in entries():
-            yield _Finding(name, f"attar.json: {name}", True)
+            yield _LicenceMatch(name, f"attar.json: {name}", True)
 
 
 def _joined(name: str) -> list[str]:
@@ -315,18 +315,18 @@ def _joined(name: str) -> list[str]:
     return ids
 
 
-def _tags(file: str, tags: list[str], names: list[str]) -> Iterator[_Finding]:
+def _tags(file: str, tags: list[str], names: list[str]) -> Iterator[_LicenceMatch]:
     """Licences by the tags of a file, or by ids joined in one; ``other`` and ``unknown`` are no licences."""
     for tag in tags:
         joined = _joined(tag)
         for licence in joined if len(joined) > 1 else ():
-            yield _Finding(_refine(licence, names), f"{file}: license {tag}", True)
+            yield _LicenceMatch(_refine(licence, names), f"{file}: license {tag}", True)
         for licence, entry in entries().items():
             if tag.lower() in entry.get("tags", []):
-                yield _Finding(_refine(licence, names), f"{file}: license {tag}", True)
+                yield _LicenceMatch(_refine(licence, names), f"{file}: license {tag}", True)
 
 
-def _licence_texts(folder: Path, names: list[str]) -> Iterator[_Finding]:
+def _licence_texts(folder: Path, names: list[str]) -> Iterator[_LicenceMatch]:
     """Licences by phrases at the beginning of the licence texts in the folder."""
     for path in sorted(folder.glob("[Ll][Ii][Cc][Ee][Nn][CcSs][Ee]*")):
         if not path.is_file():
@@ -335,19 +335,19 @@ def _licence_texts(folder: Path, names: list[str]) -> Iterator[_Finding]:
             head = _normalized(file.read(_HEAD)).lower()
         for licence, entry in entries().items():
             if any(_normalized(phrase) in head for phrase in entry.get("phrases", [])):
-                yield _Finding(_refine(licence, names), f"{path.name}: text of {entry['title']}", True)
+                yield _LicenceMatch(_refine(licence, names), f"{path.name}: text of {entry['title']}", True)
 
 
 def _normalized(text: str) -> str:
     return " ".join(re.sub(r"[^\w\s.'-]", " ", text).split())
 
 
-def _names(names: list[str]) -> Iterator[_Finding]:
+def _names(names: list[str]) -> Iterator[_LicenceMatch]:
     """Licences with terms of their own, by the names of models that carry them."""
     for licence, entry in entries().items():
         for name in names:
             if "like" not in entry and any(re.search(pattern, name) for pattern in entry.get("names", [])):
-                yield _Finding(licence, f"by name: {name}", False)
+                yield _LicenceMatch(licence, f"by name: {name}", False)
 
 
 def _refine(licence: str, names: list[str]) -> str:

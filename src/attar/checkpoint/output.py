@@ -30,9 +30,9 @@ from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.processes import (
-    ALONE,
     KEY,
-    LeftToFirst,
+    SINGLE_PROCESS,
+    FinishedOnRank0,
     Processes,
     count,
     own_output,
@@ -67,16 +67,16 @@ class StageOutput:
     resumed: bool
     command: str
     shared: Path
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
     texts: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
-    def leave_to_first(self) -> None:
+    def exit_unless_rank0(self) -> None:
         """Of several processes all but the first end the block here (``processes.py``)."""
         if not self.processes.first:
-            raise LeftToFirst
-        self.processes = ALONE
+            raise FinishedOnRank0
+        self.processes = SINGLE_PROCESS
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def produce(
         check_companions(item.path)
     atomic.check_target(final, force)
     with (
-        suppress(LeftToFirst),
+        suppress(FinishedOnRank0),
         atomic.explain_os_errors(final, needed),
         _parent_folder(final),
         _work_folder(rank_folder) as work,

@@ -36,7 +36,7 @@ KEY = "key.json"
 SHARD = "ACCELERATE_USE_FSDP"  # "true": what is trained is divided, as accelerate launch has it
 
 
-class LeftToFirst(Exception):  # noqa: N818 (it is no error)
+class FinishedOnRank0(Exception):  # noqa: N818 (it is no error)
     """The rest of the work is the first process's."""
 
 
@@ -134,7 +134,7 @@ class Processes:
         if self.first:
             self.wait()
 
-    def deal(self, sizes: Sequence[int]) -> list[int]:
+    def partition_by_size(self, sizes: Sequence[int]) -> list[int]:
         """The rank for each piece of work, given their sizes: the largest first, to the process with the
         least so far."""
         loads, owners = [0] * self.count, [0] * len(sizes)
@@ -144,7 +144,7 @@ class Processes:
         return owners
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 
 
 def own_output(final: Path) -> Path:

@@ -70,7 +70,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         progress=progress,
         what="export dense",
     )
-    output.leave_to_first()
+    output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
     return same_tensors(source, open_checkpoint(output.folder), dtype, progress)
 

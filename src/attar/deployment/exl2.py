@@ -150,7 +150,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         progress=progress,
         what="export exl2",
     )
-    output.leave_to_first()
+    output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
     output.details["layers"] = list(swept.reports)
     output.details["notes"] = checked_layers(swept.reports, "exl2")

@@ -133,7 +133,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     if importance.origin:
         imatrix.write_imatrix(output.folder / IMATRIX, importance.entries, **importance.origin)
     digests = _write(file, metadata, placed, kinds, codes, settings, view, output.processes, progress)
-    output.leave_to_first()
+    output.exit_unless_rank0()
     if file.exists():  # Ollama takes no file in several parts
         write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
@@ -214,7 +214,7 @@ def _of_rank(placed: Sequence[Any], processes: Processes) -> list[Any]:
     for placement in placed:
         name = placement.stored or placement.gguf
         sizes[name] = sizes.get(name, 0) + math.prod(placement.shape)
-    owners = dict(zip(sizes, processes.deal(list(sizes.values())), strict=True))
+    owners = dict(zip(sizes, processes.partition_by_size(list(sizes.values())), strict=True))
     return [placement for placement in placed if owners[placement.stored or placement.gguf] == processes.rank]
 
 

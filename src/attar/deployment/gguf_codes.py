@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from attar.deployment.imatrix import Sums
     from attar.quantization.plan import QuantizationPlan
     from attar.quantization.quantization_method import RoundedModel
-    from attar.walks.skeleton import HiddenStates, Skeleton
+    from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 
 LOST = 0.25  # share of a tensor's squared weight that it may lose where a scale is at float16's end
 
@@ -132,12 +132,12 @@ class HeadImportance:
         self.sums: Sums = {}
 
     def __call__(
-        self, skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+        self, offloaded: OffloadedModel, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
     ) -> None:
         """See :data:`attar.walks.sweep.AfterBlocks`."""
         from attar.deployment.imatrix import head_sums
 
-        self.sums = head_sums(skeleton, batches, hidden, processes)
+        self.sums = head_sums(offloaded, batches, hidden, processes)
 
     def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
         """The importance with the head's."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
 from attar.formats.gguf.container import MetadataValue
@@ -91,7 +91,7 @@ def search_types(
     size: int = 0,
     metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> TypeChoice:
     """The types of least summed KL under a budget.

@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import NumericsError
 from attar.models.anatomy.discover import discover
 from attar.progress import SILENT, Progress
+from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 from attar.walks.passes import StopForward
-from attar.walks.skeleton import HiddenStates, Skeleton
 from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def compute(
     batches: Sequence[Tensor],
     *,
     work: Path,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     precision: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
@@ -74,11 +74,11 @@ def compute(
             inputs.watch(name, model.get_submodule(name))
 
     def after_blocks(
-        skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+        offloaded: OffloadedModel, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
     ) -> None:
-        _run_head(skeleton, batches, hidden, inputs)
+        _run_head(offloaded, batches, hidden, inputs)
         inputs.reduce(processes)
-        sums.update(_named(skeleton, inputs))
+        sums.update(_named(offloaded, inputs))
 
     sweep(
         checkpoint,
@@ -100,18 +100,18 @@ def compute(
 
 
 def head_sums(
-    skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
+    offloaded: OffloadedModel, batches: Sequence[Tensor], hidden: HiddenStates, processes: Processes
 ) -> Sums:
     """The head's sums alone, from the hidden states after the last block; none for a model without a head."""
     inputs = _SquaredInputs()
-    _run_head(skeleton, batches, hidden, inputs)
+    _run_head(offloaded, batches, hidden, inputs)
     inputs.reduce(processes)
-    return _named(skeleton, inputs)
+    return _named(offloaded, inputs)
 
 
-def _named(skeleton: Skeleton, inputs: _SquaredInputs) -> Sums:
+def _named(offloaded: OffloadedModel, inputs: _SquaredInputs) -> Sums:
     """Sums by the names of the stored weights."""
-    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in inputs.sums}
+    names = {name: offloaded.names[offloaded.first_names[f"{name}.weight"]] for name in inputs.sums}
     return {names[name]: (sums.float(), float(inputs.counts[name])) for name, sums in inputs.sums.items()}
 
 
@@ -154,19 +154,19 @@ class _SquaredInputs:
 
 
 def _run_head(
-    skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, inputs: _SquaredInputs
+    offloaded: OffloadedModel, batches: Sequence[Tensor], hidden: HiddenStates, inputs: _SquaredInputs
 ) -> None:
     """Run what follows the blocks, up to the head's product; nothing for a model without a head."""
-    if skeleton.anatomy.head is None:
+    if offloaded.anatomy.head is None:
         return
-    head = skeleton.model.get_submodule(skeleton.anatomy.head)
-    inputs.watch(skeleton.anatomy.head, head)
+    head = offloaded.model.get_submodule(offloaded.anatomy.head)
+    inputs.watch(offloaded.anatomy.head, head)
     head.register_forward_pre_hook(_stop)
     used = torch.cat([batch.flatten() for batch in batches]).unique()
-    with torch.no_grad(), skeleton.headed(used):
+    with torch.no_grad(), offloaded.with_lm_head(used):
         for number, batch in enumerate(batches):
             with suppress(StopForward):
-                skeleton.logits(batch, hidden[number].to(skeleton.device))
+                offloaded.logits(batch, hidden[number].to(offloaded.device))
 
 
 def _stop(module: nn.Module, args: Any) -> None:

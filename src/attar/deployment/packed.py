@@ -94,7 +94,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     if isinstance(conversion, FromCompressedTensors):
         write_config(output.folder / "hf_quant_config.json", conversion.hf_quant_config)
     _stream(source, conversion, output, progress)
-    output.leave_to_first()
+    output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
     output.details["limits"] = target_limits(written)
@@ -118,7 +118,7 @@ def copy_tensors(source: Checkpoint, output: StageOutput, progress: Progress) ->
         progress=progress,
         what="export",
     )
-    output.leave_to_first()
+    output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
     output.details["limits"] = target_limits(written)

@@ -140,7 +140,7 @@ def distill(
             rollouts=rollouts,
             details=output.details,
         )
-        output.leave_to_first()
+        output.exit_unless_rank0()
         if settings.adapter_rank:
             if given is not None:
                 save_adapter(student, output.folder / ADAPTER, given.spelling)
@@ -231,7 +231,7 @@ def recover(
             masks=dense_masks,
             details=output.details,
         )
-        output.leave_to_first()
+        output.exit_unless_rank0()
         if settings.adapter_rank and masks:
             student = merge_masked_adapters(student, names)
         elif settings.adapter_rank:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import NumericsError
 from attar.models.anatomy.parts import Anatomy
 from attar.models.anatomy.unit_weights import UnitWeights
@@ -54,7 +54,7 @@ class UnitScoring:
     batches: Sequence[Tensor]
     loss: Loss
     work: Path
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
     stay: int = 1
     precision: str = "fp32"
     progress: Progress = SILENT

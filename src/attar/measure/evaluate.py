@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import Checkpoint
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError, UsageError
 from attar.measure.encoders import (
@@ -169,7 +169,7 @@ def evaluate(
     settings: EvaluateSettings | None = None,
     *,
     reference: str | Path | Checkpoint | Subject | Reference | EncoderReference | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> Measurements:
     """Measure a language model, or an encoder (encoders.py).
@@ -309,7 +309,7 @@ def measure_quality(
     reference: Reference | None = None,
     *,
     batches: list[Tensor] | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> Quality:
     """Perplexity, and the divergence from a reference.

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import PADDING
 from attar.errors import DataError
 from attar.measure.logits import next_token_logits
@@ -128,7 +128,7 @@ def measure_task(
     file: str | Path,
     questions: Sequence[MultipleChoice],
     *,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> TaskScore:
     """Accuracy of a model on questions.

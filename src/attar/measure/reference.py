@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.auto import AUTO, fit
 from attar.data.packing import PackedRows, evaluation_rows
 from attar.data.python_text import PROSE
@@ -75,7 +75,7 @@ def make_reference(
     *,
     batches: list[Tensor] | None = None,
     memory_limit: int = MEMORY_LIMIT,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> Reference:
     """Run the reference over the held-out text.

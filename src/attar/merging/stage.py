@@ -156,7 +156,7 @@ class _MergeRun:
             shard_bytes=byte_count("shard_size", self.settings.shard_size),
             progress=self.progress,
         )
-        output.leave_to_first()
+        output.exit_unless_rank0()
         output.details |= {"method": merge.plan.method.name, "models": list(merge.plan.labels)}
         output.details |= {"notes": notes} if notes else {}
         output.details |= self._drawn(conflicts.details(merge.plan), output.folder)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
@@ -142,7 +142,7 @@ class Merge:
         folder: Path,
         *,
         work: Path | None = None,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
         shard_bytes: int = SHARD_BYTES,
         progress: Progress = SILENT,
     ) -> list[Path]:

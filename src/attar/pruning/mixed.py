@@ -2,7 +2,7 @@
 quality.
 
 1. The units of every structure are ranked by the criterion; the layers, by the KL of leaving each out.
-2. Each structure is cut alone by several amounts, all layers alike, and the KL measured (scan.py).
+2. Each structure is cut alone by several amounts, uniformly, and the KL measured (scan.py).
 3. Every plan is costed exactly; the sum of the scanned KLs ranks those within the budget (plans.py).
 4. The best few, and the best of each single structure, are measured as a whole; the least KL wins, or, with
    ``candidates``, the best after a short distillation (candidates.py).
@@ -85,7 +85,7 @@ def prune_mixed(task: PruneTask) -> None:
 def scan(
     model: str | Path | Checkpoint, path: Path, settings: PruneSettings, *, progress: Progress = SILENT
 ) -> tuple[dict[str, Any], str]:
-    """Scan a model: every structure cut by several amounts, all layers alike and each layer alone. Returns
+    """Scan a model: every structure cut by several amounts, uniformly and in each layer alone. Returns
     the measurements for JSON, and as tables in text.
 
     Args:

@@ -83,7 +83,7 @@ def prune_units(task: PruneTask) -> None:
     if settings.reconstruction != "none":
         reconstruct_units(task, loaded, anatomy, plan, settings.reconstruction, scoring.batches)
         output.details["reconstruct"] = settings.reconstruction
-    output.leave_to_first()
+    output.exit_unless_rank0()
     smaller = zero_heads(loaded, anatomy, plan) if zeroed else checked_cut(scoring, plan)
     save_model(smaller, output.folder, dtype=stored_precision(source))
     output.details["layers"] = _report(structure.parts(anatomy), scores, keep)

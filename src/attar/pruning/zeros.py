@@ -86,7 +86,7 @@ def prune_zeros(task: PruneTask) -> None:
     if task.settings.reconstruction != "none":
         weights, biases, reports = reconstruct_zeros(task, linears, weights, reports, batches)
     write(task, linears, weights, biases)
-    task.output.leave_to_first()
+    task.output.exit_unless_rank0()
     rows = check(task, linears, amounts, reports)
     details = task.output.details
     zeros, of = sum(row["zeros"] for row in rows), sum(linear.size for linear in linears.values())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
@@ -123,7 +123,7 @@ def static_scales(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> StaticScales:
     """The static scales of a plan, from the ranges in the float model over the calibration batches.
 

@@ -51,9 +51,9 @@ def check_result(
     Raises:
         NumericsError: a gate failed; names the layer and the mend.
     """
-    findings = check_layers(reports, method=settings.method)
-    raise_on_error(findings)
-    results: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
+    violations = check_layers(reports, method=settings.method)
+    raise_on_error(violations)
+    results: dict[str, Any] = {"warnings": [str(violation) for violation in violations]}
     if not settings.check_tokens:
         return results
     tokenizer = load_tokenizer(original)
@@ -71,15 +71,15 @@ def check_result(
             top1=compared.top1,
             sample=samples.get("sample", ()),
             original_sample=samples.get("original", ()),
-            culprit=culprit(compared, chosen, reports),
+            worst_layer=worst_layer(compared, chosen, reports),
         )
         raise_on_error(output)
-        results["warnings"] += [str(finding) for finding in output]
+        results["warnings"] += [str(violation) for violation in output]
     results.update({key: value for key, value in asdict(compared).items() if key != "drift"})
     return results | ({"sample": samples["text"]} if "text" in samples else {})
 
 
-def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
+def worst_layer(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
     """The layer that most likely caused the error: in the block where the drift jumps, the worst report."""
     blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
     inside = [

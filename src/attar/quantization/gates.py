@@ -25,7 +25,7 @@ Why blind: the reference's average distribution, predicted at every position, ha
 result with that KL predicts no better than without the context; see ``Distance.blind`` in
 attar.walks.objectives.
 
-No model runs here: numbers in, findings out.
+No model runs here: numbers in, violations out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHUNK = 1 << 22  # codes counted at once
 
 
 @dataclass(frozen=True)
-class Finding:
+class GateViolation:
     """A failed check.
 
     Attributes:
@@ -168,7 +168,7 @@ def _entropy(counts: Tensor) -> float:
 
 def check_layers(
     reports: Sequence[Mapping[str, Any]], *, few_tokens: int = FEW_TOKENS, method: str = ""
-) -> list[Finding]:
+) -> list[GateViolation]:
     """Check the layers by their reports, in order.
 
     Args:
@@ -178,19 +178,19 @@ def check_layers(
         few_tokens: fewer tokens than this are a warning.
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
-    findings = [finding for report in reports for check in checks for finding in check(report)]
-    return findings + _experts(reports, few_tokens) + _inputs(reports)
+    violations = [violation for report in reports for check in checks for violation in check(report)]
+    return violations + _experts(reports, few_tokens) + _inputs(reports)
 
 
 def checked_layers(reports: Sequence[Mapping[str, Any]], method: str = "") -> list[str]:
     """The warnings of :func:`check_layers`, for a result that is not compared as a whole.
 
     Raises:
-        NumericsError: an error is among the findings.
+        NumericsError: an error is among the violations.
     """
-    findings = check_layers(reports, method=method)
-    raise_on_error(findings)
-    return [str(finding) for finding in findings]
+    violations = check_layers(reports, method=method)
+    raise_on_error(violations)
+    return [str(violation) for violation in violations]
 
 
 def rarest_expert(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
@@ -199,22 +199,22 @@ def rarest_expert(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | Non
     return min(routed)[::-1] if routed else None  # type: ignore[return-value]
 
 
-def _experts(reports: Sequence[Mapping[str, Any]], few: int) -> list[Finding]:
-    """One finding for all experts that saw few tokens."""
+def _experts(reports: Sequence[Mapping[str, Any]], few: int) -> list[GateViolation]:
+    """One violation for all experts that saw few tokens."""
     rare = {str(r["name"]).rpartition(".")[0] for r in reports if "routed" in r and int(r["routed"]) < few}
     rarest = rarest_expert(reports)
     if not rare or rarest is None:
         return []
     text = f"the router gave its expert {rarest[1]} calibration tokens; {len(rare)} experts got under {few}"
     mend = "more --samples, or text that these experts are used for"
-    return [Finding(rarest[0], "tokens", "warning", text, mend)]
+    return [GateViolation(rarest[0], "tokens", "warning", text, mend)]
 
 
-def _inputs(reports: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """One finding for all inputs without information."""
+def _inputs(reports: Sequence[Mapping[str, Any]]) -> list[GateViolation]:
+    """One violation for all inputs without information."""
     unseen = unseen_inputs(reports)
     text = f"{unseen}: their weights are rounded to nearest"
-    return [Finding("", "inputs", "warning", text, "text that uses them")] if unseen else []
+    return [GateViolation("", "inputs", "warning", text, "text that uses them")] if unseen else []
 
 
 def unseen_inputs(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -226,61 +226,61 @@ def unseen_inputs(reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{sum(counts):,} inputs of {layers} are zero on all calibration text"
 
 
-def _scales(report: Mapping[str, Any]) -> list[Finding]:
+def _scales(report: Mapping[str, Any]) -> list[GateViolation]:
     name = str(report["name"])
     mend = "check the weight; another grid or group size, or leave the layer out with --ignore"
-    findings = []
+    violations = []
     if report.get("bad_scales"):
-        findings.append(
-            Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend)
+        violations.append(
+            GateViolation(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend)
         )
     if report.get("zero_scales"):
         lost = float(report.get("lost", 1.0))
         text = f"{report['zero_scales']} scales are zero, with {lost:.2%} of the layer's squared weight"
-        findings.append(Finding(name, "scales", "error" if lost > LOST else "warning", text, mend))
-    return findings
+        violations.append(GateViolation(name, "scales", "error" if lost > LOST else "warning", text, mend))
+    return violations
 
 
-def _codes(report: Mapping[str, Any]) -> list[Finding]:
+def _codes(report: Mapping[str, Any]) -> list[GateViolation]:
     if not report.get("varied") or "used" not in report:
         return []
     name, used, zeros = str(report["name"]), float(report["used"]), float(report.get("zeros", 0.0))
     mend = "a smaller group size, scales searched by squared error, or more bits for this layer"
     if report.get("codes") == 1:
-        return [Finding(name, "codes", "error", "every weight has the same code", mend)]
+        return [GateViolation(name, "codes", "error", "every weight has the same code", mend)]
     if used >= USED_WARNING:
         return []
     text = (
         f"codes collapsed: {zeros:.0%} of its weights became zero, {used:.0%} of the bits carry information"
     )
-    return [Finding(name, "codes", "error" if used < USED_ERROR else "warning", text, mend)]
+    return [GateViolation(name, "codes", "error" if used < USED_ERROR else "warning", text, mend)]
 
 
-def _error(report: Mapping[str, Any], method: str) -> list[Finding]:
+def _error(report: Mapping[str, Any], method: str) -> list[GateViolation]:
     if report.get("error") is None:
         return []
     name, error, rtn = str(report["name"]), float(report["error"]), report.get("rtn_error")
     mend = "more calibration text, more damping, or more bits for this layer"
     if not math.isfinite(error):
-        return [Finding(name, "layer", "error", f"its output error is {error}", mend)]
-    findings = []
+        return [GateViolation(name, "layer", "error", f"its output error is {error}", mend)]
+    violations = []
     if rtn is not None and error > WORSE * float(rtn):
         text = f"{method or 'the rounding'} has output error {error:.3g}, round to nearest {float(rtn):.3g}"
-        findings.append(Finding(name, "layer", "warning", text, mend))
+        violations.append(GateViolation(name, "layer", "warning", text, mend))
     if error >= 1.0:
         text = f"its output error is {error:.3g} of the output itself"
-        findings.append(Finding(name, "layer", "warning", text, mend))
-    return findings
+        violations.append(GateViolation(name, "layer", "warning", text, mend))
+    return violations
 
 
-def _tokens(report: Mapping[str, Any], few: int) -> list[Finding]:
+def _tokens(report: Mapping[str, Any], few: int) -> list[GateViolation]:
     if report.get("tokens") is None or int(report["tokens"]) >= few or "routed" in report:
         return []
     name, tokens = str(report["name"]), int(report["tokens"])
     mend = "more --samples, or text that this layer is used for"
     if tokens == 0:
-        return [Finding(name, "tokens", "error", "no calibration token reached it", mend)]
-    return [Finding(name, "tokens", "warning", f"only {tokens} calibration tokens reached it", mend)]
+        return [GateViolation(name, "tokens", "error", "no calibration token reached it", mend)]
+    return [GateViolation(name, "tokens", "warning", f"only {tokens} calibration tokens reached it", mend)]
 
 
 def check_model(
@@ -290,8 +290,8 @@ def check_model(
     top1: float | None = None,
     sample: Sequence[int] = (),
     original_sample: Sequence[int] = (),
-    culprit: str = "",
-) -> list[Finding]:
+    worst_layer: str = "",
+) -> list[GateViolation]:
     """Check the whole model by numbers measured on held-out text.
 
     Args:
@@ -300,23 +300,25 @@ def check_model(
         top1: agreement of the preferred tokens, for the message.
         sample: tokens of a greedy continuation by the result.
         original_sample: the same by the original.
-        culprit: the layer that caused it, where known (:func:`suspect`).
+        worst_layer: the layer that caused it, where known (:func:`suspect`).
     """
     agree = "" if top1 is None else f", same first choice at {top1:.0%} of the tokens"
     mend = "more bits (for this layer: an override), another method, or more calibration text"
-    findings = []
+    violations = []
     if not math.isfinite(kl):
-        findings.append(Finding(culprit, "model", "error", f"the model's KL to the original is {kl}", mend))
+        violations.append(
+            GateViolation(worst_layer, "model", "error", f"the model's KL to the original is {kl}", mend)
+        )
     elif kl >= blind / 2 and kl > 0:
         text = f"KL to the original is {kl:.3g} nats{agree}; a model blind to the context has {blind:.3g}"
         severe = kl >= blind
         text = f"the model is unusable: {text}" if severe else text
-        findings.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
+        violations.append(GateViolation(worst_layer, "model", "error" if severe else "warning", text, mend))
     if stuck(sample) and not stuck(original_sample):
         text = f"a greedy sample repeats token {int(sample[-1])}; the original's does not"
         severity = "warning" if kl < STUCK * blind else "error"
-        findings.append(Finding(culprit, "model", severity, text, mend))
-    return findings
+        violations.append(GateViolation(worst_layer, "model", severity, text, mend))
+    return violations
 
 
 def stuck(sample: Sequence[int]) -> bool:
@@ -343,13 +345,13 @@ def suspect(reports: Sequence[Mapping[str, Any]]) -> str:
     return str(max(known, key=rank)["name"])
 
 
-def raise_on_error(findings: Sequence[Finding]) -> None:
+def raise_on_error(violations: Sequence[GateViolation]) -> None:
     """Raise for the first error, naming its layer and how many more there are.
 
     Raises:
-        NumericsError: there is an error among the findings.
+        NumericsError: there is an error among the violations.
     """
-    errors = [finding for finding in findings if finding.severity == "error"]
+    errors = [violation for violation in violations if violation.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise NumericsError(f"{errors[0]}{more}", hint=errors[0].mend)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.progress import Progress
 from attar.quantization.calibration import batches_of
 from attar.quantization.columns import RoundingResult
@@ -43,7 +43,7 @@ class RoundingTask:
     work: Path
     progress: Progress
     after_blocks: AfterBlocks | None = None
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
 
     def batches(self) -> list[Tensor]:
         """The calibration batches, int64 (B, S)."""

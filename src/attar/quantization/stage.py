@@ -120,7 +120,7 @@ def quantize(
             kv_scales=scales.caches,
             dtype=dtype,
         )
-        output.leave_to_first()
+        output.exit_unless_rank0()
         copy_companions(checkpoint.path, output.folder)
         details["layers"] = reports = rounded.reports()
         rarest = rarest_expert(reports)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TORCH, check_finite, stored_dtype
 from attar.errors import NumericsError
@@ -59,7 +59,7 @@ def write(
     work: Path,
     progress: Progress = SILENT,
     *,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     input_scales: Mapping[str, float] | None = None,
     kv_scales: Mapping[str, tuple[float, float]] | None = None,
     dtype: torch.dtype | None = None,

@@ -36,7 +36,7 @@ from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.memory import block_bytes, layer_shapes
-from attar.runtime.runner.choice import RunnerSettings, obstacle
+from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
 from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
@@ -106,7 +106,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     settings = RunnerSettings(**options)
     checkpoint = admit(model, causal=True)
     _check_room(checkpoint, settings)
-    why = obstacle(checkpoint, settings)
+    why = why_not_compiled(checkpoint, settings)
     runner: Compiled | Modules | None = None
     if not why:
         try:

@@ -26,7 +26,7 @@ from attar.runtime.kv.blocks import blocks_for
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.memory import block_bytes, layer_shapes
 from attar.runtime.loading import pool_tokens, torch_dtype
-from attar.runtime.runner.choice import RunnerSettings, obstacle
+from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, HEAD
 
 _INTEGER_GRIDS = ("compressed-tensors", "gguf", "gptq", "awq")
@@ -47,7 +47,7 @@ def model_bytes(checkpoint: Checkpoint, *, embeddings: bool = False, **options: 
     if is_encoder(checkpoint.config):
         return 4 * sum(math.prod(info.shape) for info in Decoded(checkpoint).tensors.values())
     settings = RunnerSettings(**options)
-    compiled = not obstacle(checkpoint, settings)
+    compiled = not why_not_compiled(checkpoint, settings)
     return _weights(checkpoint, settings, compiled) + _cache(checkpoint, settings, compiled, embeddings)
 
 

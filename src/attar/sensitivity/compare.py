@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.progress import SILENT, Progress
 from attar.walks.objectives import DistanceSum
-from attar.walks.skeleton import HiddenStates, Skeleton
+from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes
@@ -80,7 +80,7 @@ def compare(
         prepare: called with the changed model (parameters on meta) before it runs, to attach the rounding of
             activations of its scheme.
     """
-    sides = [Skeleton(checkpoint, torch.device(device)) for checkpoint in (original, changed)]
+    sides = [OffloadedModel(checkpoint, torch.device(device)) for checkpoint in (original, changed)]
     if prepare is not None:
         prepare(sides[1].model)
     stores = [HiddenStates(work / f"compare-{number}", spill_bytes) for number in range(2)]
@@ -100,7 +100,7 @@ def compare(
     return Comparison(*result, tuple(drift))
 
 
-def _head_units(side: Skeleton) -> int:
+def _head_units(side: OffloadedModel) -> int:
     """About how many blocks take as long as the head and the statistics of its logits; at least 1."""
     head = side.anatomy.head
     if not head:
@@ -120,7 +120,7 @@ def _drift(original: HiddenStates, changed: HiddenStates) -> float:
 
 
 def _output_distance(
-    sides: Sequence[Skeleton], stores: Sequence[HiddenStates], batches: Sequence[Tensor]
+    sides: Sequence[OffloadedModel], stores: Sequence[HiddenStates], batches: Sequence[Tensor]
 ) -> tuple[float | None, float | None, float | None, int]:
     """KL, agreement and the blind KL of the logits; one head in memory at a time. The original's logits of
     as many tokens as fit in :data:`KEPT` bytes are computed, then the changed model's of the same tokens,
@@ -132,9 +132,9 @@ def _output_distance(
     total = DistanceSum()
     for spans in _rounds(batches, width):
         used = torch.cat([batches[number][rows, columns].flatten() for number, rows, columns in spans])
-        with sides[0].headed(used.unique()):
+        with sides[0].with_lm_head(used.unique()):
             kept = [_logits(sides[0], stores[0], batches, span) for span in spans]
-        with sides[1].headed(used.unique()):
+        with sides[1].with_lm_head(used.unique()):
             for span in spans:
                 total.add(kept.pop(0)[:, :width], _logits(sides[1], stores[1], batches, span)[:, :width])
     return (*total.distance()[:3], tokens)
@@ -158,13 +158,13 @@ def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[LogitSpan]]
     return [spans[start : start + together] for start in range(0, len(spans), together)]
 
 
-def _vocabulary(side: Skeleton) -> int:
+def _vocabulary(side: OffloadedModel) -> int:
     """Logits per token; 0 for a model without a head."""
     head = side.anatomy.head
     return int(side.model.get_submodule(head).weight.shape[0]) if head else 0
 
 
-def _logits(side: Skeleton, store: HiddenStates, batches: Sequence[Tensor], span: LogitSpan) -> Tensor:
+def _logits(side: OffloadedModel, store: HiddenStates, batches: Sequence[Tensor], span: LogitSpan) -> Tensor:
     """Logits (tokens, V) of a span, float32: after the blocks, tokens are independent."""
     number, rows, columns = span
     logits = side.logits(batches[number][rows, columns], store[number][rows, columns].to(side.device))

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from attar.walks.objectives import token_kl
+from attar.walks.offloaded_model import HiddenStates, fixed_output
 from attar.walks.passes import StopForward
-from attar.walks.skeleton import HiddenStates, fixed_output
 
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest is spilled to disk
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.checkpoint.hashing import sha256_text
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
 from attar.errors import DataError
@@ -167,7 +167,7 @@ def measure_changes(
     blocks: Sequence[str] = (),
     after_blocks: Sequence[str] = (),
     memory: int = MEMORY,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
     """Measure every change alone; what the file holds is not measured again.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.walks.skeleton import HiddenStates, Skeleton
+from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class BlockByBlock:
         device: str = "cpu",
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.skeleton = Skeleton(checkpoint, self.device)
-        self.config = self.skeleton.model.config
-        if not self.skeleton.anatomy.causal or not self.skeleton.anatomy.head:
-            kind = type(self.skeleton.model).__name__
+        self.offloaded = OffloadedModel(checkpoint, self.device)
+        self.config = self.offloaded.model.config
+        if not self.offloaded.anatomy.causal or not self.offloaded.anatomy.head:
+            kind = type(self.offloaded.model).__name__
             raise ModelError(f"{checkpoint.path.name} is a {kind}, which does not predict next tokens")
-        prepare(self.skeleton.model)
+        prepare(self.offloaded.model)
 
     def get_output_embeddings(self) -> Any:
         """The head, on the meta device: its shape counts."""
-        return self.skeleton.model.get_submodule(self.skeleton.anatomy.head)
+        return self.offloaded.model.get_submodule(self.offloaded.anatomy.head)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Output:
         """Logits of a batch.
@@ -84,17 +84,17 @@ class BlockByBlock:
 
     def _logits(self, batches: list[Tensor]) -> list[Tensor]:
         """Logits (B, S, V) of batches without padding, in one walk over the blocks."""
-        skeleton = self.skeleton
+        offloaded = self.offloaded
         store = HiddenStates(Path(), 2**62)  # all in memory
         with torch.no_grad():
-            calls = skeleton.trace(batches, store)
-            for index in range(len(skeleton.blocks)):
-                skeleton.advance(index, store, calls, fast=self.dtype == torch.bfloat16)
+            calls = offloaded.trace(batches, store)
+            for index in range(len(offloaded.blocks)):
+                offloaded.advance(index, store, calls, fast=self.dtype == torch.bfloat16)
             used = torch.cat([batch.flatten() for batch in batches]).unique()
-            with skeleton.headed(used):
+            with offloaded.with_lm_head(used):
                 return [self._head(batch, store[number]) for number, batch in enumerate(batches)]
 
     def _head(self, batch: Tensor, hidden: Tensor) -> Tensor:
-        logits = self.skeleton.logits(batch, hidden.to(self.device))
+        logits = self.offloaded.logits(batch, hidden.to(self.device))
         assert logits is not None, "a model with a head gives logits"
         return logits.float()

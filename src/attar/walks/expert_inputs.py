@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.models.loading.device import bf16_products
 from attar.models.loading.experts import Expert, Experts
-from attar.walks.skeleton import HiddenStates
+from attar.walks.offloaded_model import HiddenStates
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ExpertInputs:
         limit: int,
         device: Any,
         fast: bool,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
         self.experts, self.counted, self.processes = experts, counted, processes
         self.device, self.fast = device, fast

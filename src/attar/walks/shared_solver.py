@@ -52,7 +52,9 @@ class SharedSolver:
         """Every process gets the solutions of all Linears (N, K)."""
         accumulator.reduce(self.processes.total)
         units = getattr(self.solver, "units", lambda names: [[name] for name in names])(list(weights))
-        owners = self.processes.deal([sum(weights[name].numel() for name in unit) for unit in units])
+        owners = self.processes.partition_by_size(
+            [sum(weights[name].numel() for name in unit) for unit in units]
+        )
         owner_of = {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
         own = {name: weight for name, weight in weights.items() if owner_of[name] == self.processes.rank}
         solved = self.solver.solve(own, accumulator) if own else {}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def stream(
     *,
     work: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
@@ -96,7 +96,7 @@ def stream_steps(
     work: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     together: int = 0,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
@@ -125,7 +125,7 @@ def stream_steps(
     processes.wait()  # the first one has deleted what it does not resume
     writer = writer or opened()
     unfinished = writer.unfinished()
-    owners = processes.deal(list(unfinished.values()))
+    owners = processes.partition_by_size(list(unfinished.values()))
     assigned = {name for name, owner in zip(unfinished, owners, strict=True) if owner == processes.rank}
     missing, waiting = frozenset(writer.missing(assigned)), frozenset(writer.missing())
     processes.wait()  # all have seen what is finished

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import NumericsError, SettingsError
 from attar.interruption import Interruption, StateFile, interruptible
 from attar.kernels.precision import reduced_products
@@ -45,13 +45,13 @@ from attar.models.loading.experts import Experts
 from attar.progress import SILENT, Progress
 from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
+from attar.walks.offloaded_model import BlockCall, HiddenStates, OffloadedModel, on_meta
 from attar.walks.passes import BlockPasses
 from attar.walks.shared_solver import SharedSolver
-from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 from attar.walks.solvers import Solution, Solver
 
-AfterBlocks = Callable[[Skeleton, Sequence[Tensor], HiddenStates, Processes], None]
-"""``after_blocks(skeleton, batches, hidden, processes)``: gets the hidden states after the last block of the
+AfterBlocks = Callable[[OffloadedModel, Sequence[Tensor], HiddenStates, Processes], None]
+"""``after_blocks(offloaded, batches, hidden, processes)``: gets the hidden states after the last block of the
 batches that this process has run; the processes have the others."""
 
 
@@ -131,7 +131,7 @@ def sweep(
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
     after_blocks: AfterBlocks | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     device: str | torch.device = "cpu",
     experts: ExpertTokens = ExpertTokens(),  # noqa: B008  (frozen)
     progress: Progress = SILENT,
@@ -172,37 +172,37 @@ def sweep(
     if spill_bytes is None:
         spill_bytes = min(4 * 2**30, free_memory(torch.device("cpu")) // (8 * processes.count))
     waiting = free_memory(device) // (4 * processes.count) if waiting_bytes is None else waiting_bytes
-    skeleton = Skeleton(checkpoint, device)
+    offloaded = OffloadedModel(checkpoint, device)
     if prepare is not None:
-        prepare(skeleton.model)
-    mixtures = [module for module in skeleton.model.modules() if isinstance(module, Experts)]
+        prepare(offloaded.model)
+    mixtures = [module for module in offloaded.model.modules() if isinstance(module, Experts)]
     if experts.everything and any(one.scored for one in mixtures):
-        allowed = f"routed: an expert of {skeleton.anatomy.family} gets its own tokens times their scores"
+        allowed = f"routed: an expert of {offloaded.anatomy.family} gets its own tokens times their scores"
         raise SettingsError("moe_calibrate", "all", allowed)
-    files = [work / f"block-{index:05d}.safetensors" for index in range(len(skeleton.blocks))]
+    files = [work / f"block-{index:05d}.safetensors" for index in range(len(offloaded.blocks))]
     everyone = processes
     if hasattr(solver, "solve_block"):
         if not processes.first:
             processes.wait()
             return _result(files, precision)
-        processes = ALONE
+        processes = SINGLE_PROCESS
     if processes.count > 1:
         batches = own_batches(batches, processes)
         solver = SharedSolver(solver, processes) if solver is not None else None
     store = HiddenStates(work / f"activations-{processes.rank}", spill_bytes)
     needs_originals = hasattr(solver, "solve_block") or bool(getattr(solver, "original", False))
     originals = HiddenStates(work / f"originals-{processes.rank}", spill_bytes) if needs_originals else None
-    with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
-        calls = skeleton.trace(batches, store)
+    with torch.no_grad(), progress.task(what, total=len(offloaded.blocks)) as task:
+        calls = offloaded.trace(batches, store)
         if originals is not None:
             for number in range(len(store)):
                 originals[number] = store[number]
-        for index, (block, file) in enumerate(zip(skeleton.blocks, files, strict=True)):
+        for index, (block, file) in enumerate(zip(offloaded.blocks, files, strict=True)):
             runner = _BlockRunner(
                 block, calls, index, store, originals, device, fast, waiting, experts, processes
             )
             groups = runner.groups(select) if solver is not None else []
-            with skeleton.loaded(block):
+            with offloaded.loaded(block):
                 if index in skip:
                     runner.skip(file)
                 elif processes.agreed(file.exists()):
@@ -217,7 +217,7 @@ def sweep(
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
             trim_memory()
     if after_blocks is not None:
-        after_blocks(skeleton, batches, store, processes)
+        after_blocks(offloaded, batches, store, processes)
     store.clear()
     if originals is not None:
         originals.clear()

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
-from attar.models.anatomy.parts import Attention, LatentAttention, OtherMixer
+from attar.models.anatomy.parts import Attention, LatentAttention, NonAttentionMixer
 from attar.models.loading.empty import empty_model
 from tests import tiny_models
 
@@ -278,7 +278,8 @@ FIRST_DENSE = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe", "lf
 def test_families_with_experts_and_with_other_layers(family):
     anatomy = discover(empty_model(tiny_models.config(family), unstacked=True))
     for block, expected in zip(anatomy.blocks, MIXERS.get(family, [Attention] * 3), strict=True):
-        assert (block.mixer.kind if isinstance(block.mixer, OtherMixer) else type(block.mixer)) == expected
+        mixer = block.mixer
+        assert (mixer.kind if isinstance(mixer, NonAttentionMixer) else type(mixer)) == expected
         if not isinstance(expected, type) or expected is LatentAttention:
             with pytest.raises(ModelError, match=f"{re.escape(block.name)} has .* instead of plain self-att"):
                 _ = block.attention

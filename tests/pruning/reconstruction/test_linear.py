@@ -8,7 +8,7 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import NumericsError
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading.load import load_model
-from attar.pruning.reconstruction.linear import LinearReconstructor, OnesAppended, reconstructed_weight
+from attar.pruning.reconstruction.linear import HessianWithBias, LinearReconstructor, reconstructed_weight
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.sweep import sweep
 from tests import tiny_models
@@ -89,7 +89,7 @@ def test_a_bias_is_solved_with_the_weights(mask):
     original, X = inputs()
     W, b = weight(), torch.linspace(-1, 1, N)
     b[3] = 0.0  # no mask: a bias is never removed
-    statistics = OnesAppended(K + 1)
+    statistics = HessianWithBias(K + 1)
     statistics.add(X, original)
     reconstructor = LinearReconstructor(lambda name: W * mask, {"m": b}, damp=1e-7)
     solution = reconstructor.solve({"m": W}, statistics)["m"]
@@ -169,7 +169,7 @@ def test_a_new_bias_is_used_by_the_layers_after_it(tmp_path):
             work=tmp_path / "work",
             select=pruned.__contains__,
             precision="fp32",
-            after_blocks=lambda skeleton, batches, hidden, _, last=last: last.update(hidden=hidden[0]),
+            after_blocks=lambda offloaded, batches, hidden, _, last=last: last.update(hidden=hidden[0]),
         )
         changed = load_model(checkpoint, dtype=torch.float32)
         with torch.no_grad():

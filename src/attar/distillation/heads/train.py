@@ -90,7 +90,7 @@ def distill_head(
         model, states = target, TargetStates(target, own, head.config.layers)
         if settings.joint_steps:
             model, states, history = train_jointly(target, own, head, rows, settings, output, progress)
-        output.leave_to_first()
+        output.exit_unless_rank0()
         _measure(head, states, rows, settings, output, progress)
         if settings.joint_steps:
             save_joint(model, head, source, output, out, progress)

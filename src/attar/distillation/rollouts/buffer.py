@@ -151,6 +151,6 @@ def _several() -> bool:
 
 
 def as_text(examples: Examples) -> Rollouts:
-    """Text as rows that nobody drew: log-probabilities are NaN."""
+    """Rows of a data set; their behaviour and policy log-probabilities are NaN."""
     unknown = torch.full(examples.tokens.shape, math.nan)
     return Rollouts(tokens=examples.tokens, targets=examples.targets, behaviour=unknown, policy=unknown)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.examples import Examples
 from attar.data.packing import pack
 from attar.distillation.rollouts.sampling import ROWS, completions, joined, prompt_lengths, sample_rows
@@ -52,7 +52,7 @@ class RolloutWriter:
     length: int
     work: Path
     progress: Progress
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
 
     @property
     def prompt(self) -> int:
@@ -127,7 +127,7 @@ def write_rows(
     temperature: float,
     seed: int,
     work: Path,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress,
 ) -> Tensor:
     """Continue each prompt with the teacher: int64 (N, S) on the CPU, each row beginning with its prompt.

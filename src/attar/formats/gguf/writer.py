@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.checkpoint.shards import reserve, write_at
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, OutputError
@@ -90,7 +90,7 @@ class GGUFWriter:
         *,
         alignment: int = ALIGNMENT,
         max_bytes: int | None = None,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
         assert alignment >= 8 and not alignment & (alignment - 1), f"alignment {alignment}"
         self.path = Path(path)

@@ -88,7 +88,7 @@ def _amounts(stage: StageRecord, rows: Sequence[CutRow]) -> Markup:
         f"{stage.name}: KL against the share of the parameters that a cut removes",
         left_axis(y, left, right, 6),
         bottom_axis(x, top, bottom, 6, grid=False),
-        text(0, 14, f"{stage.name}: KL by amount, all layers alike", class_="panel-title"),
+        text(0, 14, f"{stage.name}: KL by amount of uniform cuts", class_="panel-title"),
         text(right, HEIGHT - 6, "parameters removed, %", anchor="end", class_="axis-title"),
         lines,
         el("g", marks, class_="s4") if marks else None,

@@ -69,15 +69,15 @@ def pair_models(tuned: ModelView, base: ModelView) -> ModelPair:
         ModelError: transformers does not know the architecture, or a tensor is in one model alone or of
             another shape; names it.
     """
-    skeleton = empty_model(base.config)
-    base_names = stored_names(skeleton, base, strict=False)
-    tuned_names = stored_names(skeleton, tuned, strict=False)
+    meta_model = empty_model(base.config)
+    base_names = stored_names(meta_model, base, strict=False)
+    tuned_names = stored_names(meta_model, tuned, strict=False)
     pairs = []
     for parameter, stored in base_names.items():
         if parameter not in tuned_names:
             raise _unpaired(stored, base, tuned)
         module, _, leaf = parameter.rpartition(".")
-        kind = _kind(skeleton.get_submodule(module), parameter, leaf)
+        kind = _kind(meta_model.get_submodule(module), parameter, leaf)
         pairs.append(TensorPair(stored, tuned_names[parameter], module, leaf, kind))
     pairs += _other_pairs(pairs, tuned, base)
     for pair in pairs:
@@ -87,9 +87,9 @@ def pair_models(tuned: ModelView, base: ModelView) -> ModelPair:
                 f"{pair.base!r} has shape {shapes[0]} in {tuned.name} and {shapes[1]} in {base.name}",
                 hint="an adapter needs both models in the same shapes",
             )
-    transposed = any(isinstance(module, Conv1D) for module in skeleton.modules())
-    modules = tuple(name for name, _ in skeleton.named_modules())
-    return ModelPair(tuned, base, tuple(pairs), transposed, _tied(skeleton, base_names), modules)
+    transposed = any(isinstance(module, Conv1D) for module in meta_model.modules())
+    modules = tuple(name for name, _ in meta_model.named_modules())
+    return ModelPair(tuned, base, tuple(pairs), transposed, _tied(meta_model, base_names), modules)
 
 
 def _kind(module: nn.Module, parameter: str, leaf: str) -> str:
@@ -122,12 +122,12 @@ def _unpaired(name: str, view: ModelView, other: ModelView) -> ModelError:
     )
 
 
-def _tied(skeleton: Any, stored: dict[str, str]) -> tuple[str, ...]:
+def _tied(meta_model: Any, stored: dict[str, str]) -> tuple[str, ...]:
     """Names of embedding and head where they are one parameter."""
-    first, last = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    first, last = meta_model.get_input_embeddings(), meta_model.get_output_embeddings()
     if first is None or last is None or first.weight is not last.weight:
         return ()
-    names = {id(module): name for name, module in skeleton.named_modules()}
+    names = {id(module): name for name, module in meta_model.named_modules()}
     tied = (names[id(first)], names[id(last)])
     return tied if f"{tied[0]}.weight" in stored else tied[::-1]
 

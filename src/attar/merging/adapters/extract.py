@@ -82,7 +82,7 @@ def extract(
     with produce(out, "extract", settings, VERSION, [tuned, start], force=force, key=key) as output:
         output.command = output.command.replace(" --model ", " --base ", 1)
         rows = _compute(models, settings, output.shared, output.processes, progress)
-        output.leave_to_first()
+        output.exit_unless_rank0()
         _write(models, rows, settings, output, start)
         copy_companions(tuned.path, output.folder)
         output.details["extraction"] = _details(rows, settings)
@@ -99,7 +99,7 @@ def _compute(
     """One row for each tensor; factors and rows are kept in the work folder for a resumed run. The processes
     share the tensors."""
     files = [work / f"{index:05d}" / "row.json" for index in range(len(models.tensors))]
-    owners = processes.deal([models.base.tensors[pair.base].nbytes for pair in models.tensors])
+    owners = processes.partition_by_size([models.base.tensors[pair.base].nbytes for pair in models.tensors])
     assigned = [index for index, owner in enumerate(owners) if owner == processes.rank]
     with progress.task("extract", total=len(assigned)) as task:
         for index in assigned:

@@ -188,7 +188,7 @@ def write_mixture(
         progress=progress,
         what="mixture",
     )
-    output.leave_to_first()
+    output.exit_unless_rank0()
     output.details |= {**prepared.to_dict(), "notes": notes}
 
 

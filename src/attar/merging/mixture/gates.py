@@ -26,7 +26,7 @@ from attar.merging.adapters.apply import tokenizer_folder
 from attar.merging.mixture.config import ExpertSource
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_tokenizer
-from attar.walks.skeleton import HiddenStates, Skeleton
+from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 
 SMALLEST = 1e-8
 MEMORY = 1_000_000_000  # bytes of hidden states that are not spilled to disk
@@ -106,13 +106,13 @@ def _hidden_states(
 ) -> list[Tensor]:
     """For each expert, what enters each layer for each of its prompts: (prompts, layers, D)."""
     where = pick_device(device)
-    skeleton = Skeleton(view, where)
+    offloaded = OffloadedModel(view, where)
     rows = [row for expert in prompts for row in expert]
     store = HiddenStates(work, MEMORY)
-    calls = skeleton.trace(rows, store)
-    entering = torch.empty(len(rows), len(skeleton.blocks), store[0].shape[-1])
-    for layer, block in enumerate(skeleton.blocks):
-        with skeleton.loaded(block):
+    calls = offloaded.trace(rows, store)
+    entering = torch.empty(len(rows), len(offloaded.blocks), store[0].shape[-1])
+    for layer, block in enumerate(offloaded.blocks):
+        with offloaded.loaded(block):
             for number, row in enumerate(rows):
                 hidden = store[number]
                 entering[number, layer] = hidden[0].mean(0) if average else hidden[0, -1]

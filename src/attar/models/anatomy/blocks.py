@@ -6,10 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from attar.models.anatomy.halves import BlockHalf, read_attention, read_mlp
 from attar.models.anatomy.mixtures import find_experts, read_mixture
-from attar.models.anatomy.parts import Attention, Block, LatentAttention, Mixture, Mlp, OtherMixer, Projection
+from attar.models.anatomy.parts import (
+    Attention,
+    Block,
+    LatentAttention,
+    Mixture,
+    Mlp,
+    NonAttentionMixer,
+    Projection,
+)
 from attar.models.anatomy.roles import in_attention, is_linear, is_norm
+from attar.models.anatomy.sublayers import Sublayer, read_attention, read_mlp
 
 
 def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
@@ -21,21 +29,22 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
     layout = find_experts(block)
     others = other_mixers(block)
     left = {path: module for path, module in block.named_modules() if is_linear(module)}
-    halves: dict[str, dict[str, nn.Module]] = {"attention": {}, "experts": {}, "MLP": {}, "other": {}}
+    linears_of: dict[str, dict[str, nn.Module]] = {"attention": {}, "experts": {}, "MLP": {}, "other": {}}
     for path, module in left.items():
         inside = any(path.startswith(f"{other}.") for other in others)
         expert = layout is not None and path.startswith(f"{layout.holder}.")
         kind = "other" if inside else "attention" if in_attention(path) else "experts" if expert else "MLP"
-        halves[kind][f"{name}.{path}"] = module
+        linears_of[kind][f"{name}.{path}"] = module
     family = config.model_type
-    mixer = read_mixer(config, index, name, block, halves["attention"], others)
-    half = BlockHalf(family, f"the MLP of {name}", halves["MLP"])
+    mixer = read_mixer(config, index, name, block, linears_of["attention"], others)
+    sublayer = Sublayer(family, f"the MLP of {name}", linears_of["MLP"])
     feed_forward: Mlp | Mixture | None
     if layout is not None:
-        feed_forward = read_mixture(config, name, block, layout, half)
+        feed_forward = read_mixture(config, name, block, layout, sublayer)
     else:
-        feed_forward = None if isinstance(mixer, OtherMixer) and not half.linears else read_mlp(config, half)
-    single = () if isinstance(mixer, OtherMixer) else mixer.norms
+        bare = isinstance(mixer, NonAttentionMixer) and not sublayer.linears
+        feed_forward = None if bare else read_mlp(config, sublayer)
+    single = () if isinstance(mixer, NonAttentionMixer) else mixer.norms
     norms = [f"{name}.{path}" for path, module in block.named_modules() if is_norm(module)]
     dense = feed_forward.dense if isinstance(feed_forward, Mixture) else ()
     order = [*in_order(mixer, feed_forward), *(f"{name}.{path}" for path in left)]
@@ -51,11 +60,11 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
 
 
 def in_order(
-    mixer: Attention | LatentAttention | OtherMixer, feed_forward: Mlp | Mixture | None
+    mixer: Attention | LatentAttention | NonAttentionMixer, feed_forward: Mlp | Mixture | None
 ) -> list[str]:
     """Linears of a block in forward order, as far as the parts tell."""
     parts: list[Projection | None] = []
-    names = list(mixer.linears) if isinstance(mixer, OtherMixer) else []
+    names = list(mixer.linears) if isinstance(mixer, NonAttentionMixer) else []
     if isinstance(mixer, Attention):
         parts += [mixer.q, mixer.k, mixer.v, mixer.o]
     elif isinstance(mixer, LatentAttention):
@@ -90,40 +99,40 @@ def read_mixer(
     block: nn.Module,
     linears: dict[str, nn.Module],
     others: dict[str, str],
-) -> Attention | LatentAttention | OtherMixer:
+) -> Attention | LatentAttention | NonAttentionMixer:
     """How the tokens of a block see each other."""
-    half = BlockHalf(config.model_type, f"the attention of {name}", linears)
+    sublayer = Sublayer(config.model_type, f"the attention of {name}", linears)
     inside = tuple(
         f"{name}.{path}"
         for path, module in block.named_modules()
         if is_linear(module) and any(path.startswith(f"{other}.") for other in others)
     )
     kinds = list(dict.fromkeys(others.values()))
-    if others and not half.paths("o"):
-        return OtherMixer(" and ".join(kinds), f"{name}.{next(iter(others))}", inside)
+    if others and not sublayer.paths("o"):
+        return NonAttentionMixer(" and ".join(kinds), f"{name}.{next(iter(others))}", inside)
     types = getattr(config, "layer_types", None) or []
     if index < len(types) and "linear" in str(types[index]):
         kinds.append("linear attention")
-    elif half.paths("q") and half.only("q").out_features == 2 * half.only("o").in_features:
+    elif sublayer.paths("q") and sublayer.only("q").out_features == 2 * sublayer.only("o").in_features:
         kinds.append("gated attention")  # queries and a gate for each of their channels share a projection
     elif others:
         kinds.append("attention")
     if kinds:
-        holder = half.only("o").name.rpartition(".")[0]
-        return OtherMixer(" and ".join(kinds), holder, (*inside, *linears))
-    if half.paths("kv_a"):
-        return read_latent_attention(name, block, half)
-    return read_attention(config, name, block, half)
+        holder = sublayer.only("o").name.rpartition(".")[0]
+        return NonAttentionMixer(" and ".join(kinds), holder, (*inside, *linears))
+    if sublayer.paths("kv_a"):
+        return read_latent_attention(name, block, sublayer)
+    return read_attention(config, name, block, sublayer)
 
 
-def read_latent_attention(name: str, block: nn.Module, half: BlockHalf) -> LatentAttention:
+def read_latent_attention(name: str, block: nn.Module, sublayer: Sublayer) -> LatentAttention:
     """The projections of MLA, and the number of heads of its module."""
-    o, kv_a, kv_b = half.only("o"), half.only("kv_a"), half.only("kv_b")
-    q = (half.only("q"),) if half.paths("q") else (half.only("q_a"), half.only("q_b"))
+    o, kv_a, kv_b = sublayer.only("o"), sublayer.only("kv_a"), sublayer.only("kv_b")
+    q = (sublayer.only("q"),) if sublayer.paths("q") else (sublayer.only("q_a"), sublayer.only("q_b"))
     holder = o.name.rpartition(".")[0]
     heads = getattr(block.get_submodule(holder.removeprefix(f"{name}.")), "num_heads", 0)
     if not heads or q[-1].out_features % heads or kv_b.out_features % heads or o.in_features % heads:
-        raise half.error(f"{half.where} does not add up with {heads} heads")
+        raise sublayer.error(f"{sublayer.where} does not add up with {heads} heads")
     norms = tuple(
         f"{name}.{path}"
         for path, module in block.named_modules()

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from attar.errors import ModelError
 from attar.models.anatomy.blocks import read_block
-from attar.models.anatomy.parts import Anatomy, Block, OtherMixer
+from attar.models.anatomy.parts import Anatomy, Block, NonAttentionMixer
 from attar.models.anatomy.roles import HINT, agree, common_parent, is_linear, is_norm
 
 
@@ -36,7 +36,7 @@ def discover(model: Any) -> Anatomy:
     blocks = tuple(read_block(config, i, f"{stack_name}.{i}", block) for i, block in enumerate(stack))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    outputs = [block.mixer.o for block in blocks if not isinstance(block.mixer, OtherMixer)]
+    outputs = [block.mixer.o for block in blocks if not isinstance(block.mixer, NonAttentionMixer)]
     hidden = outputs[0].out_features if outputs else int(config.hidden_size)
     agree(config, "hidden_size", hidden, "the attention output is {} wide")
     return Anatomy(

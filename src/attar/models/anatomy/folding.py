@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy.parts import Attention, Block, Mixture, Mlp, OtherMixer
+from attar.models.anatomy.parts import Attention, Block, Mixture, Mlp, NonAttentionMixer
 from attar.models.anatomy.probe import BlockProbe, BlockResponse, alike
 from attar.models.anatomy.roles import is_linear
 from attar.models.surgery.rebuild import named_config
@@ -287,7 +287,7 @@ class _TemporaryValues:
 def _why(block: Block, name: str) -> str:
     """Why no scale can be folded before a Linear."""
     mixer, mlp = block.mixer, block.feed_forward
-    if not isinstance(mixer, OtherMixer) and name == mixer.o.name:
+    if not isinstance(mixer, NonAttentionMixer) and name == mixer.o.name:
         values = mixer.v.name if isinstance(mixer, Attention) else mixer.kv_b.name
         return f"{values} does not reach it channel by channel"
     if isinstance(mlp, Mlp) and name == mlp.down.name:

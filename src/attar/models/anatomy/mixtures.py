@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from attar.errors import ModelError
-from attar.models.anatomy.halves import BlockHalf, read_mlp
 from attar.models.anatomy.parts import Mixture
 from attar.models.anatomy.roles import HINT, in_attention, is_linear, measure, role_of
+from attar.models.anatomy.sublayers import Sublayer, read_mlp
 from attar.models.loading.experts import stack_of
 
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -52,7 +52,9 @@ def find_experts(block: nn.Module) -> ExpertLayout | None:
     return holders[0] if holders else None
 
 
-def read_mixture(config: Any, name: str, block: nn.Module, layout: ExpertLayout, half: BlockHalf) -> Mixture:
+def read_mixture(
+    config: Any, name: str, block: nn.Module, layout: ExpertLayout, sublayer: Sublayer
+) -> Mixture:
     """Router, experts, and the shared expert with its gate."""
     parent = layout.holder.rpartition(".")[0]
     routers = [
@@ -68,12 +70,12 @@ def read_mixture(config: Any, name: str, block: nn.Module, layout: ExpertLayout,
     ]
     if len(routers) != 1:
         problem = f"could be {' or '.join(routers)}" if routers else "was not found"
-        raise half.error(f"the router of {layout.count} experts {problem} in {name}.{parent}".rstrip("."))
+        raise sublayer.error(f"the router of {layout.count} experts {problem} in {name}.{parent}".rstrip("."))
     router = f"{name}.{routers[0]}"
-    others = {path: module for path, module in half.linears.items() if path != router}
+    others = {path: module for path, module in sublayer.linears.items() if path != router}
     gates = [path for path, module in others.items() if measure(path, module).out_features == 1]
-    shared = BlockHalf(
-        half.family,
+    shared = Sublayer(
+        sublayer.family,
         f"the shared expert of {name}",
         {path: module for path, module in others.items() if path not in gates},
     )
@@ -85,10 +87,10 @@ def read_mixture(config: Any, name: str, block: nn.Module, layout: ExpertLayout,
             if is_linear(m)
         }
         experts.append(
-            read_mlp(config, BlockHalf(half.family, f"the expert {name}.{path}", inside), sized=False)
+            read_mlp(config, Sublayer(sublayer.family, f"the expert {name}.{path}", inside), sized=False)
         )
     if len({(expert.neurons, expert.gate is None) for expert in experts}) > 1:
-        raise half.error(f"the experts of {name} differ in size")
+        raise sublayer.error(f"the experts of {name} differ in size")
     active = [getattr(block.get_submodule(path), "top_k", None) for path in (routers[0], parent)]
     active += [getattr(config, key, None) for key in ACTIVE]
     return Mixture(

@@ -144,7 +144,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class OtherMixer:
+class NonAttentionMixer:
     """What takes the place of self-attention, or stands beside it, and is not taken apart further.
 
     Attributes:
@@ -215,7 +215,7 @@ class Block:
     index: int
     name: str
     module: nn.Module = field(repr=False, compare=False)
-    mixer: Attention | LatentAttention | OtherMixer
+    mixer: Attention | LatentAttention | NonAttentionMixer
     feed_forward: Mlp | Mixture | None
     norms: tuple[str, ...]
     linears: tuple[str, ...]
@@ -229,7 +229,7 @@ class Block:
         """
         if isinstance(self.mixer, Attention):
             return self.mixer
-        kind = self.mixer.kind if isinstance(self.mixer, OtherMixer) else "latent attention (MLA)"
+        kind = self.mixer.kind if isinstance(self.mixer, NonAttentionMixer) else "latent attention (MLA)"
         raise ModelError(f"{self.name} has {kind} instead of plain self-attention", hint=DENSE_ONLY)
 
     @property

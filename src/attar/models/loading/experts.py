@@ -97,19 +97,19 @@ def stack_of(module: nn.Module) -> Stack | None:
 
 
 @dataclass(frozen=True)
-class Holder:
+class ExpertModule:
     """A module that stacks experts.
 
     Attributes:
         name: its path.
         leaves: names of an expert's gate (where it has one), up and down.
-        apart: checkpoints of the family store experts one by one, and transformers stacks them as it loads.
+        unstacked: checkpoints of the family store single experts; transformers stacks them as it loads.
     """
 
     name: str
     stack: Stack
     leaves: tuple[str, ...]
-    apart: bool
+    unstacked: bool
 
 
 class Expert(nn.Module):  # type: ignore[misc]
@@ -199,14 +199,16 @@ def unstack(model: Any) -> Any:
     Raises:
         ModelError: a family stacks its experts in a way that is not understood.
     """
-    for holder in holders_of(model):
-        module = model.get_submodule(holder.name)
-        parent, _, leaf = holder.name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _unstacked(module, holder.stack, holder.leaves))
+    for expert_module in expert_modules(model):
+        module = model.get_submodule(expert_module.name)
+        parent, _, leaf = expert_module.name.rpartition(".")
+        setattr(
+            model.get_submodule(parent), leaf, _unstacked(module, expert_module.stack, expert_module.leaves)
+        )
     return model
 
 
-def holders_of(model: Any) -> list[Holder]:
+def expert_modules(model: Any) -> list[ExpertModule]:
     """The modules of a model that stack experts.
 
     Raises:
@@ -215,13 +217,13 @@ def holders_of(model: Any) -> list[Holder]:
     every = [(str(name), stack_of(module)) for name, module in model.named_modules()]
     stacks = [(name, stack) for name, stack in every if stack is not None]
     spelled = _spellings(model) if stacks else []
-    holders = []
+    modules = []
     for name, stack in stacks:
         ups, downs = (_spelled(spelled, f"{name}.{leaf}") for leaf in (stack.up, stack.down))
         known = len(ups) + len(downs) == 2 + stack.gated
         leaves = (*ups, *downs) if known else LEAVES if stack.gated else LEAVES[1:]
-        holders.append(Holder(name, stack, leaves, known))
-    return holders
+        modules.append(ExpertModule(name, stack, leaves, known))
+    return modules
 
 
 def _unstacked(module: Any, stack: Stack, leaves: tuple[str, ...]) -> Experts:

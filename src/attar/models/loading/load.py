@@ -28,7 +28,7 @@ from attar.models.loading.configs import first_line, load_config, model_class, q
 from attar.models.loading.device import pick_device
 from attar.models.loading.experts import unstack
 from attar.models.loading.plain_tokenizer import TOKENIZER_FILES
-from attar.models.loading.single_experts import is_apart, stacked_state
+from attar.models.loading.single_experts import is_unstacked, stacked_state
 from attar.models.loading.stored import report_misfits, stored_of
 from attar.models.loading.tokenizer_file import follow_file
 from attar.models.loading.tokenizer_rows import within_rows
@@ -74,7 +74,7 @@ def load_model(
     from attar.formats import readers
 
     packed = readers.quant_method(checkpoint)
-    if packed is not None or is_apart(checkpoint) or not checkpoint.as_stored:
+    if packed is not None or is_unstacked(checkpoint) or not checkpoint.as_stored:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": stacked_state(checkpoint)}

@@ -29,7 +29,7 @@ from attar.errors import CheckpointError
 from attar.formats.readers import reader
 from attar.formats.stored_part import StoredPart
 from attar.models.loading.empty import empty_model
-from attar.models.loading.experts import Holder, gate_and_up_rows, holders_of
+from attar.models.loading.experts import ExpertModule, expert_modules, gate_and_up_rows
 
 NUMBERED = re.compile(r"\.experts\.\d+\.")
 
@@ -127,33 +127,35 @@ def single_experts(checkpoint: Any) -> Any:
         return checkpoint
     model = empty_model(checkpoint.config)
     parts: dict[str, ExpertPart] = {}
-    for holder in holders_of(model):
-        for leaf in (holder.stack.up, holder.stack.down):
+    for expert_module in expert_modules(model):
+        for leaf in (expert_module.stack.up, expert_module.stack.down):
             for kind in ("weight", "bias"):
-                parts |= _parts(model, checkpoint, holder, leaf, kind)
+                parts |= _parts(model, checkpoint, expert_module, leaf, kind)
     return SingleExperts(checkpoint, parts) if parts else checkpoint
 
 
-def _parts(model: Any, checkpoint: Any, holder: Holder, leaf: str, kind: str) -> dict[str, ExpertPart]:
+def _parts(
+    model: Any, checkpoint: Any, expert_module: ExpertModule, leaf: str, kind: str
+) -> dict[str, ExpertPart]:
     """The weights or biases of one stack, by the names of single experts."""
     from attar.models.loading.stored import stored_of
 
-    parameter = f"{holder.name}.{leaf}" + ("_bias" if kind == "bias" else "")
+    parameter = f"{expert_module.name}.{leaf}" + ("_bias" if kind == "bias" else "")
     stored = stored_of(model, [parameter], checkpoint).get(parameter)
     if stored is None:
         return {}
     leaf_name = parameter.rpartition(".")[2]  # a prefix of the checkpoint's own stays
-    name = stored.removesuffix(f".{leaf_name}") if stored.endswith(f".{leaf_name}") else holder.name
+    name = stored.removesuffix(f".{leaf_name}") if stored.endswith(f".{leaf_name}") else expert_module.name
     shape, parts = tuple(checkpoint.tensors[stored].shape), {}
-    for number in range(holder.stack.count):
-        for single, part in single_parts(holder, leaf, shape, number):
+    for number in range(expert_module.stack.count):
+        for single, part in single_parts(expert_module, leaf, shape, number):
             size = tuple(part.view(torch.empty(shape, device="meta")).shape)
             parts[f"{name}.{number}.{single}.{kind}"] = ExpertPart(stored, part, size)
     return parts
 
 
 def single_parts(
-    holder: Holder, leaf: str, shape: tuple[int, ...], number: int
+    expert_module: ExpertModule, leaf: str, shape: tuple[int, ...], number: int
 ) -> list[tuple[str, StoredPart]]:
     """Names of an expert's Linears, and where they are in a stack of weights (three dimensions) or biases.
 
@@ -161,15 +163,15 @@ def single_parts(
         leaf: name of the stacked parameter.
         shape: of the stack.
     """
-    stack = holder.stack
+    stack = expert_module.stack
     turned = stack.transposed and len(shape) == 3
     part = StoredPart(shape, number, axis=1 if turned else 0, turned=turned)
     if leaf == stack.down:
-        return [(holder.leaves[-1], part)]
+        return [(expert_module.leaves[-1], part)]
     if not stack.gated:
-        return [(holder.leaves[-2], part)]
+        return [(expert_module.leaves[-2], part)]
     rows = gate_and_up_rows(stack)
-    return [(name, replace(part, rows=run)) for name, run in zip(holder.leaves[:2], rows, strict=True)]
+    return [(name, replace(part, rows=run)) for name, run in zip(expert_module.leaves[:2], rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -241,12 +243,12 @@ class StackedReader:
 
 
 def stacked_reader(read: Any, checkpoint: Any) -> Any:
-    """The reader itself, or one that stacks the experts, where the family has them so and the checkpoint has
-    them apart."""
+    """The reader, or a :class:`StackedReader` where the family stacks its experts and the checkpoint stores
+    single ones."""
     stacks = stacks_of(checkpoint.config) if any(map(NUMBERED.search, checkpoint.tensors)) else []
     names = {slot[0] for info in checkpoint.tensors.values() if (slot := read.header(info)) is not None}
-    apart = [stack for stack in stacks if any(name in names for name in stack.parts)]
-    return StackedReader(read, checkpoint, apart) if apart else read
+    single = [stack for stack in stacks if any(name in names for name in stack.parts)]
+    return StackedReader(read, checkpoint, single) if single else read
 
 
 def stacked_state(checkpoint: Any) -> dict[str, Tensor]:
@@ -256,7 +258,7 @@ def stacked_state(checkpoint: Any) -> dict[str, Tensor]:
     return {slot[0]: read.decode(name) for name, slot in slots.items() if slot is not None}
 
 
-def is_apart(checkpoint: Any) -> bool:
+def is_unstacked(checkpoint: Any) -> bool:
     """Whether a checkpoint stores single experts of a family whose experts are stacked."""
     return isinstance(stacked_reader(reader(checkpoint), checkpoint), StackedReader)
 
@@ -265,19 +267,19 @@ def stacks_of(config: Mapping[str, Any]) -> list[Stacked]:
     """The stacks of a family whose checkpoints store no experts one by one."""
     model = empty_model(config)
     stacks = []
-    for holder in holders_of(model):
-        for leaf in () if holder.apart else (holder.stack.up, holder.stack.down):
+    for expert_module in expert_modules(model):
+        for leaf in () if expert_module.unstacked else (expert_module.stack.up, expert_module.stack.down):
             for kind, parameter in (("weight", leaf), ("bias", f"{leaf}_bias")):
-                tensor = getattr(model.get_submodule(holder.name), parameter, None)
+                tensor = getattr(model.get_submodule(expert_module.name), parameter, None)
                 if tensor is None:
                     continue
                 shape = tuple(tensor.shape)
                 parts = {
-                    f"{holder.name}.{number}.{single}.{kind}": part
-                    for number in range(holder.stack.count)
-                    for single, part in single_parts(holder, leaf, shape, number)
+                    f"{expert_module.name}.{number}.{single}.{kind}": part
+                    for number in range(expert_module.stack.count)
+                    for single, part in single_parts(expert_module, leaf, shape, number)
                 }
-                stacks.append(Stacked(_published(model, f"{holder.name}.{parameter}"), shape, parts))
+                stacks.append(Stacked(_published(model, f"{expert_module.name}.{parameter}"), shape, parts))
     return stacks
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover, text_config
-from attar.models.anatomy.halves import NEURONS
 from attar.models.anatomy.parts import Anatomy, Attention, Block, Projection
+from attar.models.anatomy.sublayers import NEURONS
 from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_plan import (
     CutPlan,

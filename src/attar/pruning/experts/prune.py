@@ -88,7 +88,7 @@ def prune_experts(task: PruneTask) -> None:
         progress=task.progress,
         what="experts",
     )
-    output.leave_to_first()
+    output.exit_unless_rank0()
     output.details["kept"] = {
         "unit": "experts",
         "of": sizes.experts,

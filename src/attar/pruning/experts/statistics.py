@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.progress import SILENT, Progress
 from attar.pruning.experts.mixtures import expert_modules
 from attar.walks.distributed import own_batches
@@ -46,7 +46,7 @@ def collect_statistics(
     *,
     norms: bool = True,
     means: bool = False,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> list[ExpertStatistics]:
     """Run the model over batches of token ids (B, S); the statistics of each layer with experts.

@@ -1,4 +1,4 @@
-"""Quality against amount: what cutting each structure costs the model, all layers alike and each layer alone.
+"""Quality against amount: what cutting each structure costs the model, uniformly and in each layer alone.
 
 A scan is a list of cuts, each measured alone by the KL of the whole model to the cut one on calibration text,
 and by the cut model's loss there (causal models). Which units go is decided once, by the criterion; which
@@ -146,7 +146,7 @@ def _from_json(row: Mapping[str, Any]) -> CutMeasurement:
     return measurement
 
 
-def absences(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurement]:
+def layer_drops(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurement]:
     """Each layer left out alone, which says in which order they go."""
     for layer in range(full.layers if "layers" in structures else 0):
         yield CutMeasurement("layers", layer, 0, 1)
@@ -154,7 +154,7 @@ def absences(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurem
 
 def layer_cuts(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasurement]:
     """The cuts of each layer alone, layer by layer: left out, and some of its heads and neurons."""
-    left_out = {cut.layer: cut for cut in absences(full, structures)}
+    left_out = {cut.layer: cut for cut in layer_drops(full, structures)}
     for layer in range(full.layers):
         yield from filter(None, [left_out.get(layer)])
         for structure in ("heads", "neurons"):
@@ -166,7 +166,7 @@ def layer_cuts(full: PlanSizes, structures: Sequence[str]) -> Iterator[CutMeasur
 
 
 def even_cuts(grid: PlanGrid, full: PlanSizes) -> Iterator[CutMeasurement]:
-    """The cuts of all layers alike, structure by structure, the smallest first."""
+    """The uniform cuts, structure by structure, the smallest first."""
     for structure in STRUCTURES:
         units = getattr(full, structure)
         for count in sorted(getattr(grid, structure), reverse=True):
@@ -219,7 +219,7 @@ def distance(reference: ReferenceModel, causal: bool) -> tuple[float, float | No
 
 
 def curves(measurements: Sequence[CutMeasurement], full: PlanSizes) -> dict[str, QualityCurve]:
-    """KL against units of each structure, all layers alike; cuts that break the model are left out. A KL that
+    """KL against units of each structure, cut uniformly; cuts that break the model are left out. A KL that
     numerical noise made negative is none."""
     points: dict[str, list[tuple[int, float]]] = {}
     for cut in measurements:
@@ -236,7 +236,7 @@ def removal_order(measurements: Sequence[CutMeasurement], layers: int) -> tuple[
 
 
 def scan_table(measurements: Sequence[CutMeasurement], shares: Mapping[tuple[str, int], float]) -> str:
-    """The scan in text: all layers alike; then, for each layer, the KL of leaving it out and of its halves.
+    """The scan in text: uniform cuts; then, for each layer, the KL of leaving it out and of its halves.
 
     Args:
         shares: of the parameters that a cut removes, by structure and kept units.
@@ -246,7 +246,7 @@ def scan_table(measurements: Sequence[CutMeasurement], shares: Mapping[tuple[str
          "-" if cut.loss is None else f"{cut.loss:.4f}")
         for cut in measurements if cut.layer is None
     ]  # fmt: skip
-    parts = [table(("all layers alike", "kept", "removes", "KL", "loss"), rows, left=1)]
+    parts = [table(("uniform", "kept", "removes", "KL", "loss"), rows, left=1)]
     alone = [cut for cut in measurements if cut.layer is not None]
     if alone:
         columns = list(dict.fromkeys((cut.structure, cut.kept, cut.of) for cut in alone))

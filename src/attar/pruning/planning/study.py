@@ -26,9 +26,9 @@ from attar.pruning.planning.scan import (
     CutMeasurement,
     ScanFile,
     ScanKey,
-    absences,
     even_cuts,
     layer_cuts,
+    layer_drops,
     measure_cuts,
     removal_order,
 )
@@ -166,7 +166,7 @@ def scan_cuts(study: CutStudy, work: Path, progress: Progress, *, complete: bool
             what plans need.
     """
     space, file = study.space, study.file
-    alone = list((layer_cuts if complete else absences)(space.full, space.structures))
+    alone = list((layer_cuts if complete else layer_drops)(space.full, space.structures))
     even = list(even_cuts(space.measured, space.full))
     missing = [cut for cut in (*alone, *even) if cut.identity not in file.known]
     if missing:

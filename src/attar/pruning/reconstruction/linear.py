@@ -69,7 +69,7 @@ class LinearReconstructor:
         """Empty statistics of a group, with a column of ones where a Linear has a bias."""
         ones = any(name in self.biases for name in names)
         if ones:
-            return OnesAppended(inputs + 1)
+            return HessianWithBias(inputs + 1)
         return CrossHessian(inputs) if self.originals else Hessian(inputs)
 
     def solve(self, weights: dict[str, Tensor], statistics: Hessian) -> dict[str, Solution]:
@@ -101,7 +101,7 @@ class LinearReconstructor:
         return Solution(new, tensors, report)
 
 
-class OnesAppended(CrossHessian):
+class HessianWithBias(CrossHessian):
     """Statistics of inputs (..., K) with a last one that is always 1: (K + 1, K + 1)."""
 
     def add(self, x: Tensor, original: Tensor | None = None) -> None:

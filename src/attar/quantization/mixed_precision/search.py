@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading.stored import stored_precision
@@ -42,7 +42,7 @@ def choose_bits(
     work: Path,
     progress: Progress,
     candidates: Mapping[str, CandidateGrid] | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The scheme of each Linear under the average bits of the settings. Returns scheme by module name, and
     for the card: the mix, its predicted and measured KL, the trade-off curve.

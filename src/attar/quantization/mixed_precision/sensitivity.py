@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attar.checkpoint.processes import ALONE, Processes
+from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.models.anatomy.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, QuantizedTensor
@@ -52,7 +52,7 @@ def measure(
     fits: Callable[[Grid, tuple[int, int]], bool] = lambda grid, shape: True,
     rounding: RoundFunction = nearest_mse,
     memory: int = MEMORY,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
     """The sensitivity of every group to every candidate, group by group.

@@ -89,7 +89,7 @@ class RunnerSettings:
         return default_activation_bits() if self.activations == "auto" else int(self.activations)
 
 
-def obstacle(checkpoint: Any, settings: RunnerSettings) -> str:
+def why_not_compiled(checkpoint: Any, settings: RunnerSettings) -> str:
     """Why the compiled step does not run a checkpoint; empty where it does. Reads no weights, and builds the
     kernels where they are not built."""
     if settings.runner == "modules":

@@ -65,7 +65,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "des
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
 }
-_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": bodies.StateBody, "description": "Not so."}}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": bodies.StateBody, "description": "The server is not ready."}
+}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "For Prometheus."}
 }

@@ -116,7 +116,9 @@ class BodyBuilder:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._handler.cached_tokens},
-        } | ({"lossy": True} if self._handler.lossy else {})  # typical acceptance: not the model's own law
+        } | (
+            {"lossy": True} if self._handler.lossy else {}
+        )  # typical acceptance: not the model's distribution
 
 
 class CompletionBuilder(BodyBuilder):

@@ -1,4 +1,4 @@
-"""The two halves of a block: plain self-attention, and a dense MLP."""
+"""The two sublayers of a block: plain self-attention, and a dense MLP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DENSE_NEURONS = "intermediate_size_mlp"  # of dense layers between mixtures (Lla
 
 
 @dataclass(frozen=True)
-class BlockHalf:
+class Sublayer:
     """The attention or the MLP of a block: its linear layers, by path from the model."""
 
     family: str
@@ -44,31 +44,31 @@ class BlockHalf:
         )
 
     def error(self, text: str) -> ModelError:
-        """An error about this half."""
+        """An error about this sublayer."""
         return ModelError(f"{self.family}: {text}", hint=HINT)
 
     def _inside(self, path: str) -> str:
         return path.removeprefix(self.where.rpartition(" ")[2] + ".")
 
 
-def read_attention(config: Any, name: str, block: nn.Module, half: BlockHalf) -> Attention:
+def read_attention(config: Any, name: str, block: nn.Module, sublayer: Sublayer) -> Attention:
     """q, k, v, o and the numbers of heads; q, k and v may share one module."""
-    o = half.only("o")
-    fused = half.only("qkv") if half.paths("qkv") else None
-    holder = (fused or half.only("q")).name.rpartition(".")[0]
+    o = sublayer.only("o")
+    fused = sublayer.only("qkv") if sublayer.paths("qkv") else None
+    holder = (fused or sublayer.only("q")).name.rpartition(".")[0]
     width = head_width(config, block.get_submodule(holder.removeprefix(name).lstrip(".")), o.in_features)
-    q, k, v = split(fused, o.in_features, width) if fused else (half.only(role) for role in "qkv")
+    q, k, v = split(fused, o.in_features, width) if fused else (sublayer.only(role) for role in "qkv")
     heads, kv_heads = o.in_features // width, k.out_features // width
     q_fits = q.out_features == heads * width == o.in_features
     kv_fits = k.out_features == v.out_features == kv_heads * width and kv_heads > 0
     if not q_fits or not kv_fits or heads % kv_heads:
-        raise half.error(
-            f"{half.where} does not add up: q, k, v have {q.out_features}, {k.out_features}, "
+        raise sublayer.error(
+            f"{sublayer.where} does not add up: q, k, v have {q.out_features}, {k.out_features}, "
             f"{v.out_features} rows and o has {o.in_features} columns, with heads of {width}"
         )
-    agree(config, "num_attention_heads", heads, f"{half.where} has {{}} heads")
+    agree(config, "num_attention_heads", heads, f"{sublayer.where} has {{}} heads")
     if kv_heads != heads:  # families without groups of heads may carry the number without a meaning
-        agree(config, "num_key_value_heads", kv_heads, f"{half.where} has {{}} KV heads")
+        agree(config, "num_key_value_heads", kv_heads, f"{sublayer.where} has {{}} KV heads")
     norms = tuple(
         f"{name}.{path}"
         for path, module in block.named_modules()
@@ -79,30 +79,32 @@ def read_attention(config: Any, name: str, block: nn.Module, half: BlockHalf) ->
     return Attention(holder, q, k, v, o, heads, kv_heads, width, norms, sinks)
 
 
-def read_mlp(config: Any, half: BlockHalf, *, sized: bool = True) -> Mlp:
+def read_mlp(config: Any, sublayer: Sublayer, *, sized: bool = True) -> Mlp:
     """up, gate and down; gate and up may share one module, gate first.
 
     Args:
         sized: the config must name its number of neurons, where it names any.
     """
-    down = half.only("down")
+    down = sublayer.only("down")
     n = down.in_features
     gate: Projection | None = None
-    if half.paths("gate_up"):
-        fused = half.only("gate_up")
+    if sublayer.paths("gate_up"):
+        fused = sublayer.only("gate_up")
         up_rows = fused.out_features - n
         gate = Projection(fused.name, fused.kind, n, fused.in_features, rows=(0, n))
         up = Projection(fused.name, fused.kind, up_rows, fused.in_features, rows=(n, fused.out_features))
     else:
-        up = half.only("up")
-        gate = half.only("gate") if half.paths("gate") else None
+        up = sublayer.only("up")
+        gate = sublayer.only("gate") if sublayer.paths("gate") else None
     for part in (up, gate):
         if part is not None and part.out_features != n:
-            raise half.error(f"{half.where} does not add up: {part.name} misses the {n} columns of down")
+            raise sublayer.error(
+                f"{sublayer.where} does not add up: {part.name} misses the {n} columns of down"
+            )
     sized = sized and not getattr(config, "block_auto_adjust_ff_dim", False)  # LFM2 rounds its config's
     sizes = [getattr(config, key, None) for key in (*NEURONS, DENSE_NEURONS)]
     if sized and any(isinstance(size, int) for size in sizes) and n not in sizes:
-        raise half.error(f"{half.where} has {n} neurons, but the config says otherwise")
+        raise sublayer.error(f"{sublayer.where} has {n} neurons, but the config says otherwise")
     names = [getattr(config, key, None) for key in ACTIVATIONS]
     activation = next((name for name in names if isinstance(name, str)), "unknown")
     return Mlp(common_parent(up.name, down.name), up, gate, down, n, activation)

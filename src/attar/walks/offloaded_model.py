@@ -103,7 +103,7 @@ class BlockCall:
         return module(hidden, *self.args, **self.kwargs)
 
 
-class Skeleton:
+class OffloadedModel:
     """The model on the meta device, parts of which are loaded for a while."""
 
     def __init__(self, checkpoint: Any, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class Skeleton:
                 store[number] = output if isinstance(output, Tensor) else output[0]
 
     @contextmanager
-    def headed(self, used: Tensor) -> Iterator[None]:
+    def with_lm_head(self, used: Tensor) -> Iterator[None]:
         """Everything outside the blocks in memory (the embedding's used rows, final norm, head), for
         :meth:`logits`."""
         self._load_outer(used)
@@ -185,7 +185,7 @@ class Skeleton:
 
     def logits(self, batch: Tensor, hidden: Tensor) -> Tensor | None:
         """Logits (B, S, V) from the hidden states (B, S, D) after the last block; None for a model without a
-        head. After :meth:`trace`, inside :meth:`headed`."""
+        head. After :meth:`trace`, inside :meth:`with_lm_head`."""
         with ExitStack() as stack:
             for block in self.blocks:
                 stack.enter_context(fixed_output(block.module, hidden, self.extra))
