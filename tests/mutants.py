@@ -509,8 +509,8 @@ MUTANTS = (
     # GGUF
     M(
         "deployment/importance.py",
-        "return informed(means if",
-        "return (means if",
+        "return informed(means)",
+        "return means",
         "deployment/test_gguf_export.py::test_an_input_that_was_never_seen_counts_as_a_usual_one",
     ),
     M(
@@ -521,7 +521,7 @@ MUTANTS = (
     ),
     M(
         "deployment/gguf_codes.py",
-        "            check_range(str(one.stored), weight, quantized)\n",
+        "            check_range(str(placement.stored), weight, quantized)\n",
         "",
         "deployment/test_gguf_export.py::test_weights_that_float16_scales_cannot_hold_are_refused",
     ),
@@ -533,7 +533,7 @@ MUTANTS = (
     ),
     M(
         "deployment/gguf_type_search.py",
-        "        if math.isfinite(one.kl):\n",
+        "        if math.isfinite(sensitivity.kl):\n",
         "        if True:\n",
         "deployment/test_gguf_type_search.py",
     ),

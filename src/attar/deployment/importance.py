@@ -81,9 +81,9 @@ class InputImportance:
         if entry is None or len(placement.shape) != 2 or not bool((torch.as_tensor(entry.count) > 0).any()):
             return None
         means = entry.importance()
-        return informed(
-            means if placement.expert is None else means.reshape(placement.experts, -1)[placement.expert]
-        )
+        if placement.expert is not None:
+            means = means.reshape(placement.experts, -1)[placement.expert]
+        return informed(means)
 
 
 def importance_of(
