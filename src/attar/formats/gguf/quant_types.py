@@ -54,8 +54,6 @@ DEFAULTS = {
 }  # fmt: skip
 """The type of most tensors of each mix."""
 
-"""Their names."""
-
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 """Other names of mixes."""
 

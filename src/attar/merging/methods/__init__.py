@@ -98,7 +98,7 @@ _ALL = (
         "along the arc between two models, or between their task vectors", "Shoemake 1985; mergekit",
         shared=(_flag("nuslerp_row_wise", False), _flag("nuslerp_flatten", True)), per_model=(WEIGHT,)),
     MergeMethod("multislerp", multislerp, "optional", (1, None),
-        "weighted mean of directions, in the plane that touches the sphere at their average", "mergekit",
+        "weighted mean of directions in the tangent plane of the sphere at their average", "mergekit",
         shared=(_flag("normalize_weights", True), _positive("eps", 1e-8)), per_model=(WEIGHT,),
         joint=_check_weights),
     MergeMethod("karcher", karcher, "member", (1, None),

@@ -1,4 +1,4 @@
-"""Multislerp: the weighted mean of several directions, taken in the plane that touches the sphere at their
+"""Multislerp: the weighted mean of several directions, taken in the tangent plane of the sphere at their
 average; mergekit's own.
 
     W_i = w_i / sum_j w_j ,  u_i = x_i / (|x_i| + eps) ,  m = sum_i W_i u_i / |sum_i W_i u_i|
