@@ -142,7 +142,7 @@ def test_configs_say_what_readers_ask_for():
     assert config["quantized_layers"] == older["quantization"]["quantized_layers"]
     assert config["quantized_layers"]["a.k_proj"] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     assert [group["targets"] for group in config["config_groups"].values()] == [["a.q_proj"], ["a.k_proj"]]
-    with pytest.raises(ModelError, match="FP8_PER_CHANNEL_PER_TOKEN in a checkpoint of its own"):
+    with pytest.raises(ModelError, match="FP8_PER_CHANNEL_PER_TOKEN in a separate checkpoint"):
         modelopt.quantization_config({**mixed, "a.v_proj": "FP8_PER_CHANNEL_PER_TOKEN"}, [])
 
 

@@ -8,7 +8,7 @@ tensors; layouts.py has the bytes. Further tensors of a module:
     k_scale, v_scale  float (1,)   of an attention module, with ``kv_cache_scheme``
 
 An int8 embedding is ``naive-quantized``: ``weight`` int8 (V, D) and ``weight_scale`` (V, 1). A head tied to
-it stores a scale of its own and no weight: transformers ties the int8 weight and then decodes embedding and
+it stores a separate scale and no weight: transformers ties the int8 weight and then decodes embedding and
 head each with its scale.
 
 A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format ignores Conv1D and
@@ -255,8 +255,8 @@ class CompressedTensorsReader(PackedReader):
         return shape[0], shape[1] * 2 if form in (NVFP4, MXFP4) else shape[1]
 
     def _group(self, name: str) -> ConfigGroup:
-        """The group of a coded weight: the one that names it, else the first one with a class name whose
-        layout fits the tensors."""
+        """The config group of a coded weight: the group that names the weight, else the first group of a
+        class name whose layout fits the tensors."""
         base = name.rpartition(".")[0]
         self.stored(f"{base}.{SCALE}")
         if name.endswith(PACKED) and self.checkpoint.tensors[name].dtype == "I32":

@@ -19,7 +19,7 @@ A code is stored as signed code + 2^(b-1). ExLlamaV2 computes in float16, and so
 
 Outputs that pad M have scale code 15 and code 0. The tensors do not state N where it is no multiple of 32: it
 is read from ``rows`` in ``quantization_config``, a key that ExLlamaV2 ignores, else from a bias or, for the
-head, the vocabulary. Embeddings and norms are float16. A model with tied embeddings stores a head of its own.
+head, the vocabulary. Embeddings and norms are float16. A model with tied embeddings stores a separate head.
 """
 
 from __future__ import annotations

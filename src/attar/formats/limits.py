@@ -53,7 +53,7 @@ def limits(
     kv_heads: int = 0,
     activations: bool = False,
 ) -> list[str]:
-    """The limits of a packed checkpoint, each with the first layer that has it; the first is that of tensor
+    """The limits of a packed checkpoint, each with the first layer that has it; the first is of tensor
     parallelism. Empty for an unknown format.
 
     Args:

@@ -237,7 +237,7 @@ def _by_algorithm(layers: Mapping[str, str]) -> dict[str, list[str]]:
     other = next((name for name in names if name not in MIXABLE), None)
     if len(names) > 1 and other:
         raise ModelError(
-            f"engines read ModelOpt's {other} in a checkpoint of its own, not with {', '.join(names)}",
+            f"engines read ModelOpt's {other} in a separate checkpoint, not with {', '.join(names)}",
             hint="one scheme for all layers",
         )
     return {name: [module for module, chosen in layers.items() if chosen == name] for name in names}

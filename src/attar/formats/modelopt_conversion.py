@@ -123,7 +123,7 @@ class FromCompressedTensors:
         return algorithm
 
     def _ignored(self) -> list[str]:
-        """Dense modules by name: those that the config names, and every matrix without codes."""
+        """Dense modules by name: modules that the config names, and every matrix without codes."""
         named = [name for name in self._scheme.ignore if not name.startswith("re:")]
         matrices = [
             info.name.removesuffix(".weight")

@@ -125,7 +125,7 @@ class QweightReader(PackedReader):
         return self._fitting(name.removesuffix(f".{QWEIGHT}")) if self.is_coded(name) else None
 
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
-        """As in the base class. The rule is that of the numbers, whatever the config states: symmetric where
+        """As in the base class. The numbers decide the rule, whatever the config states: symmetric where
         every zero point is the middle of the codes, ordered where the groups are not neighbours."""
         if not self.is_coded(name):
             return None

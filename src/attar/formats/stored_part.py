@@ -16,8 +16,8 @@ class StoredPart:
         shape: of the stored tensor.
         index: along its first dimension; None: all.
         heads: its rows are divided into so many blocks, along a new first dimension; 0: they are not.
-        axis: that of ``rows``, after the division.
-        rows: those that are taken; None: all.
+        axis: of ``rows``, after the division.
+        rows: the taken rows; None: all.
         turned: the last two dimensions are swapped, at the end.
     """
 

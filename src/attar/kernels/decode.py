@@ -140,7 +140,7 @@ class ModelWeights:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of packed weights that a step of one token reads: of experts those that are active."""
+        """Bytes of packed weights that a step of one token reads: of experts the active ones."""
         return sum(layer.read_bytes for layer in self.layers) + self.head.nbytes
 
 
@@ -153,7 +153,7 @@ class Program:
         threads: None: ``default_threads()``.
         bits: of activations, 8 or 16: see :meth:`attar.kernels.product.ThreadPool.multiply`.
         kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale per token and head.
-        threads_of: a program whose threads run this one too, never both at a time; None: threads of its own.
+        threads_of: a program whose threads run this one too, never both at a time; None: its own threads.
         pool: of another program of the same shapes, which both use; None: its own.
 
     Raises:

@@ -34,7 +34,7 @@ class DrafterWeights:
     """A block drafter.
 
     Attributes:
-        model: its layers, the target's embedding and that of masks, and the head (v, H) behind its norm.
+        model: its layers, the embeddings of the target and of masks, and the head (v, H) behind its norm.
         context: W_c (H, m H).
         context_norm: float32 (H,).
         drafts: K, most tokens of a chain.
@@ -160,7 +160,7 @@ class DraftProgram(Program):
             structures.raise_for(code, "a drafter's context")
 
     def draft(self, spans: Sequence[DraftSpan]) -> DraftedBlocks:
-        """A block for each sequence. The keys and values of its own tokens are of this round only.
+        """A block for each sequence. The keys and values of the block's tokens are of this round only.
 
         Raises:
             MemoryError: no memory for intermediate results; the same round may be run again.

@@ -1,6 +1,6 @@
 """The compiled search for the scales of llama.cpp's block formats: tensors in, tensors out.
 
-csrc/ggml_search.h describes the algorithm: that of quantization/grids/ggml_search.py with more trials and a
+csrc/ggml_search.h describes the algorithm of quantization/grids/ggml_search.py with more trials and a
 lower error. Without a compiler that file is the fallback.
 """
 

@@ -4,7 +4,7 @@
     cosine_ij     = <d_i, d_j> / (|d_i| |d_j|)      1 the same change, 0 unrelated, -1 opposite
     agreement_ij  = share of the entries that both changed in which the signs agree; 1/2 is chance
     norm_i        = |d_i| / |b|                     how far the model moved from the base
-    overruled_i   = share of the entries it changed whose sign is not that of sum_j d_j
+    overruled_i   = share of the entries it changed whose sign differs from the sign of sum_j d_j
 
 The last is the part that the vote of TIES would remove before any trimming (Yadav et al. 2023, arXiv
 2306.01708, section 3, "elect sign"); as there, a sum of exactly zero elects +1. The merge's weights are not

@@ -4,8 +4,8 @@
                       y = method(x_1 .. x_n, base)               written in place into its shard
 
 Several outputs are merged in parallel, one thread each; an output that reads more than :data:`TOGETHER` runs
-alone. So peak memory is that of the largest output, whatever the model's size. Random methods draw from a
-stream for each (seed, output tensor, index of the model), so that no result depends on order, shards or
+alone, so that the largest output decides the peak memory, whatever the model's size. Random methods draw from
+a stream for each (seed, output tensor, index of the model), so that no result depends on order, shards or
 threads.
 """
 

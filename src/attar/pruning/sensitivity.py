@@ -48,7 +48,7 @@ Pruning = Callable[[str, float], NewWeight]
 def measured_fractions(
     task: PruneTask, linears: Linears, sparsity: Sparsity
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The fraction of each layer by module name; for the card its KL, and that of equal fractions.
+    """The fraction of each layer by module name; for the card its KL, and the KL of equal fractions.
 
     The sum of the groups' KLs is an approximation, so the choice, equal fractions, and the middle of both are
     measured as a whole, and the best one is taken.

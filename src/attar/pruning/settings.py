@@ -1,4 +1,4 @@
-"""Settings of pruning: those that every method takes, and a class for each method. Free of torch."""
+"""Settings of pruning: the settings of every method, and a class for each method. Free of torch."""
 
 from __future__ import annotations
 

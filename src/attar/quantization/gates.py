@@ -10,7 +10,7 @@ An **error** means that the result is unusable, and decides the exit code. A **w
     layer      output error not finite: error.  Above RTN's, or 1 and more: warning
     tokens     none seen: error.  Few: warning
     inputs     always zero in the calibration text: one warning for all layers
-    model      KL(original || result) not finite, or at least that of a model blind to the context: error.
+    model      KL(original || result) not finite, or at least the KL of a model blind to the context: error.
                At least half of that: warning.  A greedy sample that is one token repeated: error, where the
                KL is at least a twentieth of the blind one's; else a warning (weak models do it too)
 

@@ -140,7 +140,7 @@ class LayerSolver:
         self, weights: Mapping[str, Tensor], shared: Mapping[str, Any], order: Tensor | None
     ) -> Iterator[StackedLayers]:
         """The weights that are rounded in one call: those on one grid, where the method allows it. Each
-        weight loses a fraction of its own."""
+        weight loses its own fraction."""
         stacked = self.method.stacked and (self.sparsity is None or bool(self.sparsity.of))
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):
             names = [name for name in weights if self.layers[name].grid == grid]

@@ -108,7 +108,7 @@ def plan(
         settings: schemes and exceptions; of several overrides that match, the last one decides.
         assigned: scheme by module name, as an allocator chose it; overrides and ignore take precedence.
         group_order: act-order "group": the group of each input is stored.
-        dtype: type of the stored scales; None: that of each weight.
+        dtype: type of the stored scales; None: the type of each weight.
 
     Raises:
         ModelError: the checkpoint is quantized already, or nothing in it can be.

@@ -33,7 +33,7 @@ class RoundingTask:
     Attributes:
         checkpoint: dense; the plan was made for it.
         work: folder of finished parts, which the processes share; survives a kill.
-        processes: those that take the walk together.
+        processes: all that take the walk together.
         after_blocks: called with the hidden states after the last block, where a sweep rounds.
     """
 

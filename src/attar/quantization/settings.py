@@ -1,4 +1,4 @@
-"""Settings of quantization: those that every method takes, and a class for each method. Free of torch."""
+"""Settings of quantization: the settings of every method, and a class for each method. Free of torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TransformSettings:
     """What is done to the float model before it is rounded."""
 
     rotate: bool = _option(False, "rotate the residual stream by a Hadamard matrix first")
-    untie: bool = _option(False, "rotate: a head tied to the embedding may become a tensor of its own")
+    untie: bool = _option(False, "rotate: a head tied to the embedding may become a separate tensor")
     smooth: str = _option(
         "auto",
         "scale channels first, folded into the layer before; auto: what the method implies",
@@ -109,7 +109,7 @@ class CalibrationSettings:
     )
     moe_calibrate: str = _option(
         "routed",
-        "tokens that count for an expert: routed: those that its router gives it, filled up to moe_floor; "
+        "tokens that count for an expert: routed: the tokens of its router, filled up to moe_floor; "
         "all: every token. What leaves the experts is what the router chose either way",
         ("routed", "all"),
     )

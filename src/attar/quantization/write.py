@@ -174,7 +174,7 @@ def _embedding(chosen: QuantizationPlan, name: str, weight: Tensor) -> dict[str,
 
 
 def _scaled(chosen: QuantizationPlan, embedding: str) -> list[str]:
-    """Names of the scales of an int8 embedding: its own, and that of a head tied to it."""
+    """Names of the scales of an int8 embedding: the embedding's, and the scale of a head tied to it."""
     owners = [embedding, chosen.tied_head] if chosen.tied_head else [embedding]
     return [f"{owner}.{layouts.SCALE}" for owner in owners]
 

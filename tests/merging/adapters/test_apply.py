@@ -221,7 +221,7 @@ def with_tokenizer(folder, tokens, template=None):
 @pytest.mark.parametrize(
     ("tokens", "count", "template", "words"),
     [
-        (322, 322, "adapter", "the tokenizer is that of lora"),
+        (322, 322, "adapter", "the tokenizer comes from lora"),
         (323, 320, "model", "323 tokens, and the model 322 rows"),
         (0, 320, "model", ""),  # the adapter has none
     ],

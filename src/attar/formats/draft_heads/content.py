@@ -1,7 +1,7 @@
 """A draft head apart from its modules, and what its layouts have in common.
 
 ``values`` is what ``HeadConfig.to_dict`` gives (attar.models.draft_heads.config), ``tensors`` the state of
-its modules. A layout states some of the values in words of its own; the others are under ``attar`` in its
+its modules. A layout states some of the values in its own words; the others are under ``attar`` in its
 config.
 """
 

@@ -1,7 +1,7 @@
 """The reduced vocabulary in published layouts: d2t and t2d.
 
 d2t int64 (v,) is an offset: target token = draft token + d2t[draft token]. t2d bool (V,) says which of the
-target's tokens there are; engines ignore it, trainers want it. A reduced head has a matrix of its own, too.
+target's tokens there are; engines ignore it, trainers want it. A reduced head has a separate matrix, too.
 
 Letters: V tokens of the target, v of the head.
 """

@@ -126,8 +126,8 @@ class Architecture:
         square: heads times their width must be the hidden size.
         equal_heads: there must be as many KV heads as heads.
         ropes: kinds of rotary embedding; none: there is no rotary embedding.
-        window: ``all``: every block has the sliding window; ``marked``: those that the config marks; a number
-            n: every block but each n-th, where the config marks none; None: there is none.
+        window: ``all``: every block has the sliding window; ``marked``: the blocks that the config marks; a
+            number n: every block but each n-th, where the config marks none; None: no block has a window.
         window_applied: llama.cpp applies it; window_needed: and needs a block that has it.
         scale_by_layers: blocks at which llama.cpp divides queries by the root of hidden / heads, not of the
             head's width; 0: the config has no such number (Gemma's ``query_pre_attn_scalar``).
@@ -324,7 +324,7 @@ def _check_sizes(measured: Sizes, architecture: Architecture) -> None:
         )
     if architecture.square and measured.heads * measured.head != measured.hidden:
         raise ModelError(
-            f"{family}: GGUF's {architecture.arch} has no width of a head of its own, so {measured.heads} "
+            f"{family}: GGUF's {architecture.arch} has no separate width of a head, so {measured.heads} "
             f"heads of {measured.head} in a width of {measured.hidden} cannot be written",
             hint="such a model comes from removing heads; remove neurons or layers instead",
         )

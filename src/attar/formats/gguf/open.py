@@ -197,7 +197,7 @@ def _key(opened: GGUF) -> str:
 
 
 def card_of(file: Path) -> Card | None:
-    """The card next to the file, or that of its folder where it lists the file."""
+    """The card next to the file, or the folder's card where that lists the file."""
     path = file.with_name(model_name(file) + CARD)
     if path.is_file():
         return Card.from_dict(read_json(path), path)

@@ -69,7 +69,7 @@ class Placement:
 
     @property
     def piece(self) -> str:
-        """A name of its own: that in the file, of an expert with its number."""
+        """A unique name: the name in the file, for an expert with its number."""
         return self.gguf if self.expert is None else piece_name(self.gguf, self.expert)
 
     @property
@@ -99,7 +99,7 @@ class Placement:
 
         Args:
             tensor: as :meth:`apply` returned it.
-            dtype: of the result; None: that of ``tensor``.
+            dtype: of the result; None: as ``tensor``.
         """
         restored = tensor - self.plus if self.plus else tensor
         if self.rows is not None:

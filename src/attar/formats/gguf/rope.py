@@ -122,7 +122,7 @@ def _kind(settings: Mapping[str, Any], architecture: Architecture) -> str:
 
 
 def _original(config: Mapping[str, Any], architecture: Architecture) -> Any:
-    """The config's entry goes before that of the rope settings, as in transformers."""
+    """The config's entry goes before the entry of the rope settings, as in transformers."""
     return config[ORIGINAL] if ORIGINAL in config else architecture.defaults.get(ORIGINAL)
 
 

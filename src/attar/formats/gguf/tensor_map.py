@@ -92,7 +92,7 @@ def _check(config: Mapping[str, Any], arch: Architecture) -> None:
 def _check_tied(config: Mapping[str, Any], arch: Architecture) -> None:
     tied = _tied(config, arch)
     if arch.head == "never" and not tied:
-        raise ModelError(f"{arch.family}: GGUF's {arch.arch} has no head of its own, so it must be tied")
+        raise ModelError(f"{arch.family}: GGUF's {arch.arch} has no separate head, so the head must be tied")
     if arch.head_bias and tied:
         raise ModelError(f"{arch.family}: GGUF's {arch.arch} has no tied head")
 
@@ -195,7 +195,7 @@ def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]
     if shape != placement.stored_shape:
         raise CheckpointError(
             f"tensor {name!r} is {list(shape)}, but the config says {list(placement.stored_shape)}",
-            hint="GGUF has one width for all blocks, that of the config",
+            hint="GGUF has one width for all blocks, from the config",
         )
     return replace(placement, stored=name)
 

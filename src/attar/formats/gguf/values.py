@@ -64,7 +64,7 @@ class TypedValue:
 
 MetadataValue = bool | int | float | str | bytes | list[Any] | TypedValue
 """A metadata value. Without a type an int is u32, below zero i32, beyond 32 bits u64 or i64; a float is f32;
-a list has the type of its elements, an empty one that of strings."""
+a list has the type of its elements, an empty list the type of strings."""
 
 
 def value_kind(value: Any) -> str:
@@ -138,7 +138,7 @@ def _type_id(kind: str) -> int:
 
 
 def _common_kind(values: Any) -> str:
-    """The type of a list's elements: that of all, or the one that holds all numbers."""
+    """The common type of a list's elements, or the type that holds all numbers."""
     kinds = list(dict.fromkeys(value_kind(value) for value in values))
     if len(kinds) == 1:
         return kinds[0]

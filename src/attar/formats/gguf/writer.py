@@ -74,7 +74,7 @@ class GGUFWriter:
         metadata: keys and values, in the order of the file.
         infos: every tensor, in the order of the file.
         alignment: where tensors start; a power of two, at least 8.
-        max_bytes: of a file at most; a tensor that is larger has a file of its own. None: one file.
+        max_bytes: of a file at most; a larger tensor has a separate file. None: one file.
         processes: they write together; all open the writer, and all call :meth:`finish`.
 
     Raises:
@@ -123,7 +123,7 @@ class GGUFWriter:
         return list(self._missing)
 
     def add(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None:
-        """Write one tensor, or one of those that it stacks. The input is not changed and not kept.
+        """Write one tensor, or one expert of a stack. The input is not changed and not kept.
 
         Args:
             tensor: of a block type the bytes, uint8 (..., row_bytes); otherwise of the info's type and shape.

@@ -86,7 +86,7 @@ class AdaptedCheckpoint:
             return tokenizer_folder(self.checkpoint), (
                 note + "the model keeps its own, and its chat template",
             )
-        return self.folder, (f"the tokenizer is that of {self.folder.name}",)
+        return self.folder, (f"the tokenizer comes from {self.folder.name}",)
 
     def _resize(self, old: int, rows: int) -> None:
         """Set the vocabulary's size for an embedding that is replaced by one with more rows."""

@@ -135,7 +135,7 @@ def parse_reference(located: Located) -> ModelReference:
     if len(adapters) > 1:
         raise RecipeError(
             f"{located.where}: the model {located.value!r} has more than one '+'",
-            hint="add one adapter here and the next one in a document of its own",
+            hint="add one adapter here and the next one in a separate document",
         )
     lora = _with_revision(adapters[0], located) if adapters else None
     return ModelReference(_with_revision(model, located), lora, located.where)

@@ -151,7 +151,7 @@ class TokenChoice:
     Attributes:
         source: a model (its own embedding of that token), a token of a model, ``"zero"``, or None: by the
             rules for all tokens.
-        force: use it for every model, also for those that have the token.
+        force: use it for every model, also for models that have the token.
     """
 
     source: ModelReference | ModelToken | str | None

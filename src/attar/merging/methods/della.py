@@ -39,7 +39,7 @@ def della(
     compat: str = "mergekit",
     elect: bool = True,
 ) -> Tensor:
-    """Entries dropped at random, small ones more often; the mean of those that agree in sign.
+    """Entries dropped at random, small ones more often; the mean of the entries that agree in sign.
 
     Args:
         density: mean probability that an entry is kept, of each model; 1: all are kept.

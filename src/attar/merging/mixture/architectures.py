@@ -35,7 +35,7 @@ class MixtureArchitecture:
         model_type, class_name: of its config.
         dense: model types of the models that it is made of.
         shared: numbers of shared experts that it may have.
-        shared_gate: the shared expert has a router row of its own, and so needs prompts.
+        shared_gate: the shared expert has its own router row, and so needs prompts.
         block: of a layer's mixture, inside the layer.
         parts: names of an expert's gate, up and down projections.
         biases: q, k and v have biases; zeros where the dense model has none.

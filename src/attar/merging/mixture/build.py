@@ -210,7 +210,7 @@ def _output_tensor(tensor: MixtureTensor, rows: Tensor, dtype: torch.dtype, seed
 
 
 def _noise(weight: Tensor, seed: int, name: str) -> Tensor:
-    """Normal noise of a weight's shape and type, from a stream of its own for each (seed, name)."""
+    """Normal noise of a weight's shape and type, from a separate stream for each (seed, name)."""
     key = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big"))
     return torch.randn(weight.shape, generator=generator).to(weight.dtype)

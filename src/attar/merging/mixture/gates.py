@@ -74,7 +74,7 @@ def alike(rows: Tensor, threshold: float = 5.0) -> list[int]:
 
 
 def _pooled(states: Tensor, expert: ExpertSource) -> Tensor:
-    """Mean of the positive prompts' states (prompts, layers, D) less that of the negative ones."""
+    """Mean states (layers, D) of the positive prompts less the mean states of the negative prompts."""
     split = len(expert.positive)
     positive = states[:split].mean(0)
     return positive - states[split:].mean(0) if expert.negative else positive

@@ -1,4 +1,4 @@
-"""The result's ``config.json``: that of one parent, the donor, with what the merge changed."""
+"""The result's ``config.json``: the config of one parent, the donor, with the changes of the merge."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_donor(donor: MergeModel, shapes: Mapping[str, tuple[int, ...]], tensor
     """Refuse a base model that only gives its config and whose tensors have other shapes than the result's.
 
     Args:
-        shapes: of the result's tensors by name, without those that have one row a token.
+        shapes: of the result's tensors by name, without tensors of one row a token.
 
     Raises:
         ModelError: names the tensor, both models and both shapes.

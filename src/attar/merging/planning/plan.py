@@ -32,7 +32,7 @@ class OutputTensor:
 
     Attributes:
         dtype: torch's name of the type that is written.
-        shape: with a vocabulary, that of the merged one.
+        shape: with a vocabulary, the merged shape.
         inputs: the method's ``tensors``, in the order of the file; of a ``copied`` output the single tensor.
         base: the method's ``base``.
         shared: the method's shared parameters by their name in YAML, complete.

@@ -92,7 +92,7 @@ class MergePreview:
 
     Attributes:
         prepared: the documents that can be planned before any other is merged.
-        later: names of those that need their results.
+        later: names of the documents that need their results.
     """
 
     prepared: tuple[PreparedMerge | PreparedMixture, ...]

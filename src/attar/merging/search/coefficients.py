@@ -80,7 +80,7 @@ class SearchSpace:
         """The space of a configuration.
 
         Raises:
-            UsageError: it has no number that can be searched, or its method has a search of its own.
+            UsageError: it has no number that can be searched, or its method has its own search.
         """
         if config.method in SEARCHED:
             raise UsageError(

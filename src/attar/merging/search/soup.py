@@ -66,8 +66,8 @@ def greedy_soup(
         losses: held-out loss of every ingredient, nats a token; equal ones keep their order.
         loss_of_mean: held-out loss of the mean of some ingredients, given in their order; called once for
             each ingredient but the best.
-        strict: keep only ingredients that lower the loss (the authors' code); else also those that leave it
-            equal (paper).
+        strict: keep only ingredients that lower the loss (the authors' code); else also ingredients that
+            leave the loss equal (paper).
 
     Raises:
         NumericsError: no ingredient has a finite loss.

@@ -104,8 +104,8 @@ def choose_chat_template(setting: str | None, folders: Sequence[Path], base: int
         base: index of the base model, or None.
 
     Returns:
-        the template. With ``auto`` that of most models, of equally common ones the base's, else the first;
-        None if no model has any. None without a setting: the copied files keep theirs.
+        the template. With ``auto`` the template of most models, of equally common ones the base's, else the
+        first; None if no model has a template. None without a setting: the copied files keep their templates.
 
     Raises:
         SettingsError: no such name, or not a Jinja text.

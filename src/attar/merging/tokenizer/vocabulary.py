@@ -164,11 +164,11 @@ class MergedVocabulary:
         """How every model's tokens align, as plain values.
 
         Returns:
-            ``tokens`` and ``rows`` of the output, ``padding`` rows without a token, ``source``, whose
-            tokenizer it starts from, and for each model: ``tokens`` (with a row) and ``rows`` of its own; of
-            the output's tokens those that it keeps its own row for, ``shared`` with another model or
-            ``alone``, and those that it takes the default for: ``missing``, by rule in ``defaults``;
-            ``dropped``, tokens that the output does not have; ``unchanged``: its matrices stay as they are.
+            ``tokens`` and ``rows`` of the output, ``padding`` rows without a token, ``source``, the model
+            whose tokenizer the output starts from, and for each model: its ``tokens`` (with a row) and ``rows``; of
+            the output's tokens the kept rows, ``shared`` with another model or ``alone``, and the default
+            rows: ``missing``, by rule in ``defaults``; ``dropped``, tokens that the output does not have;
+            ``unchanged``: the model's matrices stay as they are.
         """
         rules = self.token_rows.rules
         named = rules >= 0

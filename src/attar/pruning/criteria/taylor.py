@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def taylor_importance(scoring: UnitScoring) -> Tensor:
-    """I, float64 (layers, U). Does not modify the model; its memory is that of the blocks' gradients.
+    """I, float64 (layers, U). Does not modify the model; its memory is the memory of the blocks' gradients.
 
     Raises:
         NumericsError: a gradient is not finite.

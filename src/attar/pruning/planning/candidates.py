@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from attar.pruning.task import PruneTask
 
 HELD_OUT = 8_192  # tokens on which candidates are judged
-LEARNING_RATE = 2e-4  # that of attar recover
+LEARNING_RATE = 2e-4  # as in attar recover
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def pick_candidates(trials: Sequence[Any], structures: Sequence[tuple[str, ...]]
     best others.
 
     Args:
-        trials: the best first; structures: those that each of them cuts.
+        trials: the best first; structures: the structures that each trial cuts.
     """
     pairs = list(zip(trials, structures, strict=True))
     depth = [trial for trial, cut in pairs if cut == ("layers",)]

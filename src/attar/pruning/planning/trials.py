@@ -113,7 +113,7 @@ def _trial(
 
 
 def scanned_grid(grid: PlanGrid, known: Mapping[str, QualityCurve]) -> PlanGrid:
-    """The amounts between those that were measured and did not break the model."""
+    """The amounts between the measured amounts that did not break the model."""
     parts = []
     for name, values in zip(STRUCTURES, grid, strict=True):
         least = known[name].points[0][0] if name in known else values[-1]

@@ -88,7 +88,7 @@ class ReconstructionPlan:
         kind: "linear", or "block".
         pruned: the pruned weights (N, K) of all Linears of the blocks in their stored type, by module name.
         solved: names of the Linears that least squares change.
-        trained: names of those that the training of blocks changes.
+        trained: names of the tensors that the training of blocks changes.
         originals: least squares compare with the original model's inputs, see :class:`LinearReconstructor`.
         removed: numbers of the blocks that are gone.
     """

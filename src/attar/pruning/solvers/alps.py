@@ -13,7 +13,7 @@ conjugate gradients (least_squares.py).
     after each 3 steps:  rho <- 1.3 rho, 1.2 rho or 1.1 rho ,  the faster the more of the support changed
 
 Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from quantization's hessian.py; P the weight that fits
-the outputs, D the one that is sparse, V their multipliers (all N, K); the support is where D is not 0; rho
+the outputs, D the sparse matrix, V their multipliers (all N, K); the support is where D is not 0; rho
 how strongly P and D are drawn together.
 
 SparseGPT decides about a weight when its loop reaches the column, and never again; here every step may change

@@ -29,7 +29,7 @@ def masked_least_squares(
     start: Tensor | None = None,
     target: Tensor | None = None,
 ) -> Tensor:
-    """The weight with the kept weights corrected for those that are gone, float32 (N, K); it is exactly zero
+    """The weight with the kept weights corrected for the pruned weights, float32 (N, K); exactly zero
     where the mask is False. Does not modify its inputs, but that H's diagonal is damped meanwhile.
 
     Args:

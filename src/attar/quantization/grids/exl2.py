@@ -14,7 +14,7 @@ whose scale is repeated.
 How s is chosen, group by group:
 1. e of each row on a ladder of scales, from clipped to coarse;
 2. for h on a fine ladder: each row takes the better of the two c around its best scale, e interpolated
-   between the steps of 1; of the four h of least total error the one that measures best;
+   between the steps of 1; of the four h of least total error the best by measurement;
 3. c one up or down, by the error itself with the codes that this scale gives.
 
 Refitting h to these codes by least squares gained almost nothing on trained layers, and is left out.
@@ -176,7 +176,7 @@ def fit(x: Tensor, importance: Tensor | None, bits: int) -> tuple[Tensor, Tensor
 
 
 def _ladder(bits: int) -> Tensor:
-    """The scales tried, in units of the one that maps the largest magnitude to the lowest code: from strong
+    """The scales tried, in units of the scale that maps the largest magnitude to the lowest code: from strong
     clipping to a step coarser than necessary."""
     low, high = REACH[bits]
     return low * (high / low) ** (torch.arange(STEPS) / (STEPS - 1.0))

@@ -13,7 +13,7 @@ Letters: a global scale of the whole weight W; t stored scale of a group of weig
 computes it; e exponent of a group; F the eight magnitudes 0 .5 1 1.5 2 3 4 6; q code 0 to 15: bit 3 the sign,
 bits 0 to 2 the index in F.
 
-Differs from the MX specification: the exponent is that of max|w| after 1/4 of its leading bit was added, so
+Differs from the MX specification: the exponent of max|w| is taken after 1/4 of its leading bit was added, so
 that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
 (compressed-tensors; the specification cuts off and saturates). Halves round to the even code. Where every
 weight of a group is zero its scale is 1 (MXFP4), and exponents stay in -126 to 127.

@@ -5,7 +5,7 @@
     mse:          r = argmin over R of  e(r) = sum v (w - w'(r))^2;  R and -R where the grid is signed
 
 Letters: r factor on a tile's range, the grids' ``shrink``; w weights of a tile; w'(r) the decoded weights
-when the range is r times that of the grid's own rule; v (K,) importance of an input; R the factors tried.
+when the range is r times the range of the grid's rule; v (K,) importance of an input; R the factors tried.
 
 The error is measured with the grid's own encode and decode and the rounding to its storage type, so that the
 levels, the rounding of scales and the zero are taken into account. A grid whose own rule searches
@@ -45,7 +45,7 @@ def choose_scales(
         percentile: p, the part of a tile's magnitudes that stays in range.
         low: smallest factor of "mse".
         high: largest factor of "mse"; above 1 where a grid's own rule clips.
-        steps: number of factors that "mse" tries in addition to 1; its error is never above that of "absmax".
+        steps: number of factors that "mse" tries in addition to 1; no error is above the error of "absmax".
 
     Raises:
         SettingsError: ``how``, ``percentile`` or the range of factors is not allowed.

@@ -158,7 +158,7 @@ def mix(
 
 
 def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:
-    """The groups, with a loss for those that seem to cost nothing in any format.
+    """The groups, with a loss for groups that seem to cost nothing in any format.
 
     The measured text never switched on their inputs, which says nothing of other text: each of their options
     costs what it costs in the median over the other groups.

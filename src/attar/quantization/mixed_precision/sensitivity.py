@@ -61,7 +61,7 @@ def measure(
         model, batches, file, key, blocks, after_blocks, memory, processes: as in
             :func:`attar.sensitivity.weight_changes.measure_changes`.
         groups: names of Linears (or Conv1D, or Embedding) by group.
-        dtype: of the stored weights; None: that of the loaded ones.
+        dtype: of the stored weights; None: as loaded.
         fits: whether a grid suits an (N, K) weight; a candidate is left out for a group where it does not.
 
     Raises:

@@ -153,7 +153,7 @@ def transform(
         activations: ``smoothquant``: the format of the inputs, one row a token; None: they are not rounded.
         alpha: ``smoothquant``: migration strength; None: searched.
         folds: some of :data:`FOLDS`; None: all, or with a given ``alpha`` the norms alone, as in the paper.
-        untie: ``rotate``: a tied head may become a tensor of its own.
+        untie: ``rotate``: a tied head may become a separate tensor.
         seed: ``rotate``: of the random signs.
         dtype: of all floating-point tensors of the result; None keeps each one's. A rotated weight in
             bfloat16 has one more rounding error.
@@ -348,7 +348,7 @@ def _rotate(
     if facts.tied and not untie:
         raise ModelError(
             f"{checkpoint.path}: its head is tied to the embedding, and the final norm's weight can only "
-            f"move into a head of its own ({embedding.nbytes:,} bytes more)",
+            f"move into a separate head ({embedding.nbytes:,} bytes more)",
             hint="allow it to be untied",
         )
 

@@ -198,7 +198,7 @@ class BlockManager:
 
         Returns:
             What the runner must do at once, or None, and nothing has changed, where blocks are missing to
-            replace those that may not be overwritten (shared or published).
+            replace blocks that may not be overwritten (shared or published).
         """
         table = self._tables[sequence]
         assert 0 < kept <= table.length, f"{kept} of {table.length} entries cannot be kept"

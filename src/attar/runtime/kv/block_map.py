@@ -6,7 +6,7 @@
     shared    held by several                          s
 
 A capital letter says that the block is quantized. Where a pool has more blocks than the map has cells, a cell
-stands for neighbouring blocks: the state of most of those that are not free.
+stands for neighbouring blocks: the state of most blocks that are not free.
 
 The engine's thread goes on meanwhile, and never waits: the reader copies its lists, so a map may mix two
 neighbouring steps.
@@ -54,7 +54,7 @@ def block_map(
 
     Args:
         kv_dtype: format of its entries.
-        unquantized: blocks of a quantized pool in full precision: those that KIVI is filling.
+        unquantized: blocks of a quantized pool in full precision: the blocks that KIVI is filling.
     """
     counts, published = manager.holders()
     codes = block_codes(counts, published)

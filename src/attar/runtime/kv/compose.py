@@ -54,7 +54,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "streaming",
         "sliding_window",
-    ): "the model has a window of its own, and its layers do not agree on sinks",
+    ): "the model has its own window, and its layers do not agree on sinks",
     ("h2o", "sliding_window"): _POSITIONS,
     ("snapkv", "sliding_window"): _POSITIONS,
     (

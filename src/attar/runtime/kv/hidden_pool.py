@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DTYPE = torch.bfloat16  # the range of float32: a residual stream may leave that of float16
+DTYPE = torch.bfloat16  # the range of float32: a residual stream may leave the range of float16
 
 
 @dataclass(eq=False)

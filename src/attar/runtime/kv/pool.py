@@ -25,7 +25,7 @@ class KVPool:
 
     Args:
         kv_dtype: a name of ``kv.store.STORES``.
-        dtype: float dtype that ``gather`` returns, that of the model.
+        dtype: float dtype that ``gather`` returns, the model's.
 
     Raises:
         SettingsError: ``kv_dtype`` is unknown, or does not work with the geometry.

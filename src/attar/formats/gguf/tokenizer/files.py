@@ -9,7 +9,7 @@
     chat_template.jinja, additional_chat_templates/NAME.jinja
 
 An added token is matched in the text before anything else. It is special where a file states so, or where it
-has a role (bos, eos, ...), as in transformers. A chat template in a file of its own goes before one in the
+has a role (bos, eos, ...), as in transformers. A chat template in a separate file goes before one in the
 settings.
 """
 
@@ -140,7 +140,7 @@ def check_added_ids(source: TokenizerFiles) -> None:
             raise ModelError(
                 f"{source.file}: the added token {entry['content']!r} has the id {entry['id']}, but the "
                 f"tokenizers library gives it {index}",
-                hint="AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes those that it uses",
+                hint="AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes the files that it uses",
             )
         largest = max(largest, index)
 

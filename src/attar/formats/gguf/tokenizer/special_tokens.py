@@ -7,7 +7,7 @@
 
 A generation config may list several tokens that end a text. llama.cpp has one ``eos``, one ``eot``, one
 ``eom``, and stops at tokens with some well-known texts (``llama-vocab.cpp``, ``special_eog_ids``). So the
-tokenizer's own stays ``eos``, and those that llama.cpp does not know by their text become ``eot`` and
+tokenizer's own stays ``eos``, and tokens that llama.cpp does not know by their text become ``eot`` and
 ``eom``; a third one ends a text in attar alone (generation.py).
 
 bos and eos follow the template of tokenizer.json's post_processor; without one, ``add_bos_token`` and
@@ -68,7 +68,7 @@ def special_token_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     ids = special_ids(source)
     if "eos" not in ids:
         raise ModelError(
-            f"{source.folder}: no token ends a text, and llama.cpp would take one of its own for it",
+            f"{source.folder}: no token ends a text, and llama.cpp would take another token for the end",
             hint="name it as eos_token in tokenizer_config.json",
         )
     bos, eos = added_around(source, ids)

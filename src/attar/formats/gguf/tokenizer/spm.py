@@ -109,7 +109,7 @@ def _model_entries(source: TokenizerFiles, model: SentencePiece) -> dict[int, To
         if not same and index not in source.added:
             raise ModelError(
                 f"{source.file}: token {index} is {text!r}, but tokenizer.model has another there",
-                hint="remove the one that is not this model's",
+                hint="remove the file that is not this model's",
             )
     return with_added(source, entries, model.ids.get("unk"))
 

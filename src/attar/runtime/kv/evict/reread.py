@@ -14,7 +14,7 @@ Letters: n entries of the prompt, q, k queries and keys (rotated by their positi
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416), section 3: the score, and one threshold for all heads
 ("non-uniform"). Differs: there the model runs the prompt once more to get q'; here the queries of the first
 pass are rotated to positions after the prompt, which costs attention only, and every second one is enough.
-Each piece uses the same R positions, which keeps them near those that the model was trained on.
+Each piece uses the same R positions, which keeps them near the positions of the training.
 """
 
 from __future__ import annotations
