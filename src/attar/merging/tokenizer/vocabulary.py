@@ -165,10 +165,10 @@ class MergedVocabulary:
 
         Returns:
             ``tokens`` and ``rows`` of the output, ``padding`` rows without a token, ``source``, the model
-            whose tokenizer the output starts from, and for each model: its ``tokens`` (with a row) and ``rows``; of
-            the output's tokens the kept rows, ``shared`` with another model or ``alone``, and the default
-            rows: ``missing``, by rule in ``defaults``; ``dropped``, tokens that the output does not have;
-            ``unchanged``: the model's matrices stay as they are.
+            whose tokenizer the output starts from, and for each model: its ``tokens`` (with a row) and
+            ``rows``; of the output's tokens the kept rows, ``shared`` with another model or ``alone``, and
+            the default rows: ``missing``, by rule in ``defaults``; ``dropped``, tokens that the output does
+            not have; ``unchanged``: the model's matrices stay as they are.
         """
         rules = self.token_rows.rules
         named = rules >= 0
