@@ -6,8 +6,15 @@ import jinja2
 import pytest
 
 from attar import chat_template
-from attar.chat_template import TemplateCostError, apply_template, check_template, render_chat
+from attar.chat_template import (
+    TemplateCostError,
+    apply_continued,
+    apply_template,
+    check_template,
+    render_chat,
+)
 from attar.limited_process import LimitedProcess
+from attar.models.loading.tokenizer_rows import TokenizerWithinRows
 from tests.tiny_models import tokenizer
 
 CHATML = (
@@ -209,3 +216,32 @@ def test_tokenizers_of_transformers_have_the_same_bounds(monkeypatch):
     words.chat_template = COSTLY["loops"]
     with pytest.raises(TemplateCostError):
         apply_template(words, CONVERSATIONS[0])
+
+
+STRIPS = "{% for message in messages %}<{{ message.role }}> {{ message.content | trim }}<end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPS])
+@pytest.mark.parametrize("content", ["As I said", "As I said ", "As I said\n", "said said"])
+def test_a_last_message_goes_on_as_in_transformers(template, content):
+    words = tokenizer()
+    words.chat_template = template
+    chat = [{"role": "user", "content": "said?"}, {"role": "assistant", "content": content}]
+    expected = words.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert apply_continued(words, chat) == expected
+
+
+def test_a_template_that_leaves_out_the_last_message_is_refused():
+    words = tokenizer()
+    words.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="does not write the last message"):
+        apply_continued(words, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+def test_a_tokenizer_with_tokens_beyond_the_rows_has_the_same_bounds(monkeypatch):
+    monkeypatch.setattr(chat_template, "_process", cache(lambda pid: BRIEF))
+    words = tokenizer()
+    words.chat_template = COSTLY["loops"]
+    beyond = TokenizerWithinRows(words, {len(words): "<pad>"}, len(words))
+    with pytest.raises(TemplateCostError):
+        apply_template(beyond, CONVERSATIONS[0])

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from secrets import token_hex
 from typing import Any
 
 import jinja2
@@ -117,6 +118,22 @@ def apply_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **
     settings = {"keep_none": True, **settings}  # as transformers does
     template = settings.pop("chat_template", None) or tokenizer.chat_template
     return render_with(tokenizer, conversation, template, **settings)
+
+
+def apply_continued(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+    """The text of a conversation up to the end of its last message, which goes on, as transformers'
+    ``continue_final_message`` gives it: a template that strips messages strips this one, too.
+
+    Raises:
+        ValueError: the template does not write the last message; and as ``render_with``.
+    """
+    *before, last = conversation
+    end = token_hex(16)
+    marked = {**last, "content": f"{last['content']}{end} "}
+    text, found, after = apply_template(tokenizer, [*before, marked], **settings).rpartition(end)
+    if not found:
+        raise ValueError("the chat template does not write the last message, so it cannot go on")
+    return text if after.startswith(" ") else text.rstrip()
 
 
 def check_template(template: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attar.chat_template import apply_continued, apply_template
 from attar.errors import MissingExtraError
 from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
 from attar.measure.multiple_choice import ScoredPair, log_likelihoods
@@ -97,15 +98,10 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation in the model's chat template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        """The conversation in the chat template; its end goes on without ``add_generation_prompt``."""
+        if add_generation_prompt:
+            return apply_template(self.tokenizer, chat_history, add_generation_prompt=True)
+        return apply_continued(self.tokenizer, chat_history)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

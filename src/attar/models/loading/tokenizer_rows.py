@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attar.chat_template import apply_template
 from attar.checkpoint.oddities import Oddity, oddity
 from attar.errors import DataError
 
@@ -77,7 +78,10 @@ class TokenizerWithinRows:
         return self._checked(self._tokenizer.encode(*texts, **settings))
 
     def apply_chat_template(self, *messages: Any, **settings: Any) -> Any:
-        """As the tokenizer; raises as a call."""
+        """As the tokenizer; raises as a call. Text is rendered within the bounds of attar.chat_template."""
+        if settings.get("tokenize") is False:
+            del settings["tokenize"]
+            return apply_template(self._tokenizer, *messages, **settings)
         result = self._tokenizer.apply_chat_template(*messages, **settings)
         return result if isinstance(result, str) else self._checked(result)
 
