@@ -11,6 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cpu_seconds import (  # noqa: F401  (hooks)
+    pytest_collection_finish,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
