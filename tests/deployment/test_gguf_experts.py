@@ -273,6 +273,7 @@ def routed_inputs(folder, block):
     return inputs, [torch.nn.functional.silu(gate) * up for gate, up in (x.chunk(2, -1) for x in both)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", ["mixtral", "granitemoe"])
 def test_importance_of_experts_is_that_of_the_tokens_that_reach_them(variant, tmp_path):
     """Against transformers' own routing; llama.cpp's imatrix has the same names, shapes and counts."""

@@ -134,6 +134,7 @@ def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
     assert recovered.card.settings["adapter_rank"] == 4
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     from attar.walks import train as module

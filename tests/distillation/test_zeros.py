@@ -107,6 +107,7 @@ def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
     assert recovered.card.settings["keep_zeros"] == "auto"  # no lineage: by the amount of zeros
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "opt"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_other_families_keep_their_zeros(tmp_path, family, rank):
@@ -139,6 +140,7 @@ def test_lines_say_what_is_kept(models, tmp_path):
     assert not any("zeros" in line for line in progress.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch, rank):
     teacher, pruned = models

@@ -132,7 +132,7 @@ def test_the_number_of_threads_changes_nothing(threads, monkeypatch):
 
     def run():
         sparse = gptq(W[:, :128], H, RealGrid(), sparsity=parse_sparsity("2:4"), factor=block)
-        return gptq(W, H, IntGrid(4, 64)).quantized.codes, sparse.quantized.codes
+        return gptq(W[:, :128], H, IntGrid(4, 64), factor=block).quantized.codes, sparse.quantized.codes
 
     first = run()
     try:

@@ -273,6 +273,7 @@ def test_magnitude_needs_no_tokenizer(tmp_path):
         pruned(model, tmp_path / "other", method="wanda", sparsity="2:4")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"sparsity": "2:4"}, {"allocation": "owl", "sparsity": 0.4}])
 def test_an_interrupted_sweep_goes_on_to_the_same_bytes(options, tmp_path, monkeypatch):
     model = save("llama3", tmp_path)

@@ -106,6 +106,7 @@ SCHEMES = {  # lanes of the compiled runner, distance there, distance through mo
 
 
 @compiled_only
+@pytest.mark.few(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(folder, llama, scheme):
     kind, *bounds = SCHEMES[scheme]
@@ -150,6 +151,7 @@ def test_gguf(folder, kind):
     assert max(measured.values()) < INTEGERS[8]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8", "NF4"])
 def test_families_that_only_modules_run(folder, family, scheme):

@@ -109,6 +109,7 @@ def test_a_learned_map_is_in_the_card_and_can_be_given_by_hand(teacher, tmp_path
     assert "feature_map" not in again.card.details
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [0, 9])
 def test_a_killed_run_ends_with_the_same_bytes(patience, teacher, tmp_path, monkeypatch):
     settings = distill_settings(

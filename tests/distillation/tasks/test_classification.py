@@ -91,6 +91,7 @@ def test_a_student_of_fewer_layers_or_of_half_the_width_learns_from_the_classifi
     assert curve[-1] < 0.5 * curve[0]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     checkpoint, data = teacher
     settings = distill_settings(**{**SMALL, "steps": 20}, data=data, layers=1, temperature=2.0)

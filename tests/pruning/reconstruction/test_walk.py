@@ -33,6 +33,7 @@ def blocks_weights(checkpoint):
     return {n: checkpoint.load(n) for n in checkpoint.tensors if ".layers." in n and "proj" in n}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["linear", "block"])
 @pytest.mark.parametrize("sparsity", ["2:4", 0.6])
 def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):

@@ -132,6 +132,7 @@ ASYMMETRIC = ActivationRule("int", 8, "tensor", dynamic=False, symmetric=False)
 TOKEN = ActivationRule("int", 8, "token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", ["weights", "scales"])
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, train):
     calls = 0

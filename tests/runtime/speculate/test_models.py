@@ -176,6 +176,7 @@ def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
     llm.engine.check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", WAYS[:3], ids=NAMES[:3])
 def test_grammars(tiny: LLM, options) -> None:
     pytest.importorskip("llguidance")

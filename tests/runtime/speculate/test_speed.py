@@ -82,6 +82,7 @@ def whole_and_learnt(world: World) -> tuple[float, float]:
     return 2000 / (500 / first + 1500 / last), last
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("begin", [0.5, 1.0])
 @pytest.mark.parametrize("a", [0.0, 0.75, 0.9])
 def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a, begin) -> None:

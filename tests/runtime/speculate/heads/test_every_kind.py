@@ -163,6 +163,7 @@ GUIDED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_slow([*CHAINS, *TREES], ("dspark",)))
 def test_grammars_of_attar_tiny(name, tmp_path):
     pytest.importorskip("llguidance")
