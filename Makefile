@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/attar demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not peers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not peers"
 
 test-all: $(STAMP) smollm2 lint
 	$(BIN)/python -m pytest

@@ -5,14 +5,13 @@ import graphlib
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import attar
 from attar.kernels.build import why_missing
+from tests.syntax import ROOT, tree_of
 
-ROOT = Path(attar.__file__).parent
 SOLVERS = (
     "models/head.py",
     "distillation/fused.py",
@@ -125,7 +124,7 @@ KERNELS = {  # solvers that prefer a compiled kernel
 
 def import_statements(file):
     """The import statements of a file that run, within functions too (not under TYPE_CHECKING)."""
-    tree = ast.parse(file.read_text())
+    tree = tree_of(file)
     guarded = {
         id(inner)
         for node in ast.walk(tree)
@@ -290,7 +289,7 @@ def test_public_names_are_sorted_and_exist():
 
 def test_every_module_has_a_docstring():
     for file in ROOT.rglob("*.py"):
-        assert ast.get_docstring(ast.parse(file.read_text())), file
+        assert ast.get_docstring(tree_of(file)), file
 
 
 HEAVY = ("transformers", "torch._dynamo", "sympy", "accelerate", "datasets", "huggingface_hub", "matplotlib")

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import attar
+from tests.syntax import ROOT, tree_of
 
-ROOT = Path(attar.__file__).parent
 # Names that say nothing of a value, and words of our own where the field has one (CONTRIBUTING.md, "Names").
 VAGUE = {"found", "made", "said", "told", "each", "place", "places", "whoever", "nobody"}
 COINED = {"beside", "purse", "stock", "roster", "hope", "hopes", "mourned", "taken", "to_come", "look_at"}
@@ -19,7 +18,7 @@ SUFFIXES = re.compile(r"(ing|ion|ed|es|s|e|_solver)$")
 @cache
 def trees() -> dict[str, ast.Module]:
     """Module path in the package, to its syntax tree."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    return {str(path.relative_to(ROOT)): tree_of(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def type_names(tree: ast.Module) -> Iterator[str]:
