@@ -1,4 +1,4 @@
-"""Processor seconds of the tests by folder, of the process and of the children it waited for, beside a budget."""
+"""Processor seconds of the tests by folder, with those of the children that were waited for, and a budget."""
 
 from __future__ import annotations
 
