@@ -130,8 +130,8 @@ def apply_continued(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], *
     *before, last = conversation
     end = token_hex(16)
     marked = {**last, "content": f"{last['content']}{end} "}
-    text, found, after = apply_template(tokenizer, [*before, marked], **settings).rpartition(end)
-    if not found:
+    text, marker, after = apply_template(tokenizer, [*before, marked], **settings).rpartition(end)
+    if not marker:
         raise ValueError("the chat template does not write the last message, so it cannot go on")
     return text if after.startswith(" ") else text.rstrip()
 
