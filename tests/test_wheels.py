@@ -23,7 +23,7 @@ import attar, sys
 from attar.kernels import build
 assert attar.__file__.startswith(sys.prefix), attar.__file__
 library = build.load("decode")
-print(library and library._name, build.missing("decode"))
+print(library and library._name, build.why_missing("decode"))
 """
 
 pytestmark = [

@@ -97,13 +97,14 @@ def test_every_stage_writes_it_among_its_hashed_files(tmp_path):
 def test_it_follows_measurements_unless_somebody_edited_it(tmp_path):
     write_readme(CARD, tmp_path)
     card = Card(**{**vars(CARD), "files": {FILE: sha256_file(tmp_path / FILE)}})
-    measured = with_new_readme(card.with_measurements(perplexity=12.5), tmp_path)
-    assert "| perplexity | 12.5 |" in (tmp_path / FILE).read_text()
-    assert measured.files[FILE] == sha256_file(tmp_path / FILE)
-    assert with_new_readme(card.with_measurements(perplexity=12.5), tmp_path) == measured  # after a kill
-    (tmp_path / FILE).write_text("mine")
-    assert with_new_readme(measured.with_measurements(perplexity=1.0), tmp_path).files == measured.files
-    assert (tmp_path / FILE).read_text() == "mine"
+    file, more = tmp_path / FILE, card.with_measurements(perplexity=12.5)
+    measured = with_new_readme(more, file)
+    assert file.read_text() == render_readme(more, tmp_path) and "| perplexity | 12.5 |" in file.read_text()
+    assert measured.files[FILE] == sha256_file(file)
+    assert with_new_readme(more, file) == measured  # after a kill
+    file.write_text("mine")
+    assert with_new_readme(measured.with_measurements(perplexity=1.0), file).files == measured.files
+    assert file.read_text() == "mine"
 
 
 def test_an_output_of_an_old_attar_without_it_stays_as_it_is(tmp_path):
@@ -111,6 +112,6 @@ def test_an_output_of_an_old_attar_without_it_stays_as_it_is(tmp_path):
         write_json(output.folder / "config.json", {})
     (tmp_path / "out" / FILE).unlink()
     card = Card.read(tmp_path / "out")
-    assert with_new_readme(card, tmp_path / "out") is card
+    assert with_new_readme(card, tmp_path / "out" / FILE) is card
     assert not (tmp_path / "out" / FILE).exists()
     assert FILE in json.loads((tmp_path / "out" / "attar.json").read_text())["files"]

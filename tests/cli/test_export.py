@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.deployment.settings import output_defaults
@@ -45,6 +46,9 @@ def test_a_gguf_file_ends_with_its_size_its_loss_and_ollamas_command(here, capsy
     assert command == "ollama create mine -f Mine.Modelfile"
     card = open_checkpoint(here / "Mine.gguf").card
     assert 0.005 < card.measurements["kl_mean"] < 0.03
+    told = (here / "Mine.md").read_text()
+    assert f"nats a token | {card.measurements['kl_mean']:.4g}" in told, told
+    assert card.files["Mine.md"] == sha256_file(here / "Mine.md")
     assert call(["list"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["Mine.gguf", "export", "attar:tiny"]
 

@@ -79,15 +79,25 @@ def write_readme(card: Card, folder: Path, single: str = "") -> None:
     write_bytes(folder / FILE, render_readme(card, folder, single).encode())
 
 
-def with_new_readme(card: Card, folder: Path) -> Card:
-    """The card after new measurements: README.md is written and hashed again, unless somebody edited it."""
-    file, text = folder / FILE, render_readme(card, folder)
+def with_new_readme(card: Card, file: Path) -> Card:
+    """The card after new measurements: its README, unless somebody edited it, is written and hashed anew."""
+    if not file.is_file():
+        return card
+    text = _with_measurements(file.read_text(encoding="utf-8", errors="replace"), card)
     digest = hashing.sha256_text(text)
     # the second: a kill came after the file was written and before the card
-    if not file.is_file() or hashing.sha256_file(file) not in (card.files.get(FILE), digest):
+    if hashing.sha256_file(file) not in (card.files.get(file.name), digest):
         return card
     write_bytes(file, text.encode())
-    return dataclasses.replace(card, files={**card.files, FILE: digest})
+    return dataclasses.replace(card, files={**card.files, file.name: digest})
+
+
+def _with_measurements(text: str, card: Card) -> str:
+    """A README with the section of a card's measurements behind how the model is run."""
+    sections = [one for one in text.rstrip("\n").split("\n\n## ") if not one.startswith("Measurements\n")]
+    place = next((i for i, one in enumerate(sections) if one.startswith("Run it\n")), len(sections) - 1)
+    sections.insert(place + 1, f"Measurements\n\n{_measurements(card)}")
+    return "\n\n## ".join(sections) + "\n"
 
 
 def render_readme(card: Card, folder: Path, single: str = "") -> str:

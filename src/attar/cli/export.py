@@ -9,6 +9,7 @@ from typing import Any
 
 from attar.checkpoint.card import Card
 from attar.checkpoint.processes import Processes, rank
+from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, ollama_name, with_new_readme
 from attar.checkpoint.units import bytes_text
 from attar.cli.command import Answer, build_command, flag, read_settings, text_option
@@ -120,11 +121,11 @@ def _bytes(model: str) -> int:
 def _record(out: Path, measurements: dict[str, Any]) -> None:
     """Write measurements into the card of a folder or of a single file."""
     if out.is_dir() and (card := Card.read(out)):
-        with_new_readme(card.with_measurements(**measurements), out).write(out)
+        with_new_readme(card.with_measurements(**measurements), out / README).write(out)
     elif card := load("attar.checkpoint.open:open_checkpoint")(out).card:
         card_path = load("attar.deployment.stage:card_beside")(out)
-        content = card.with_measurements(**measurements).to_dict()
-        load("attar.checkpoint.atomic:write_json")(card_path, content)
+        measured = with_new_readme(card.with_measurements(**measurements), out.with_suffix(".md"))
+        load("attar.checkpoint.atomic:write_json")(card_path, measured.to_dict())
 
 
 def _lines(outs: Sequence[str], sizes: Sequence[int], run: RunRecord | None) -> list[str]:

@@ -137,13 +137,14 @@ def _run(words: Sequence[str], count: int, folder: Path) -> int:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=quiet),
     )
+    # torch would hand a SIGINT on as it is; the processes ignore it, since a terminal sends it to them too.
+    # Left to Python it is a KeyboardInterrupt, at which torch sends them SIGTERM.
+    config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"
     try:
         elastic_launch(config, sys.executable)("-m", "attar", *words)
     except ChildFailedError as error:
         return _failed(error.failures, count, folder)
     except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
         return 128 + int(error.sigval)
     return 0
 

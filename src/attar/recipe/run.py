@@ -25,6 +25,7 @@ from attar.checkpoint.card import Card, versions
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import finished
+from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import with_new_readme
 from attar.checkpoint.units import range_text
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
@@ -277,7 +278,7 @@ class RecipeRun:
         measurements, seconds = self.measure(model)
         card = Card.read(model) if isinstance(model, Path) else None
         if card is not None and isinstance(model, Path):
-            with_new_readme(card.with_measurements(**measurements), model).write(model)
+            with_new_readme(card.with_measurements(**measurements), model / README).write(model)
         receipt = replace(receipt, key=key, measurements_key=evaluation_key, measurements=measurements)
         receipt = replace(receipt, evaluation_seconds=seconds, evaluation_estimated=estimated)
         write_receipt(self.plan.out, name, receipt)
