@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
 
+from attar import chat_template
 from attar.measure.multiple_choice import measure_task, read_questions
 from attar.measure.subject import load_subject
 from tests import tiny_models
 from tests.measure.test_multiple_choice import ROWS, slow, write
+from tests.test_chat_template import BRIEF
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("lm_eval.models")  # registers its own
@@ -114,3 +117,21 @@ def test_the_slow_loop_agrees_with_the_harness(folder, rows, tmp_path):
     exact = load_subject(folder)
     for row, likelihoods in zip(rows, wanted, strict=True):
         assert slow(exact, row)[0] == pytest.approx(likelihoods, abs=1e-3), json.dumps(row)
+
+
+@pytest.mark.parametrize("answer_begins", [True, False])
+def test_chats_are_rendered_as_the_harness_does_and_within_bounds(folder, answer_begins, monkeypatch):
+    from attar.measure.harness import Harness
+
+    ours = Harness(str(folder))
+    theirs = lm_eval.api.registry.get_model("hf")(pretrained=str(folder), dtype="float32", device="cpu")
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<a>' * add_generation_prompt }}"
+    )
+    ours.tokenizer.chat_template = theirs.tokenizer.chat_template = template
+    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "Two "}]
+    assert ours.apply_chat_template(chat, answer_begins) == theirs.apply_chat_template(chat, answer_begins)
+    ours.tokenizer.chat_template = "{% for i in range(10 ** 9) %}{% endfor %}"
+    monkeypatch.setattr(chat_template, "_process", cache(lambda pid: BRIEF))
+    with pytest.raises(chat_template.TemplateCostError):
+        ours.apply_chat_template(chat, answer_begins)
