@@ -118,7 +118,7 @@ class CompressedTensorsConfig:
         groups: the config groups in order.
         ignore: names and patterns of dense modules.
         kv_cache: how keys and values are rounded, or None.
-        transposed: weights are those of Conv1D modules.
+        transposed: weights of Conv1D modules, (in, out).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -272,7 +272,7 @@ class CompressedTensorsReader(PackedReader):
         )
 
     def _fits(self, name: str, group: ConfigGroup) -> bool:
-        """Whether the stored types and shapes are those of the group's layout."""
+        """Whether the stored types and shapes are the types and shapes of the group's layout."""
         base, _, leaf = name.rpartition(".")
         info, scale = self.checkpoint.tensors[name], self.stored(f"{base}.{SCALE}")
         if (group.form == PACK) != (info.dtype == "I32"):

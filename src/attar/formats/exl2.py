@@ -110,7 +110,7 @@ def layout(shape: tuple[int, int], sections: Sections) -> WeightLayout:
 
 
 def check_sections(sections: Sections, columns: int) -> None:
-    """Raise where groups are not those of the format.
+    """Raise where groups are not the groups of the format.
 
     Raises:
         ValueError: unknown or rising bits; inputs that do not add up or are no multiple of 32 (16 with
@@ -145,7 +145,7 @@ def sections_of(tensors: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     """(bits, inputs) of each stored group.
 
     Raises:
-        ValueError: the groups are not those of the format, or do not fit the inputs.
+        ValueError: the groups are not the groups of the format, or do not fit the inputs.
     """
     stored = (tensors[GROUPS].to(torch.int32) & 0xFFFF).tolist()
     ends = [*stored[3::2], tensors[WEIGHT].shape[0]]

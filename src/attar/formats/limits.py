@@ -61,7 +61,7 @@ def limits(
         shapes: (N, K) of the quantized Linears, by module name.
         rules: of their weights, one for all or by module name.
         heads: attention heads of the model; 0: unknown.
-        kv_heads: those of keys and values; 0: as many as ``heads``.
+        kv_heads: heads of keys and values; 0: as many as ``heads``.
         activations: inputs are rounded as well; other kernels run them, without these limits.
     """
     if not shapes or format not in ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes"):
@@ -153,14 +153,15 @@ def _fused(rules: WeightRules) -> list[str]:
         return []
     parent, joined = differing[0]
     return [
-        f"vLLM makes one Linear of {joined}, which need the same codes; those of {parent} differ"
+        f"vLLM makes one Linear of {joined}, which need the same codes; the codes of {parent} differ"
         f"{_more(differing[1:])}: it will refuse the model"
     ]
 
 
 def kernels(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Codes for which vLLM has no kernel, in a sentence; None where it has one for all, and for formats other
-    than ``gptq`` and ``compressed-tensors``. ``rules`` are those of weights whose inputs are not rounded."""
+    than ``gptq`` and ``compressed-tensors``. ``rules`` are the rules of weights whose inputs are not
+    rounded."""
     if format not in ("gptq", "compressed-tensors"):
         return None
     odd = [name for name, rule in rules.items() if rule.kind == "int" and not _marlin(format, rule)]

@@ -81,7 +81,7 @@ class FromCompressedTensors:
         return [(f"{base}.{part}", *spec) for part, spec in specs.items()]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors that a stored tensor becomes, those of :meth:`headers`."""
+        """The tensors that a stored tensor becomes, with the headers of :meth:`headers`."""
         base, _, leaf = name.rpartition(".")
         if leaf in KV_MODULES:
             return {f"{base}.{KV_MODULES[leaf]}.{leaf}": self.source.load(name).float().reshape(())}
@@ -102,7 +102,7 @@ class FromCompressedTensors:
         return ALGORITHMS[self.layers[module]][0]
 
     def _algorithm(self, name: str) -> str:
-        """ModelOpt's algorithm of a coded tensor; its type and shape must be those of its config group."""
+        """ModelOpt's algorithm of a coded tensor, whose type and shape must fit its config group."""
         base, _, leaf = name.rpartition(".")
         info, group = self.source.tensors[name], self._scheme.group(base, "Linear")
         if info.dtype not in CODES or group is None:
@@ -171,7 +171,7 @@ class ToCompressedTensors:
         return [(f"{base}.{part}", *spec) for part, spec in specs.items()]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors that a stored tensor becomes, those of :meth:`headers`."""
+        """The tensors that a stored tensor becomes, with the headers of :meth:`headers`."""
         base, _, leaf = name.rpartition(".")
         if leaf in KV_MODULES:
             return {_attention_scale(base, leaf): self.source.load(name).to(torch.float32).reshape(1)}

@@ -142,7 +142,7 @@ def _ours(path: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Close a folder to others, and remove what they may have put there. Raises OSError."""
+    """Close a folder to other users, and remove the files that others may have put there. Raises OSError."""
     folder.chmod(0o700)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():

@@ -38,7 +38,7 @@ class LayerWeights:
     Attributes:
         qkv: rows of queries, keys and values, head by head.
         out: attention's output projection.
-        gate_up: rows of the gate, then those of up; None with a mixture.
+        gate_up: rows of the gate, then rows of up; None with a mixture.
         down: the MLP's output projection; None with a mixture.
         mixture: of experts, instead of the MLP.
         rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
@@ -63,7 +63,7 @@ class LayerWeights:
 
     @property
     def products(self) -> list[PackedWeight]:
-        """Its packed weights, those of experts included."""
+        """The layer's packed weights, the experts' included."""
         weights = [getattr(self, name) for name in structures.PRODUCTS]
         return [*filter(None, weights), *(self.mixture.products if self.mixture else ())]
 

@@ -100,7 +100,7 @@ class DraftedBlocks:
     Attributes:
         tokens: int64 (R, K), of which ``counts`` are drafts.
         counts: int64 (R,).
-        logits: float32 (R, K, v), those of the Markov head along the drafted tokens included, where they
+        logits: float32 (R, K, v), the Markov head's along the drafted tokens included, where they
             are drafts.
         survival: float32 (R, K) where they are drafts; ones without confidence.
     """

@@ -51,7 +51,7 @@ class MixtureWeights:
 
     Attributes:
         router: float32 (experts, hidden).
-        gate_up: of each expert, rows of the gate, then those of up; of one shape and kind, as ``down`` are.
+        gate_up: of each expert, rows of the gate, then rows of up; of one shape and kind, as ``down`` are.
         bias: float32 (experts,), of the router's logits.
         correction: float32 (experts,), added to scores for the choice alone (DeepSeek V3).
         shared_gate_up, shared_down: the expert that all tokens share.

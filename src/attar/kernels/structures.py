@@ -141,7 +141,7 @@ def linear_struct(packed: PackedWeight) -> LinearStruct:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """The tokens of a step, those of a sequence (a span) contiguous; int64 throughout.
+    """The tokens of a step, the tokens of a sequence (a span) contiguous; int64 throughout.
 
     Attributes:
         ids: (T,).
@@ -214,7 +214,7 @@ def joined(
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each begins that follows the ones before it."""
+    """The first index of each of consecutive runs of ``counts`` elements."""
     return [0, *accumulate(counts)][:-1]
 
 

@@ -1,7 +1,7 @@
 """The verb ``merge``: one model out of several, by mergekit's YAML; or a mixture of experts, by
 mergekit-moe's (mixture/).
 
-    read       the documents, each after those whose results it uses           (config/documents.py)
+    read       the documents, each after the documents that it uses            (config/documents.py)
     open       every model by its headers, adapters added                      (parents.py)
     prepare    the merged vocabulary; every tensor of the result               (planning/prepare.py)
     choose     a soup's ingredients, a search's coefficients                   (search/choose.py)

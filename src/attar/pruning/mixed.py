@@ -3,7 +3,7 @@ quality.
 
 1. The units of every structure are ranked by the criterion; the layers, by the KL of leaving each out.
 2. Each structure is cut alone by several amounts, uniformly, and the KL measured (scan.py).
-3. Every plan is costed exactly; the sum of the scanned KLs ranks those within the budget (plans.py).
+3. Every plan is costed exactly; the sum of the scanned KLs ranks the plans within the budget (plans.py).
 4. The best few, and the best of each single structure, are measured as a whole; the least KL wins, or, with
    ``candidates``, the best after a short distillation (candidates.py).
 """
@@ -89,7 +89,7 @@ def scan(
     the measurements for JSON, and as tables in text.
 
     Args:
-        path: file of the measurements; what it holds is not measured again.
+        path: file of the measurements; measurements in the file are not repeated.
 
     Raises:
         AttarError: bad input; ``path`` belongs to another model, text or setting.

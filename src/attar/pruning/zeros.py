@@ -165,7 +165,7 @@ def reconstruct_zeros(
 
 
 def write(task: PruneTask, linears: Linears, weights: PrunedWeights, biases: Biases) -> None:
-    """Write config and tensors: those of the linears pruned, all others as they are."""
+    """Write config and tensors: the weights of the linears pruned, all other tensors unchanged."""
     source, output = task.source, task.output
     stored = {linear.stored: linear for linear in linears.values()}
     owners = {linear.stored.removesuffix("weight") + "bias": linear.module for linear in linears.values()}

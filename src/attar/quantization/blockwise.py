@@ -82,7 +82,7 @@ def gptq_start(
 ) -> dict[str, QuantizedTensor]:
     """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
 
-    The Hessians are those of the original block after the quantized prefix, all from one pass: how the
+    The Hessians are of the original block's inputs after the quantized prefix, all from one pass: how the
     Linears of one block affect each other is left to the training.
     """
     seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}

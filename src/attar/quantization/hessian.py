@@ -277,7 +277,7 @@ def inverse_factor(H: Tensor, damp: float, order: Tensor | None = None) -> tuple
 def inverse_factor_(H: Tensor, damp: float, order: Tensor | None = None) -> tuple[Tensor, float]:
     """As :func:`inverse_factor`, in the memory of H and one more matrix, which becomes U.
 
-    H (K, K), float32 and contiguous, is overwritten meanwhile, and afterwards what it was: its upper half,
+    H (K, K), float32 and contiguous, is overwritten meanwhile, and restored afterwards: its upper half,
     mirrored.
     """
     mean = H.diagonal().mean()

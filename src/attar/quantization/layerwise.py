@@ -105,7 +105,7 @@ class LayerSolver:
         return solutions
 
     def units(self, names: list[str]) -> list[list[str]]:
-        """Linears that several processes may not part: those with one global scale (:func:`fused`)."""
+        """Linears that stay in one process: Linears with one global scale (:func:`fused`)."""
         together = [name for name in names if isinstance(self.layers[name].grid, NVFP4Grid)]
         alone = [[name] for name in names if name not in together]
         return [*alone, together] if together else alone
@@ -139,7 +139,7 @@ class LayerSolver:
     def _stacks(
         self, weights: Mapping[str, Tensor], shared: Mapping[str, Any], order: Tensor | None
     ) -> Iterator[StackedLayers]:
-        """The weights that are rounded in one call: those on one grid, where the method allows it. Each
+        """The weights that are rounded in one call: weights on one grid, where the method allows it. Each
         weight loses its own fraction."""
         stacked = self.method.stacked and (self.sparsity is None or bool(self.sparsity.of))
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):

@@ -1,4 +1,4 @@
-"""Schemes by name: the number formats of weights and activations. The names are those of compressed-tensors
+"""Schemes by name: the number formats of weights and activations. The names come from compressed-tensors
 (W4A16: weights of 4 bits, activations of 16) and mean the same; W8A8_STATIC and NF4 are ours.
 
 A scheme is a preset, free of torch; plan.py decides which Linear gets which.

@@ -44,7 +44,7 @@ class StorageSettings:
     )
     keep_zeros: str = _option(
         "auto",
-        "weights that are zero stay zero, and the other weights compensate; auto: those of a pruned model",
+        "weights that are zero stay zero, and the other weights compensate; auto: zeros of a pruned model",
         ("auto", "true", "false"),
     )
     embedding_bits: int = _option(
@@ -258,7 +258,7 @@ class AutoRoundSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class QATSettings(GPTQSettings):
-    """Train the whole model under quantization; scales, refine, damp and act_order are those of the start."""
+    """Train the whole model under quantization; scales, refine, damp and act_order are for the start."""
 
     start: str = _start()
     steps: int = _option(300, "optimizer steps")

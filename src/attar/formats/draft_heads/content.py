@@ -76,7 +76,7 @@ class HeadContent:
 def with_rest(
     config: dict[str, Any], stated: HeadContent, head: HeadContent, says: Sequence[str]
 ) -> dict[str, Any]:
-    """A layout's config with what it does not state.
+    """A layout's config with the values that the layout does not state.
 
     Args:
         stated: the head as it is read from the config.

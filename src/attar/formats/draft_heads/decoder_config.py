@@ -109,7 +109,8 @@ class DecoderLayers:
 
 
 def with_output_bias(tensors: Mapping[str, Tensor], layers: DecoderLayers) -> dict[str, Tensor]:
-    """Tensors with the bias behind attention that a Llama or a Qwen3 has where it has those before: zeros."""
+    """Tensors with a zero bias behind attention where the biases before attention are stored (Llama,
+    Qwen3)."""
     if not layers.bias:
         return dict(tensors)
     weights = {name: x for name, x in tensors.items() if name.endswith("o_proj.weight")}

@@ -32,7 +32,7 @@ def rope_scaling(parameters: Mapping[str, Any], context: int) -> dict[str, Any]:
     if kind == "default" or (kind == "linear" and parameters.get("factor") == 1.0):
         return {}
     if kind not in NEEDED:
-        raise ValueError(f"rotary frequencies of type {kind}, heads have those of {', '.join(NEEDED)}")
+        raise ValueError(f"rotary frequencies of type {kind}; heads have the types {', '.join(NEEDED)}")
     scaling = {key: value for key, value in parameters.items() if key not in _SEPARATE} | {"rope_type": kind}
     if "original_max_position_embeddings" in NEEDED[kind] and context:
         scaling.setdefault("original_max_position_embeddings", context)

@@ -1,7 +1,7 @@
 """The layout of vllm-project/speculators, which vLLM reads: DSpark, DFlash and EAGLE-3.
 
 The config has the keys of the transformer layers under ``transformer_layer_config``, how to draft and the
-target under ``speculators_config``, and those of the kind at the top; there is no ``model_type``, by which
+target under ``speculators_config``, and the keys of the kind at the top; there is no ``model_type``, by which
 vLLM knows the layout. What vLLM 0.33 assumes where a key is missing is not always what speculators assumes,
 so these are always written:
 

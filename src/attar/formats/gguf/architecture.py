@@ -47,7 +47,7 @@ class ModuleMapping:
         experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
         stacked: the checkpoint stacks the experts too; then the expert's name in a model whose experts are
             modules (models/loading/experts.py), ``{}`` as in ``stored``.
-        part: what it is of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
+        part: the part of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """
 
@@ -196,7 +196,7 @@ class Sizes:
     """Sizes of a model, in elements; context in tokens.
 
     Attributes:
-        more: those of :class:`ConfigCount` by name: ``experts``, ``expert_ff`` (neurons of an expert),
+        more: counts of :class:`ConfigCount` by name: ``experts``, ``expert_ff`` (neurons of an expert),
             ``shared_ff`` or ``shared`` (how many experts all tokens share), ``dense`` (leading blocks without
             experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``.
     """

@@ -137,7 +137,7 @@ def unpack(kind: str, data: Tensor, columns: int) -> tuple[Tensor, dict[str, Ten
         columns: K.
 
     Raises:
-        CheckpointError: the bytes are not those of rows of K weights.
+        CheckpointError: the bytes are not rows of K weights.
     """
     _check_shape(kind, data, columns)
     if kind in FLOATS:
@@ -163,7 +163,7 @@ def dequantize(kind: str, data: Tensor, columns: int) -> Tensor:
         columns: K.
 
     Raises:
-        CheckpointError: the bytes are not those of rows of K weights.
+        CheckpointError: the bytes are not rows of K weights.
     """
     _check_shape(kind, data, columns)
     if kind in FLOATS:

@@ -121,7 +121,7 @@ def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRul
         columns: K.
 
     Raises:
-        CheckpointError: the bytes are not those of rows of K weights.
+        CheckpointError: the bytes are not rows of K weights.
     """
     if kind not in (*INTEGERS, "MXFP4"):
         return None
@@ -180,7 +180,7 @@ def uniform_of_blocks(kind: str, data: Tensor, columns: int) -> UniformWeight:
         columns: K.
 
     Raises:
-        CheckpointError: the bytes are not those of rows of K weights.
+        CheckpointError: the bytes are not rows of K weights.
     """
     layout = LAYOUTS[kind]
     codes, stored = unpack(kind, data, columns)

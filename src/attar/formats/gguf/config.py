@@ -196,7 +196,7 @@ def _check_latent(keys: ArchitectureMetadata, more: Mapping[str, int]) -> None:
 
 
 def _count(keys: ArchitectureMetadata, count: ConfigCount) -> int:
-    """A number of :attr:`Architecture.counts`; those without a key are computed from others."""
+    """A number of :attr:`Architecture.counts`; numbers without a key are computed from others."""
     if not count.gguf:
         return 0
     if count.zero:

@@ -5,7 +5,7 @@
     general.sampling.temp, top_k, top_p, min_p, penalty_repeat               sampling by default
     attar.generation_config    JSON: ``content``, the file as it was, and ``keys``, values of the keys above
 
-A file of another writer ends a text where llama.cpp does: at the tokens of these keys, and at those with a
+A file of another writer ends a text where llama.cpp does: at the tokens of these keys, and at tokens with a
 well-known text (``llama-vocab.cpp``, ``special_eog_ids``). With ``attar.generation_config`` the original file
 is restored, unless one of the keys was changed since.
 

@@ -78,7 +78,7 @@ def _dimensions(arch: Architecture, measured: Sizes, epsilon: float) -> dict[str
 
 
 def _latent_dimensions(measured: Sizes) -> dict[str, Any]:
-    """The widths of MLA's one shared key and value, and what they become in each head."""
+    """The widths of MLA's one shared key and value, and of the keys and values of each head."""
     return {
         "attention.head_count_kv": 1,
         "attention.key_length": measured.of("kv_latent"),

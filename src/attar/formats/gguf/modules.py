@@ -173,7 +173,8 @@ def shared_expert(stored: str, *, blocks: str = "") -> tuple[ModuleMapping, ...]
 
 
 def expert_counts(count: str, *, total: int = 0, used: int = 0) -> tuple[ConfigCount, ...]:
-    """Experts, and those of a token; ``count``: key of the first, ``total`` and ``used`` the defaults."""
+    """The number of experts, and of the experts of a token; ``count``: key of the first, ``total`` and
+    ``used`` the defaults."""
     others = tuple(key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key != count)
     return (
         ConfigCount("experts", "expert_count", (count, *others), total),

@@ -48,7 +48,7 @@ class Placement:
         plus: added to every value.
         matrix: a weight that may be quantized; anything else is kept in float32.
         value: float32, where ``stored`` is None.
-        part: what it is of the stored tensor; None: all.
+        part: the part of the stored tensor; None: all.
         expert: its number; None: it is a whole tensor of the file.
         experts: how many the file's tensor stacks; 0: it is no stack.
         single: the expert's name in a model whose experts are modules, where the checkpoint stacks them.

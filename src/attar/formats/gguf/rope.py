@@ -36,7 +36,8 @@ ORIGINAL = "original_max_position_embeddings"
 SCALINGS = ("none", "linear", "yarn", "longrope")
 """Values of ``rope.scaling.type``."""
 YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
-"""Keys that llama.cpp reads for other architectures than those known here, and its values for these."""
+"""Keys that llama.cpp reads for architectures that are not known here, and llama.cpp's values for the known
+ones."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def rope_config(
 
     Args:
         get: value of (key without the architecture's prefix, default).
-        tensors: those of the file in ``TENSORS``.
+        tensors: the tensors of the file in ``TENSORS``.
     """
     if not architecture.ropes:
         return {}

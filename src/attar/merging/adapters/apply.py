@@ -9,7 +9,7 @@ Liu et al. 2024, "DoRA", arXiv 2402.09353, equation 5. Files as peft writes them
     W (N, K) weight; A (r, K), B (N, r); m (N,) magnitudes. An embedding's A is (r, V), B (d, r), and
     (s B A)^T is added; likewise for weights that are stored (K, N), such as GPT-2's.
 
-Computed in float32 and rounded once, to the stored type of the weight. In float32 the bits are those of
+Computed in float32 and rounded once, to the stored type of the weight. In float32 the bits equal the bits of
 peft's ``merge_and_unload``.
 
 Differs from peft: where head and embedding are tied and the adapter updates only one of them, or each

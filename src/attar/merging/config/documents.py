@@ -31,7 +31,8 @@ def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeDocument, 
 
 
 def parse_configs(text: str, name: str = "merge.yml") -> tuple[MergeDocument, ...]:
-    """The documents of a YAML text: each after those whose results it uses, the one without a name last.
+    """The documents of a YAML text: each after the documents whose results it uses, the unnamed document
+    last.
 
     Raises:
         RecipeError: one line with file and line.
@@ -52,8 +53,8 @@ def _parse(located: Located) -> MergeDocument:
 
 
 def sorted_by_use(configs: Sequence[MergeDocument]) -> tuple[MergeDocument, ...]:
-    """Documents sorted so that each comes after those whose results it uses; otherwise the order stays. The
-    document without a name, which is the final result, comes last.
+    """Documents sorted so that each comes after the documents whose results it uses; otherwise the order
+    stays. The document without a name, which is the final result, comes last.
 
     Raises:
         RecipeError: two documents have one name, two have none, or they use each other in a circle.

@@ -68,7 +68,7 @@ def ties(
 
 
 def trimmed(threshold: float) -> Sparsifier:
-    """Entries below the threshold become 0; those equal to it are kept."""
+    """Entries below the threshold become 0; entries equal to the threshold are kept."""
     return lambda chunk: keep_(chunk, chunk.abs() >= threshold)
 
 

@@ -1,6 +1,6 @@
 """The architectures that a mixture of dense models may get, which models fit them, and their tensors' names.
 
-Names of tensors are those of the published checkpoints, one matrix an expert, as transformers, vLLM and
+Tensors have the names of the published checkpoints, one matrix an expert, as transformers, vLLM and
 llama.cpp read them (mergekit since June 2026 stacks the experts of Mixtral and Qwen3, which transformers 5
 reads as well).
 

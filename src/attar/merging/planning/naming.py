@@ -50,7 +50,7 @@ class TensorPosition:
 
 
 def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[ModelStack, ...]:
-    """The stacks of a model: those as large as the config's language model first, then by prefix.
+    """The stacks of a model: stacks as large as the config's language model first, then by prefix.
 
     Args:
         names: of all tensors.
@@ -140,7 +140,7 @@ def token_embedding(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> st
     config's vocabulary; where none has, with the most rows.
 
     Args:
-        tensors: those outside the stacks, by name.
+        tensors: the tensors outside the stacks, by name.
         config: content of ``config.json``.
     """
     rows = {

@@ -132,8 +132,8 @@ def _by_layer(key: str) -> bool:
 def _entries(
     key: str, donor: Mapping[str, Any], slices: Sequence[SliceLayers], default: list[Any]
 ) -> list[Any]:
-    """A per-layer list of the result: of each slice the donor's entries if it is a source, else those of the
-    first source."""
+    """A per-layer list of the result: of each slice the donor's entries if the donor is a source, else the
+    entries of the first source."""
     entries: list[Any] = []
     for part in slices:
         sources = part.all()

@@ -32,7 +32,7 @@ class TokenRows:
 
 
 def index_of(wanted: ModelReference, references: Sequence[ModelReference], where: str) -> int:
-    """Index of a model among those of the merge.
+    """Index of a model among the models of the merge.
 
     Raises:
         RecipeError: it is not one of them.
@@ -57,7 +57,7 @@ def rows_by_rules(
 
     Args:
         tokens: ids of the output's tokens by their text.
-        ids: ids of each model's tokens, those without a row left out.
+        ids: ids of each model's tokens with a row.
         base: index of the base model, or None.
     """
     kept = torch.full((len(ids), size), -1, dtype=torch.int64)

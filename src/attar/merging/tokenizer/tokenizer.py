@@ -198,7 +198,7 @@ def _new_merges(
 
 
 def write_tokenizer(tokens: TokenizerTokens, folder: Path) -> list[str]:
-    """Write a tokenizer's files in place of those in the folder. Returns the names written, sorted.
+    """Write a tokenizer's files in place of the folder's tokenizer files. Returns the names written, sorted.
 
     An unchanged tokenizer is copied byte for byte. A changed one is ``tokenizer.json`` and
     ``tokenizer_config.json``, loaded again to check that transformers gives every token its id; if the class

@@ -63,7 +63,7 @@ class MergedVocabulary:
         source: index of the model whose tokenizer the vocabulary starts from.
         token_rows: the sources of every output row.
         used: number of tokens with a row, of each model.
-        dropped: how many of those are not in the output.
+        dropped: how many of the used tokens are not in the output.
     """
 
     size: int
@@ -152,7 +152,8 @@ class MergedVocabulary:
             )
 
     def write(self, folder: Path) -> list[str]:
-        """Write the tokenizer's files in place of those in a folder; returns their names.
+        """Write the tokenizer's files in place of a folder's tokenizer files; returns the names of the
+        written files.
 
         Raises:
             ModelError: transformers would read the new tokenizer differently.

@@ -88,7 +88,7 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_parameters(model: nn.Module, experts: str, count: int) -> dict[str, Any]:
-    """Parameters and buffers of a layer's router, by name: those of the block with a row an expert.
+    """Parameters and buffers of a layer's router, by name: the block's tensors with one row an expert.
 
     Args:
         experts: name of the module with the experts.

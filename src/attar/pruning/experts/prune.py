@@ -123,7 +123,7 @@ def choose(statistics: ExpertStatistics, criterion: str, keep: int) -> ExpertGro
 def cut_steps(
     source: Any, tensors: Mapping[str, ExpertTensor], groups: Sequence[ExpertGroups]
 ) -> list[WriteStep]:
-    """What is written: every tensor of the source but those of removed experts."""
+    """The tensors that are written: every tensor of the source but the tensors of removed experts."""
     steps = []
     for info in source.tensors.values():
         part = tensors.get(info.name)
@@ -146,7 +146,7 @@ def cut_steps(
 
 
 def _rows(source: Any, name: str, group: ExpertGroups) -> Callable[[], dict[str, Tensor]]:
-    """A tensor with a row for every expert, cut to those of the groups."""
+    """A tensor with a row for every expert, cut to the rows of the groups."""
 
     def make() -> dict[str, Tensor]:
         stored = source.load(name)
@@ -232,8 +232,8 @@ def _check(
 def _report(
     names: Sequence[str], statistics: Sequence[ExpertStatistics], groups: Sequence[ExpertGroups]
 ) -> list[dict[str, Any]]:
-    """Per layer: the groups, the share of choices and gates that removed experts had, and how many of those
-    no token chose."""
+    """Per layer: the groups, the share of choices and gates that removed experts had, and how many of these
+    experts no token chose."""
     rows = []
     for name, layer, group in zip(names, statistics, groups, strict=True):
         removed = group.removed(len(layer.frequency))

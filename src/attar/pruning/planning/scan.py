@@ -175,7 +175,7 @@ def even_cuts(grid: PlanGrid, full: PlanSizes) -> Iterator[CutMeasurement]:
 
 
 Masking = Callable[[CutMeasurement], Any]
-"""A context in which the model computes what it does after a cut."""
+"""A context in which the model computes like the cut model."""
 
 
 def measure_cuts(

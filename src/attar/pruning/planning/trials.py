@@ -29,7 +29,7 @@ class PlanTrial:
         kl: of the uncut model to the cut one; loss: of the latter, None for encoders.
         share: of the parameters that go.
         bytes: of the cut model's weights, in the type they are stored in.
-        speed: tokens a second over those of the uncut model, predicted from the bytes of weights that a step
+        speed: tokens a second over the uncut model's, predicted from the bytes of weights that a step
             of decoding reads at batch 1.
     """
 
@@ -57,7 +57,7 @@ class PlanTrial:
         }
 
     def text(self, full: PlanSizes) -> str:
-        """What is cut, what it costs and what it loses, on one line."""
+        """The cut, its cost and its loss, on one line."""
         return (
             f"{self.sizes.text(full)}: removes {self.share:.1%} of the parameters, {bytes_text(self.bytes)}, "
             f"decodes about {self.speed:.2f}x as fast (predicted from the bytes read); KL {self.kl:.4f}, the "

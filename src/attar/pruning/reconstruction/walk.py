@@ -41,7 +41,7 @@ STEP_TOKENS = 512  # tokens in a step of training, at least one row
 
 
 class SweptLinears:
-    """Solved weights and biases by module name, from a sweep's files; those of one block are in memory."""
+    """Solved weights and biases by module name, from a sweep's files; one block's are in memory."""
 
     def __init__(self, result: SweepResult) -> None:
         self.result = result

@@ -9,8 +9,8 @@ Letters: v weights or activations; s step size; -Q_N, Q_P lowest and highest lev
 share s, or of the features of the layer (activations).
 
 Differs from the paper: s is rounded to its stored form before use, so that the trained model is exactly the
-saved one. The levels are those of any grid without a minimum, with an s for each tile. A zero, where the grid
-has one, is learned as in LSQ+ (Bhalgat et al. 2020, arXiv 2004.09576) and rounded to a code.
+saved one. The levels are as in any grid without a minimum, with an s for each tile. A zero, where the
+grid has one, is learned as in LSQ+ (Bhalgat et al. 2020, arXiv 2004.09576) and rounded to a code.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train:
 
 
 def _stored(masks: Mapping[str, Tensor], linears: Mapping[str, nn.Module]) -> Masks:
-    """Masks (N, K) as those of the parameters under the quantizers."""
+    """Masks (N, K) under the names of the parameters under the quantizers."""
     return Masks(
         {
             f"{name}.parametrizations.weight.original": mask
@@ -308,7 +308,7 @@ def _linear(model: nn.Module, name: str) -> nn.Module:
         module = nn.Identity()
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(module, nn.Embedding):
-        raise ModelError(f"{name} is not a Linear of the model", hint="names are those of the module tree")
+        raise ModelError(f"{name} is not a Linear of the model", hint="names are paths in the module tree")
     return module
 
 

@@ -14,8 +14,8 @@ for bit allocation Shoham and Gersho 1988).
 3. A solution better than U has sum of r <= U - L. Partial solutions are extended group by group, and dropped
    where they exceed this bound or the budget, or another one is both smaller and better. The best after the
    last group is the optimum. There is no table over B, so the costs may have any unit.
-4. Of more than ``states`` partial solutions those of the largest reduced cost are dropped; the smallest L + r
-   among them bounds every missed solution, and gives the ``gap``.
+4. Of more than ``states`` partial solutions the solutions of the largest reduced cost are dropped; the
+   smallest L + r among them bounds every missed solution, and gives the ``gap``.
 
 Letters: g group, o option, B budget in bits, L lower bound, U upper bound.
 
@@ -171,7 +171,7 @@ def _slope(small: Option, large: Option) -> float:
 
 
 def _steps(kept: Sequence[Sequence[Option]]) -> list[_Step]:
-    """Every step along every hull, steepest first; those of one group stay in their order."""
+    """Every step along every hull, steepest first; the steps of one group stay in their order."""
     steps = []
     for group, options in enumerate(kept):
         hull = _hull(options)
@@ -213,7 +213,7 @@ def _search(
     """The best solution whose reduced costs sum to at most ``slack``, and the smallest sum that was dropped
     for lack of states (infinite: none was).
 
-    A partial solution is (bits, loss, reduced cost); those kept are sorted by bits, with falling losses.
+    A partial solution is (bits, loss, reduced cost); kept solutions are sorted by bits, with falling losses.
     """
     slack += 1e-12 * (1.0 + abs(slack))
     bits, loss, cost = (torch.zeros(1, dtype=kind) for kind in (torch.int64, torch.float64, torch.float64))

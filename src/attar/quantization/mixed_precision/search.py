@@ -161,7 +161,7 @@ def with_losses(groups: Mapping[str, list[Option]]) -> dict[str, list[Option]]:
     """The groups, with a loss for groups that seem to cost nothing in any format.
 
     The measured text never switched on their inputs, which says nothing of other text: each of their options
-    costs what it costs in the median over the other groups.
+    has its median cost over the other groups.
     """
     informed = [options for options in groups.values() if any(option.loss > 0 for option in options)]
     losses: dict[str, list[float]] = {}

@@ -27,7 +27,7 @@ _SCORES = "H2O's scores are sums over every query"
 _QUERIES = "every token's query attends again, and tokens from the prefix cache are not run"
 _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
 _STATES = (
-    "a draft head reads the hidden states of every token, and eviction keeps those of some, head by head"
+    "a draft head reads the hidden states of every token, and eviction keeps the states of some, head by head"
 )
 _LATENTS = "MLA's latents are keys and values in one, and KIVI rounds keys by channel and values by token"
 _COMPILED = (

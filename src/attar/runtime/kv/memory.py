@@ -4,7 +4,7 @@
 
 MHA has as many kv heads as heads, GQA fewer, MQA one; nothing else changes. MLA (DeepSeek V2 and its
 successors) keeps one latent and one rotated key of a token, B (rank + rope) numbers without the 2. Constants
-are those of ``kv/store``:
+come from ``kv/store``:
 
     int8, fp8    one float32 scale for each token and head
     kivi         scale and minimum in float16: keys for each channel and 32 tokens, values for each token and

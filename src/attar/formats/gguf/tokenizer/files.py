@@ -34,7 +34,7 @@ class AddedToken:
     Attributes:
         text: as it appears in a text.
         special: belongs to the format of the input, not to its text.
-        flags: those of ``lstrip``, ``rstrip``, ``single_word``, ``normalized`` that are set.
+        flags: the set flags of ``lstrip``, ``rstrip``, ``single_word``, ``normalized``.
     """
 
     text: str

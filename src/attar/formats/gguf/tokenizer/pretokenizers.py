@@ -174,7 +174,7 @@ def _rule(step: Mapping[str, Any]) -> str | None:
 
 
 def canonical_regex(regex: str) -> str:
-    """A regular expression with known spellings replaced by those of the table."""
+    """A regular expression with known spellings replaced by the spellings of the table."""
     for spelling, same in _SAME:
         regex = regex.replace(spelling, same)
     return regex

@@ -14,7 +14,7 @@ The file is a protocol buffer: fields, each a varint ``number << 3 | wire``, the
                      40 unk_id, 41 bos_id, 42 eos_id, 43 pad_id (-1 for none)
     NormalizerSpec   2 precompiled_charsmap, 3 add_dummy_prefix, 4 remove_extra_whitespaces
 
-Source: sentencepiece, ``src/sentencepiece_model.proto``. The types of pieces are those of GGUF's
+Source: sentencepiece, ``src/sentencepiece_model.proto``. The types of pieces are the numbers of GGUF's
 ``tokenizer.ggml.token_type``.
 """
 
@@ -42,7 +42,7 @@ class SentencePiece:
         ids: of ``unk``, ``bos``, ``eos`` and ``pad``, where the model has them.
         byte_fallback: an unknown character becomes its bytes.
         add_dummy_prefix: a space goes before a text.
-        remove_extra_whitespaces: runs of spaces become one, those at the ends none.
+        remove_extra_whitespaces: runs of spaces become one space, at the ends none.
         treat_whitespace_as_suffix: a space belongs to the word before it.
         charsmap: the compiled normalization, empty for none.
     """

@@ -81,7 +81,7 @@ def special_token_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
 
 
 def special_ids(source: TokenizerFiles) -> dict[str, int]:
-    """Ids of the special tokens by role: those of :data:`KEYS` and ``cls``."""
+    """Ids of the special tokens by role: the roles of :data:`KEYS`, and ``cls``."""
     ids: dict[str, int] = {}
     for role in ROLES:
         index = source.id_of(text_of(source.settings.get(f"{role}_token")))
@@ -98,7 +98,7 @@ def special_ids(source: TokenizerFiles) -> dict[str, int]:
 
 
 def stored_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of the special tokens of a GGUF file by role, those with llama.cpp's defaults too; ids without a
+    """Ids of the special tokens of a GGUF file by role, roles with llama.cpp's defaults too; ids without a
     token are left out.
 
     Args:

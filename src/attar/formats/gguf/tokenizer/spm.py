@@ -2,13 +2,13 @@
 unigram ("t5").
 
 BPE. Spaces become U+2581, characters are joined by score, and a character without a token becomes its bytes
-``<0xNN>``. The scores are those of tokenizer.model; without one they are computed from the merges of
+``<0xNN>``. The scores come from tokenizer.model; without that file the scores are computed from the merges of
 tokenizer.json (vocabulary.py). Unigram: the split of a text whose tokens' scores, log probabilities, sum
 highest.
 
     scores f32 (tokens,)
     add_space_prefix                  a space goes before a text (BPE: and after each special token)
-    remove_extra_whitespaces          unigram: runs of spaces become one, those at the ends none
+    remove_extra_whitespaces          unigram: runs of spaces become one space, at the ends none
     precompiled_charsmap u8           unigram: the compiled normalization (base64 in tokenizer.json)
 
 llama.cpp's unigram (``llm_tokenizer_ugm``) takes a character without a token for unknown; it has no byte

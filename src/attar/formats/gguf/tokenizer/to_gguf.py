@@ -55,7 +55,7 @@ def tokenizer_metadata(
     folder: str | Path, config: Mapping[str, Any], pre: str | None = None
 ) -> dict[str, MetadataValue]:
     """The GGUF metadata of a model folder's tokenizer and generation config. Returns all keys below
-    ``tokenizer.`` and ``general.sampling.``, and those of attar.
+    ``tokenizer.`` and ``general.sampling.``, and the keys of attar.
 
     Args:
         folder: with tokenizer.json or a SentencePiece model.
