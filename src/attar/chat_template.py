@@ -142,7 +142,7 @@ def check_template(template: str) -> None:
 
 
 def _in_process(request: dict[str, Any]) -> Any:
-    """What ``answer`` gives in a process of its own.
+    """The result of ``answer`` in a separate process.
 
     Raises:
         jinja2.TemplateError: of the class that the template raised, where it is jinja's.
@@ -168,7 +168,7 @@ def _process(pid: int) -> LimitedProcess:
 
 
 def answer(request: dict[str, Any]) -> str:
-    """Render a conversation in this process, without bounds but that of the text's length.
+    """Render a conversation in this process, without bounds but the bound of the text's length.
 
     Args:
         asked: the arguments of ``render_chat`` in JSON; without messages the template is compiled alone.

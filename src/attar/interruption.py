@@ -82,7 +82,7 @@ def interruptible() -> Iterator[Interruption]:
 
 
 class StateFile:
-    """The state of a training that one file holds, such as that of a block.
+    """The state of a training that one file holds, such as a block's.
 
     Args:
         path: None: the training cannot be resumed.

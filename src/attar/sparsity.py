@@ -140,7 +140,7 @@ def _least_of_largest(scores: Tensor, count: int) -> Tensor:
 
 
 def _largest_of_few(groups: Tensor, count: int) -> Tensor:
-    """The same for a short last axis: those that fewer than ``count`` others precede."""
+    """The same for a short last axis: entries that fewer than ``count`` others precede."""
     members = groups.movedim(-1, 0).contiguous()
     ahead = members.new_zeros(members.shape).short()
     for i, member in enumerate(members):

@@ -75,7 +75,7 @@ class _BoundedLoader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, or the one that an alias stands for; the values of either are counted."""
+        """A node, or the node that an alias stands for; the values of either are counted."""
         mark, before = self.peek_event().start_mark, self._values  # type: ignore[no-untyped-call]
         alias = self.check_event(yaml.AliasEvent)
         self._nodes += not alias

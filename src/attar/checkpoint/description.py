@@ -252,7 +252,8 @@ def _node(parent: Parent) -> str:
 
 
 def _changed(parent: Parent) -> dict[str, Any]:
-    """The main settings of a stage, and those that are not their defaults today; all of an unknown stage."""
+    """The main settings of a stage, and the settings that are not their defaults today; all settings of an
+    unknown stage."""
     spec = import_module(STAGES).STAGES.get(parent.stage)
     if spec is None:
         return parent.settings

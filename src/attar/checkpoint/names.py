@@ -1,6 +1,6 @@
 """File names from outside (a card, an index, a receipt, a store's listing), and links in a model's folder.
 
-A name becomes a path only if it is that of a file below its folder. A file that a link leads out of the
+A name becomes a path only if it names a file below its folder. A file that a link leads out of the
 folder to is not the model's: what attar copies or uploads would be any file of the user. Only the hub's cache
 has such links, from a snapshot to its blobs.
 """

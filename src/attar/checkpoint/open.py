@@ -85,7 +85,7 @@ class Checkpoint:
         return elsewhere[0] if elsewhere else self.path
 
     def load(self, name: str) -> torch.Tensor:
-        """Read one tensor into memory of its own, on the CPU, in its stored dtype and shape.
+        """Read one tensor into separate memory, on the CPU, in its stored dtype and shape.
 
         Raises:
             CheckpointError: there is no such tensor, or its bytes cannot be read.

@@ -53,8 +53,8 @@ class StageOutput:
     Attributes:
         folder: the checkpoint's folder; empty at first.
         work: scratch folder that survives a kill; empty unless ``resumed``. Each process has its own.
-        shared: that of the first process, which all of them use.
-        processes: those that do the block together.
+        shared: the first process's work folder, which all processes use.
+        processes: the processes that do the block together.
         resumed: an earlier run of the same work left files in ``work``.
         command: a command line that makes this checkpoint again.
         texts: the text that the stage read, as records of :mod:`attar.data.seen`.

@@ -127,7 +127,8 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The block by the first process; then by the others, which find what it has written."""
+        """The block by the first process; then by the others, which find what the first process has
+        written."""
         if not self.first:
             self.wait()
         yield

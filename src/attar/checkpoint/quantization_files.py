@@ -10,7 +10,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
 
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of a folder with ``qweight``, and the method of those that name none."""
+"""Files of a folder with ``qweight``, and the method of folders that name none."""
 MODELOPT = "hf_quant_config.json"
 
 

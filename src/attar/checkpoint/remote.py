@@ -63,8 +63,8 @@ def download(address: str, wanted: list[str]) -> Path:
         wanted: patterns of the files to fetch of a folder.
 
     Raises:
-        CheckpointError: there is nothing at the address, it cannot be read, or its files are not those that
-            the card lists.
+        CheckpointError: there is nothing at the address, it cannot be read, or its files are not the files
+            that the card lists.
         OutputError: the files do not fit on the disk.
         MissingExtraError: the store's package is not installed.
     """
@@ -266,7 +266,7 @@ def upload(folder: Path, address: str) -> None:
 
     Raises:
         OutputError: the store refuses, or an object has other bytes than were sent.
-        CheckpointError: a file is missing, a link out of the folder, or not the one that the card lists.
+        CheckpointError: a file is missing, a link out of the folder, or not the file that the card lists.
     """
     if address.startswith(HUB):
         _upload_to_hub(folder, hub_id(address), address)

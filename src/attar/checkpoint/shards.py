@@ -60,7 +60,7 @@ class ShardWriter:
     Args:
         folder: an existing folder for the finished shards and their index.
         layout: every tensor as (name, dtype, shape), in the order in which shards are filled.
-        max_shard_bytes: most tensor bytes of a shard; a larger tensor has a shard of its own.
+        max_shard_bytes: most tensor bytes of a shard; a larger tensor has a separate shard.
         work: folder of unfinished shards and the manifest, which survive a kill; on the same file system; by
             default ``folder``.
 

@@ -114,7 +114,8 @@ def _shards(weight_map: dict[str, Any]) -> list[Any]:
 def _scan(
     folder: Path, names: list[Any], weight_map: dict[str, Any]
 ) -> tuple[dict[str, TensorInfo], list[Oddity]]:
-    """Every tensor of the files; of one that is in several files, that of the file which the index names."""
+    """Every tensor of the files; of a tensor in several files, the tensor of the file which the index
+    names."""
     tensors: dict[str, TensorInfo] = {}
     odd = []
     for file in [folder / name for name in names]:

@@ -150,7 +150,7 @@ def _run(words: Sequence[str], count: int, folder: Path) -> int:
 
 
 def _failed(failures: Mapping[int, Any], count: int, folder: Path) -> int:
-    """Print why the processes ended: the one that was killed, else the first that left an error."""
+    """Print why the processes ended: the process that was killed, else the first with an error."""
     for number, failure in sorted(failures.items()):
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name

@@ -17,7 +17,7 @@ from attar.cluster.tasks import FAILED, LOST, ClusterTask, Resources, TaskOutcom
 from attar.errors import EndpointError, MissingExtraError
 
 AHEAD = 64
-"""Tasks that are submitted before the first has ended: Ray starts those that fit."""
+"""Tasks that are submitted before the first has ended: Ray starts the tasks that fit."""
 
 
 def connect(on: str) -> Any:

@@ -58,7 +58,7 @@ class AnswerRows:
 
     Attributes:
         examples: targets are PADDING outside of answers.
-        documents: read, those that were dropped included.
+        documents: read, dropped documents included.
         cut: documents longer than a row, whose end is missing.
         dropped: documents without a predicted token in the first S, or at all.
         shared: the reason why other splits hold the same text; empty if they do not.

@@ -4,7 +4,7 @@ Packing into rows of S tokens:
 
 - ``stream``: documents are joined by the end-of-text token and cut every S tokens. No padding, only the tail
   is dropped; a row may hold the end of one document and the start of the next, as in pre-training.
-- ``separate``: each document is cut into rows of its own, and a shorter row is filled with :data:`PADDING`.
+- ``separate``: each document is cut into separate rows, and a shorter row is filled with :data:`PADDING`.
 
 Every row starts with BOS if the tokenizer puts it before a text, and the token after it is the first that is
 predicted. A model trained with BOS depends on it: without, its figures can be wrong by orders of magnitude.
@@ -122,7 +122,7 @@ def pack_stream(
 def pack_separate(
     ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, front: Sequence[int] = ()
 ) -> Tensor:
-    """Cut each document into rows of its own, each after ``front``: int64 (N, S), :data:`PADDING` on the
+    """Cut each document into separate rows, each after ``front``: int64 (N, S), :data:`PADDING` on the
     right."""
     filled: list[list[int]] = []
     body = length - len(front)

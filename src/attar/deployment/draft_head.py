@@ -59,8 +59,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
 
 
 def _content(source: Checkpoint, settings: ExportSettings) -> HeadContent:
-    """The head, with what is known of its target: the model of ``--target``, or that of its folder where it
-    can be opened."""
+    """The head, with what is known of its target: the model of ``--target``, or the model of the head's
+    folder where the folder can be opened."""
     if settings.target:
         target = head_target(open_checkpoint(settings.target))
         return replace(head_content(source, target), target=target)

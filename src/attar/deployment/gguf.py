@@ -209,7 +209,7 @@ def _write(
 
 
 def _of_rank(placed: Sequence[Any], processes: Processes) -> list[Any]:
-    """The tensors that this process writes; those that are stored in one go together."""
+    """The tensors that this process writes; tensors that are stored in one go together."""
     sizes: dict[str, int] = {}
     for placement in placed:
         name = placement.stored or placement.gguf

@@ -70,7 +70,7 @@ class TypeChoice:
         kinds: type by GGUF name, in the order of the placements.
         bits_per_weight: bytes of all tensors times 8, for each weight of the file.
         size: bytes of the file, as far as its metadata is known.
-        file_type: ``general.file_type``: that of the mix named after the type of most weights.
+        file_type: ``general.file_type``: of the mix that is named after the type of most weights.
         report: for the card: predicted and measured KL, the gap to the optimum, the curve of KL over bits.
     """
 
@@ -211,7 +211,7 @@ def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[
 
 
 def _after_blocks(on: SensitivityInputs) -> list[str]:
-    """The head, where it is a tensor of its own."""
+    """The head, where the head is a separate tensor."""
     return [on.anatomy.head] if on.anatomy.head and not on.anatomy.tied else []
 
 
@@ -291,7 +291,7 @@ class FileLayout:
         return [name for module in self.groups[group] for name in self.tensors[module]]
 
     def spread(self, choice: Mapping[str, str]) -> dict[str, str]:
-        """The type of every tensor, given that of every group."""
+        """The type of every tensor, given the type of every group."""
         chosen = {name: kind for group, kind in choice.items() for name in self.of(group)}
         return {name: chosen.get(name) or self.kinds[name] for name in self.shapes}
 

@@ -57,7 +57,7 @@ def compute(
 
     Args:
         batches: int64 (B, S), none padded.
-        work: folder of its own for this; what a finished run left there is read back.
+        work: a separate folder; sums that a finished run left there are read back.
         processes: each runs a part of the batches; all get the sums of all.
         precision: of the passes: "fp32", "bf16" or "auto".
 

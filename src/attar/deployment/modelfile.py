@@ -5,7 +5,7 @@
 A chat template is a program in Jinja, Ollama's are in Go. Most templates write every message by itself,
 between two texts that depend on its role alone. These texts are read off a rendered conversation, and what
 they make of other conversations is compared with what the template makes. Only where all are equal is a
-TEMPLATE written; else it is left out with a comment, and Ollama looks for one of its own by the file's.
+TEMPLATE written; else it is left out with a comment, and Ollama looks for its own template by the file's.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def same_tensors(
 
 
 def compare(name: str, wanted: Tensor, got: Tensor | None, dtype: torch.dtype | None) -> None:
-    """Raise where a tensor that was read back is not the one that went in, cast to ``dtype``.
+    """Raise where a tensor that was read back differs from the written tensor, cast to ``dtype``.
 
     Raises:
         NumericsError: it differs, or overflowed in the cast.

@@ -2,9 +2,9 @@
 
     KL_l = E_t KL( p_t || p_t^(-l) )
 
-Letters: p_t the model's distribution after token t; p^(-l) that of the model without block l. Used as a
-leave-one-out score by Shortened LLaMA (Kim et al. 2024, arXiv 2402.02834, section 3.1, there as perplexity).
-Each layer is a pass from its block on; a measured layer is kept in the work folder.
+Letters: p_t the model's distribution after token t; p^(-l) the distribution of the model without block l.
+Used as a leave-one-out score by Shortened LLaMA (Kim et al. 2024, arXiv 2402.02834, section 3.1, there as
+perplexity). Each layer is a pass from its block on; a measured layer is kept in the work folder.
 
 Differs from the paper: KL to the model itself instead of perplexity, which can fall by chance.
 """

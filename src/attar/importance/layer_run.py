@@ -7,7 +7,7 @@ n layers that starts at l turns the residual stream by
 
 and the run of the least angle goes. Letters: h_l the hidden state before block l.
 
-Differs from the paper: the angle is the mean over all tokens, not that of the last one; the three runs of the
+Differs from the paper: the angle is the mean over all tokens, not the last token's; the three runs of the
 least angle are compared by the KL that the model loses without them, and the best of them goes.
 """
 

@@ -1,8 +1,8 @@
 """Evaluate an encoder: a classifier on labelled texts, a masked language model on hidden tokens.
 
-The record is that of language models (``evaluate.py``) with a class, or a hidden token, where they have the
-next token: accuracy, perplexity and KL are over n predictions. A classifier reads all labelled texts of the
-evaluation split (``whole:test.tsv``: of the file). F1 is of class 1, where there are two:
+The record is the record of language models (``evaluate.py``) with a class, or a hidden token, where they have
+the next token: accuracy, perplexity and KL are over n predictions. A classifier reads all labelled texts of
+the evaluation split (``whole:test.tsv``: of the file). F1 is of class 1, where there are two:
 
     F1 = 2 TP / (2 TP + FP + FN)
 

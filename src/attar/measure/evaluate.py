@@ -95,7 +95,7 @@ class Measurements(Quality):
         transformers_prefill_tokens_per_s, transformers_decode_tokens_per_s: of transformers on the decoded
             weights, with ``reference_speed``.
         peak_rss_bytes: peak resident memory while the model was loaded, generated the sample and was timed,
-            without the kept reference logits; block by block, that of its passes.
+            without the kept reference logits; block by block, the memory of its passes.
         peak_device_bytes: peak GPU memory in that time; None on a CPU.
         prompt, sample: a prompt and its greedy completion.
         runner: the engine of all figures but the reference: compiled, modules, transformers or blocks.

@@ -41,7 +41,7 @@ def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[
     Args:
         model: a causal language model of transformers in evaluation mode.
         tokens: int64 (B, S), padded (on either side) with ``PADDING``; not modified.
-        width: columns to keep, without those that pad the vocabulary.
+        width: columns to keep, without the columns that pad the vocabulary.
 
     Yields:
         logits (n, width) in the model's dtype (a view unless the sequence is padded), labels int64 (n,).

@@ -23,7 +23,7 @@ class StageRecord:
 
     Attributes:
         name: unique in the run; verb: distill, prune, ... or ``original``; title: its settings in one line.
-        parents: names of its parents; the first is that of the weights.
+        parents: names of its parents; the first is the parent of the weights.
         measurements: the record of ``attar evaluate`` (``bytes`` also without it).
         details: of the stage's card (layers, curve).
     """

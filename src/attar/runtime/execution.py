@@ -1,7 +1,7 @@
 """What the engine runs on a runner: a step, again in parts where it fails, and the packing after it.
 
 A runner declares with ``repeats`` that a failed step may be run again: it writes the same slots with the same
-values, and keeps no other state of a sequence. Then each sequence is run alone, and only those that fail
+values, and keeps no other state of a sequence. Then each sequence is run alone, and only sequences that fail
 alone are lost. Without it all sequences of the step are lost.
 """
 

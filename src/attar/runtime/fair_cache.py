@@ -1,6 +1,6 @@
 """Values of several owners within one bound: beyond it, the owner that holds most loses its oldest.
 
-So nobody can evict another's values by storing many of its own. Threads may share it.
+So no owner can evict the values of another by storing many. Threads may share it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _steps(
 
 
 def _step(runner: Runner, prompts: Sequence[Sequence[int]], wants: Sequence[int]) -> StepInput:
-    """All prompts from their first token, each in blocks of its own."""
+    """All prompts from their first token, each in separate blocks."""
     spans: list[TokenSpan] = []
     block = 0
     for number, (prompt, rows) in enumerate(zip(prompts, wants, strict=True)):

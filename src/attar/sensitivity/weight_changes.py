@@ -121,7 +121,7 @@ def shared_groups(blocks: Sequence[Any], modules: Sequence[str], apart: bool = F
     Args:
         blocks: those of an Anatomy.
         modules: names of the Linears that will be quantized.
-        apart: each expert is a group of its own.
+        apart: each expert is a separate group.
     """
     groups: dict[str, list[str]] = {}
     for block in blocks:

@@ -53,7 +53,7 @@ class ExpertInputs:
         experts: the module that is called with them.
         folder: for hidden states beyond ``limit`` bytes.
         fast: products in bfloat16.
-        processes: those that hold the other batches.
+        processes: the processes that hold the other batches.
     """
 
     def __init__(

@@ -344,7 +344,7 @@ class _TrainRun:
             return interruption.due()
         flags = [float(interruption.due()), float(interruption.signal)]
         due, stopped = self.accelerator.reduce(torch.tensor(flags, device=self.accelerator.device), "sum")
-        if stopped and not interruption.signal:  # that of another process
+        if stopped and not interruption.signal:  # the signal of another process
             interruption.signal = SIGTERM
         return bool(due)
 

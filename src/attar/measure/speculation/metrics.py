@@ -84,7 +84,7 @@ class AcceptanceCounts:
 
     @property
     def histogram(self) -> tuple[int, ...]:
-        """Passes with 0, 1, 2, ... accepted drafts, of those that had any draft."""
+        """Passes with 0, 1, 2, ... accepted drafts, of the passes with a draft."""
         passes: Counter[int] = Counter()
         for (_, depth, accepted), count in self.counts.items():
             if depth:

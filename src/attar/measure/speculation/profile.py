@@ -7,7 +7,7 @@ table may learn from prompt to prompt, as in a server.
 
 Only decoding is timed, after all sequences of the batch have their first token. Seconds a token of a prompt
 are the median of its rounds; the speedup is the geometric mean over the prompts (``metrics.py``). With
-temperature 0, or a seed, the completions must equal those of plain decoding; ``same`` counts those that do.
+temperature 0, or a seed, the completions must equal plain decoding's; ``same`` counts the equal ones.
 They may differ for a runner that rounds passes over several tokens differently, where two tokens are nearly
 as likely.
 """

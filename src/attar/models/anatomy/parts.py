@@ -20,7 +20,7 @@ DENSE_ONLY = "attar cuts and transforms blocks of one self-attention and one den
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection: a module of its own, or its part of a fused module.
+    """One projection: a module, or a part of a fused module.
 
     Attributes:
         name: path of the module that holds the weight.

@@ -10,12 +10,12 @@
     confidence_k = sigmoid(w [x_k; W1[token before]] + b)      that slot k's token is accepted, if those
     before
 
-W c_j is that of the block's own keys and values, without the layer's input norm; it depends on decided tokens
-alone and is kept. Slot k of DSpark predicts token n + 1 + k; of DFlash token n + k, so its slot 0, the
-anchor's, predicts nothing. Embedding and head are the target's, frozen; with a reduced vocabulary ``lm_head``
-has the rows of its tokens.
+W c_j is the projection of the block's own keys and values, without the layer's input norm; it depends on
+decided tokens alone and is kept. Slot k of DSpark predicts token n + 1 + k; of DFlash token n + k, so its
+slot 0, the anchor's, predicts nothing. Embedding and head are the target's, frozen; with a reduced vocabulary
+``lm_head`` has the rows of its tokens.
 
-Differs from the papers: the mask is a learned embedding of its own, not an unused token of the vocabulary.
+Differs from the papers: the mask is a learned embedding, not an unused token of the vocabulary.
 
 Letters: B slots of a block, T slots of all blocks, m layers read, l layers of the head, S positions, H hidden
 size, h heads, K kv heads, d head dimension, r Markov rank, V vocabulary of the target, v of the head.

@@ -7,7 +7,7 @@ end. The tree is the same in every pass (Cai et al. 2024, arXiv 2401.10774, sect
     expected tokens = 1 + sum of the values of all paths
     greedily the path of the highest value is added whose beginning is there
 
-a_k(r) is measured: how often the target's token is that of rank r of head k. A path is never above its
+a_k(r) is measured: how often the target's token is the token of rank r of head k. A path is never above its
 beginning, so the greedy tree of n paths has the highest sum of all trees of n paths.
 
 Letters: K heads, R ranks, n paths.

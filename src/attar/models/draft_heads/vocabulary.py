@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 def frequent_tokens(tokens: Tensor, vocabulary: int, count: int) -> Tensor:
     """The ``count`` most frequent of some tokens int64 (n,), ascending; of equally frequent ones, and of
-    those that do not occur, the smaller ones. int64 (count,)."""
+    tokens that do not occur, the smaller ones. int64 (count,)."""
     counts = torch.bincount(tokens.flatten(), minlength=vocabulary)[:vocabulary]
     chosen = torch.argsort(counts, descending=True, stable=True)[:count]
     return chosen.sort().values
@@ -40,13 +40,13 @@ def spread(logits: Tensor, chosen: Tensor, vocabulary: int) -> Tensor:
 
 
 def register_vocabulary(head: nn.Module, count: int) -> None:
-    """Give a head its d2t, int64 (v,), where it has a vocabulary of its own; ``count`` 0: the target's."""
+    """Give a head its d2t, int64 (v,), where the head has its own vocabulary; ``count`` 0: the target's."""
     if count:
         head.register_buffer("d2t", torch.zeros(count, dtype=torch.int64))
 
 
 def set_vocabulary(head: Any, chosen: Tensor | None) -> None:
-    """The tokens int64 (v,), ascending, of a head with a vocabulary of its own."""
+    """The tokens int64 (v,), ascending, of a head with its own vocabulary."""
     if chosen is not None:
         head.d2t.copy_(offsets_of(chosen))
 

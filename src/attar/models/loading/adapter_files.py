@@ -280,7 +280,7 @@ class _TargetModel:
         raise ModelError(f"{self.checkpoint.name}: no embedding that its head could be tied to")
 
     def untie(self, updates: dict[str, TensorUpdate]) -> None:
-        """Give a tied model a head of its own where the adapter updates only the embedding."""
+        """Give a tied model a separate head where the adapter updates only the embedding."""
         if not self.tied:
             return
         embedding = self.embedding()

@@ -221,7 +221,7 @@ def _complete(backend: Tokenizer, special: Mapping[str, str], decoder: Any) -> b
 
 
 def _template(folder: Path, stored: Any) -> str | dict[str, str] | None:
-    """The chat template: that of its own file, else the config's, which may be several."""
+    """The chat template of a separate file, else the config's, which may be several."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -49,7 +49,7 @@ class ExpertPart:
 
 
 class SingleExperts:
-    """The view; whatever is no tensor is that of the checkpoint.
+    """The view; all attributes but tensors are the checkpoint's.
 
     Attributes:
         stacked: the checkpoint as it is stored.
@@ -76,7 +76,7 @@ class SingleExperts:
         return getattr(self.stacked, name)
 
     def load(self, name: str) -> Tensor:
-        """One tensor, or one expert's weight (N, K) or bias (N,), in memory of its own."""
+        """One tensor, or one expert's weight (N, K) or bias (N,), in separate memory."""
         expert = self.parts.get(name)
         if expert is None:
             tensor: Tensor = self.stacked.load(name)
@@ -119,7 +119,7 @@ def _size(info: Any, shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def single_experts(checkpoint: Any) -> Any:
-    """The view of a checkpoint in which each expert is a weight of its own; the checkpoint itself, where it
+    """The view of a checkpoint in which each expert is a separate weight; the checkpoint itself, where it
     stores none stacked. Reads headers only."""
     if isinstance(checkpoint, SingleExperts) or not any(
         len(info.shape) > 2 for info in checkpoint.tensors.values()

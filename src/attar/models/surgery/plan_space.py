@@ -83,7 +83,7 @@ class PlanSpace:
         """The units that stay.
 
         Args:
-            layers: those that stay.
+            layers: the layers that stay.
             alone: the layer whose heads or neurons are cut, no other's; None: all.
         """
         return cut_plan_of(self.anatomy, self.full, sizes, ranking, layers, alone)

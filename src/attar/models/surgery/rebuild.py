@@ -91,7 +91,7 @@ def narrowed(
 
 
 def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The changed config of the model's own family, then that of a sibling family."""
+    """The changed config of the model's own family, then the config of a sibling family."""
     config = named_config(model)
     for key, value in changes.items():
         try:

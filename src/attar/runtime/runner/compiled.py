@@ -136,7 +136,7 @@ class Compiled:
         )
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
-        """Keep hidden states of the tokens that are run from now on, with those that are kept already; see
+        """Keep hidden states of the tokens that are run from now on, with the kept states; see
         ``kv/hidden_pool.py``."""
         if self._hidden is None:
             self._hidden = HiddenPool.of(layers, self.capacity * self.block_size, self.weights.hidden)

@@ -85,7 +85,7 @@ class CompiledLora:
         return source
 
     def _stored(self, name: str) -> str:
-        """The tensor of a parameter; that of a tied head is the embedding."""
+        """The tensor of a parameter; of a tied head, the embedding."""
         return EMBEDDING if name == HEAD and HEAD not in self._infos else name
 
     def add(self, key: str, weights: ModelWeights) -> None:

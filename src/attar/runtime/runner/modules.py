@@ -154,7 +154,7 @@ class Modules:
             self._hidden.pool.move(pairs)
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenPool:
-        """Keep hidden states of the tokens that are run from now on, with those that are kept already; see
+        """Keep hidden states of the tokens that are run from now on, with the kept states; see
         ``kv/hidden_pool.py``."""
         assert self.eviction is None, "hidden states of an evicted cache"
         if self._hidden is None:

@@ -68,7 +68,7 @@ class DecodedLinear(nn.Module):  # type: ignore[misc]
         weight: decodes W (N, K), or (K, N) where ``transposed``.
         bias: (N,) or None.
         shape: of what ``weight`` decodes.
-        transposed: W is that of a Conv1D.
+        transposed: W is the weight of a Conv1D.
     """
 
     def __init__(

@@ -249,7 +249,8 @@ class SchemaRules:
         return self._rule(f'"[" {_BLANK} {items} {_BLANK} "]"')
 
     def _object(self, schema: Mapping[str, Any], words: set[str]) -> str:
-        """The members in the schema's order. Of others that it may allow, those that have a schema."""
+        """The members in the schema's order. Of other members that the schema may allow, the members with a
+        schema."""
         self._only(words, {"type", "properties", "required", "additionalProperties"})
         properties = dict(schema.get("properties") or {})
         required = schema.get("required") or []

@@ -1,4 +1,4 @@
-"""The time that the masks of grammars may take of a step, divided among those that run.
+"""The time that the masks of grammars may take of a step, divided among the running requests.
 
     share = max(STEP_S, last pass) / payers
     balance = min(balance + share, share)          once a step; a payer may compute a mask while it is >= 0

@@ -13,9 +13,9 @@ position is the index of the sampled token in its sequence, the prompt counted; 
 completion. So a seeded completion depends neither on the other rows of the batch, nor on preemption, nor on
 how many tokens a step verifies; a prompt extended by its own completion continues with the same noise.
 Coupled speculation samples draft and target with one key: where p and q agree the tokens agree, and the
-result is that of plain decoding. Only tokens with p_v > 0 get noise (the generator is counter-based), and a
-logarithm is taken only of those that can still win: with c = e_m / p_m of the most likely token m, a token v
-that beats m has 1 - u_v <= e_v <= c p_v.
+result is the result of plain decoding. Only tokens with p_v > 0 get noise (the generator is counter-based),
+and a logarithm is taken only of tokens that can still win: with c = e_m / p_m of the most likely token m, a
+token v that beats m has 1 - u_v <= e_v <= c p_v.
 
 Letters: R rows, V vocabulary, p probabilities, u uniform in (0, 1).
 """
@@ -72,7 +72,7 @@ def draw_distinct(p: Tensor, key: int, count: int) -> list[int]:
 
     Args:
         p: probabilities (V,), or weights that are not normalised; not modified.
-        key: the stream; the first token is that of ``draw`` with this key.
+        key: the stream; the first token is the token of ``draw`` with this key.
         count: tokens; fewer are returned where fewer have p > 0.
     """
     tokens, race = _race(p.cpu().numpy(), key, count)

@@ -1,7 +1,7 @@
 """Admission control: a bounded queue, a share for each caller, and no new requests while the server drains.
 
 Completions (prompts * ``n``) are counted from a request's admission to its last byte; to these come those
-that wait in the engine, preempted ones included. Each model has a queue and shares of its own; the limits of
+that wait in the engine, preempted ones included. Each model has its own queue and shares; the limits of
 a key, draining and shutting down are the server's.
 """
 
@@ -53,7 +53,7 @@ class OpenRequests:
 
 
 class AdmissionControl:
-    """Admits requests to a model, and counts those that are running.
+    """Admits requests to a model, and counts the running requests.
 
     Args:
         backend: reports how many completions run and wait.
@@ -188,6 +188,6 @@ class AdmissionControl:
                     del counter[caller.name]
 
     def _over_budget(self, caller: ApiKey) -> float:
-        """Tokens used less those that the time since has paid for."""
+        """Tokens used less the tokens that the time since has paid for."""
         tokens, then = self._requests.budgets.get(caller.name, (0.0, 0.0))
         return max(0.0, tokens - (self._clock() - then) * caller.tokens_per_minute / 60)

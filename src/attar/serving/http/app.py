@@ -104,7 +104,7 @@ def create_app(
         named: models that are loaded when a request names them.
         budget: bytes of all models.
         lora: whether the first model may have adapters, and from where.
-        adapters: those that it has already.
+        adapters: the adapters that the model has already.
 
     Raises:
         DataError: the file of keys is wrong.

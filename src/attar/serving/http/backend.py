@@ -39,7 +39,7 @@ class Stats:
         prefix_hits: of these, cache hits.
         preemptions: since the start.
         speculation: None without speculation.
-        free: sequences that may start in addition to those that run.
+        free: sequences that may start in addition to the running ones.
         samples: further numbers, of the services that take part.
         ready: whether it takes requests now.
     """
@@ -112,7 +112,7 @@ class Backend(Protocol):
 
 
 class EngineBackend:
-    """attar's engine, in a thread of its own.
+    """attar's engine, in a separate thread.
 
     Args:
         streams: the engine; closed by ``close``.

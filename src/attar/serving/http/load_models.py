@@ -1,4 +1,4 @@
-"""A server's models besides the first: that of ``--compare``, and those that are loaded on request."""
+"""A server's models besides the first: the model of ``--compare``, and models that are loaded on request."""
 
 from __future__ import annotations
 

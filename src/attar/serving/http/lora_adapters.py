@@ -5,7 +5,7 @@
     POST /v1/unload_lora_adapter       {"lora_name"}
 
 The paths and fields are vLLM's. A name stands for the same weights for every caller, so of several keys only
-those with ``adapters: true`` may load and unload. Each load has a key of its own in the engine: a name may be
+keys with ``adapters: true`` may load and unload. Each load has a separate key in the engine: a name may be
 loaded again while requests still run with what it was. Prefixes and suffix trees are shared only by requests
 of one tenant with adapters of the same content.
 """
@@ -130,7 +130,7 @@ class LoraTable:
     def __init__(self, base: Service, settings: LoraSettings, loaded: Sequence[LoadedAdapter] = ()) -> None:
         self.base, self.settings = base, settings
         self._entries: dict[str, _Entry] = {}
-        self._engine_has = len(loaded)  # adapters, those that are being unloaded too
+        self._engine_has = len(loaded)  # adapters, the ones that are being unloaded too
         self._numbers = itertools.count(len(loaded))
         self._turn, self._unloads = asyncio.Lock(), set[asyncio.Task[None]]()
         for adapter in loaded:

@@ -216,7 +216,7 @@ def _search(
 
 @lru_cache(maxsize=32)
 def _forms(first: MessageForm, axes: tuple[str, ...]) -> list[MessageForm]:
-    """The first form, then those that differ from it in some axes, by their cost."""
+    """The first form, then the forms that differ from the first in some axes, by their cost."""
     changes = [dict(zip(axes, values, strict=True)) for values in product(*(_COSTS[name] for name in axes))]
     others = dict.fromkeys(replace(first, **change) for change in changes)
     costs = {

@@ -1,7 +1,7 @@
 """Prometheus metrics, under vLLM's names with the prefix ``attar:``.
 
 Times are measured at the server, from a request's arrival; the engine's ``Stats`` are read at each scrape.
-Every model has a registry of its own, and a scrape joins them.
+Every model has its own registry, and a scrape joins the registries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The models of a server by name: some are always loaded, others when a request names them.
 
     use(name) → the service of a model, held until the response has been sent
-                not loaded: one load for all requests that wait for it, in a thread of its own; before it the
+                not loaded: one load for all requests that wait, in a separate thread; before the load the
                 idle models that were used least recently are closed, until the budget has room
 
 A model is idle while no request uses it or waits for it. Bytes are estimates from the models' headers
@@ -59,7 +59,7 @@ class NamedModel:
 
     Args:
         bytes: that it takes in memory, estimated.
-        load: opens it; called in a thread of its own, again after the model was closed.
+        load: opens the model; called in a separate thread, again after the model was closed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class MemoryBudget:
     kept: int = 0
 
     def excess(self, loaded: int) -> int:
-        """Bytes beyond the budget, with ``loaded`` bytes of models besides those that are kept."""
+        """Bytes beyond the budget, with ``loaded`` bytes of models besides the kept ones."""
         return 0 if self.total is None else max(self.kept + loaded - self.total, 0)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class ModelTable:
     Args:
         first: answers requests without a name.
         kept: others that are always loaded.
-        named: those that are loaded on request.
+        named: the models that are loaded on request.
         serve: makes the service of a model.
         lora: adapters of the first model; None: it has none.
         clock: seconds.

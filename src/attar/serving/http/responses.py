@@ -4,7 +4,7 @@
     : alive             a comment, after a silence
     data: [DONE]        at the end
 
-An error after the first chunk is a chunk of its own, ``{"error": ...}``, because the status has been sent.
+An error after the first chunk is a separate chunk, ``{"error": ...}``, because the status has been sent.
 Long bodies are written in threads.
 """
 

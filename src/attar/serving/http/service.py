@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attar.serving.http.embeddings.embedders import Embedder
 
 T = TypeVar("T")
-SMALL = 64 << 10  # bytes or characters; larger work runs in a pool of its own
+SMALL = 64 << 10  # bytes or characters; larger work runs in a separate pool
 
 
 class ThreadPools:
@@ -79,7 +79,7 @@ async def run_in_thread(
 
 
 async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:
-    """The result of a call in a thread of its own, which does not keep the process from ending."""
+    """The result of a call in a separate thread, which does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

@@ -305,7 +305,7 @@ class SpecialTokenEscaper:
 
 def _role_tokens(tokenizer: Any) -> dict[str, dict[str, Any]]:
     """Added tokens that a user's text must not become, with their flags: special ones, those of the form
-    ``<|name|>``, and those that the chat template writes."""
+    ``<|name|>``, and the tokens that the chat template writes."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     template = str(getattr(tokenizer, "chat_template", ""))
     if fast is None:

@@ -166,7 +166,7 @@ async def run_until_first(*work: Coroutine[Any, Any, None]) -> None:
 
 
 class Network:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         _grpc()

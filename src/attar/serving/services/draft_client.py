@@ -47,7 +47,7 @@ PING_S, HANG_S, DEAD_S = 0.25, 1.0, 5.0
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 1.0  # between two connections
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 1.5  # of a drafter that lies, or whose drafts are not accepted
 JUDGED, ACCEPTED, FADE = 64.0, 0.02, 0.98  # verified drafts, share of them with an accepted token, decay
-SPARE = 64  # offers beyond those that messages allow
+SPARE = 64  # offers beyond the number that messages allow
 MOST_WAITING = 8192  # messages that wait to be sent
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Serves offers: one thread drafts for the requests of all streams, in rounds.
 
     round     the sessions that want tokens, the least recently served first, in one ``propose``
-    prefill   a session with many new tokens reads READ of them, in a round of its own between two others,
+    prefill   a session with many new tokens reads READ of them, in a separate round between two others,
               so that a long prompt delays the others' offers by one short pass
     offers    of a stream that reads slowly the newest of each request waits, no more
 

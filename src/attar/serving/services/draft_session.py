@@ -1,4 +1,4 @@
-"""One request at a drafter: the committed tokens, and its own guess of those that follow. Pure.
+"""One request at a drafter: the committed tokens, and the drafter's guess of the tokens that follow. Pure.
 
     text     committed tokens, then the guess; the drafter drafts on after all of it
     commit   the guess goes on behind the decided tokens where it agrees with them, else it is dropped

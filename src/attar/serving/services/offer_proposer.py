@@ -1,8 +1,9 @@
 """Drafts that come from other processes, as a proposer of the engine.
 
     prefilling  opens a sequence at a drafter while its prompt is read, so that both read it at the same time
-    propose     opens those that have no drafter, tells what was committed, reads the offers that lie there;
-                where there are none it waits until a deadline, if that is expected to pay (``waiting.py``)
+    propose     opens the sequences without a drafter, tells what was committed, reads the offers that lie
+                there; where there are none it waits until a deadline, if that is expected to pay
+                (``waiting.py``)
     observe     tells the drafters at once what a pass has committed: they draft on while the next is planned;
                 where their drafts are not used they are only asked now and then (``demand.py``)
     forget      closes
@@ -95,7 +96,7 @@ class OfferProposer:
     """Proposes what drafters offer.
 
     Args:
-        policy: that of the speculator: its times and acceptance rates are read.
+        policy: the speculator's: its times and acceptance rates are read.
         most: tokens of a draft at most.
         clock: seconds.
 

@@ -4,7 +4,7 @@
     committed t_1..t_n       b <= n: the offer agrees where x_1..x_(n-b) = t_(b+1)..t_n
     draft                    x_(n-b+1)..x_k of an offer that agrees; else none
 
-So an offer on an older length is still good as far as its first tokens are those that were decided, and one
+So an offer on an older length is still good as far as its first tokens are the decided ones, and one
 that is late, doubled or wrong is dropped. The newest base wins, and of one base the longest: messages may
 come in any order.
 """

@@ -3,7 +3,7 @@
     sticky    the replica that holds the longest prefix of the request, unless it has SLACK more requests than
               the least loaded one: a prefix that is cached there is not read again
     load      else the one with the fewest open requests
-    ready     only those that answer; without any, requests are decoded plainly
+    ready     only drafters that answer; without any, requests are decoded plainly
 
 Prefixes are kept as hashes of a request's first 64, 128, 256, ... tokens, with its tenant.
 """

@@ -1,4 +1,4 @@
-"""What makes embeddings and scores: an encoder in a thread of its own, or the engine of a causal model."""
+"""Embeddings and scores: by an encoder in a separate thread, or by the engine of a causal model."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def run_prompts(
 
 
 class EncoderThread:
-    """An encoder in a thread of its own: jobs of all clients wait in one line.
+    """An encoder in a separate thread: jobs of all clients wait in one line.
 
     Also what the server knows as its engine: an encoder completes nothing.
 
@@ -183,7 +183,7 @@ class EncoderThread:
         return None
 
     async def close(self) -> None:
-        """The job that runs ends, those that wait are dropped."""
+        """The running job ends, waiting jobs are dropped."""
         self._open = False
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and that of its answers."""
+"""The bodies of POST /v1/responses and of its answers."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _json_arguments(name: str, parameters: Mapping[str, Any]) -> tuple[str, list
 
 
 def _python_arguments(name: str, parameters: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """``name=value, ...``: those that are required, then any of the others, in the schema's order; values are
+    """``name=value, ...``: the required arguments, then any of the others, in the schema's order; values are
     JSON, whose words the parser knows.
 
         more0: (", " optional0)? more1        any of the optional ones from the first on, after another

@@ -104,7 +104,7 @@ def encode(
     most: int = MOST_BYTES,
     instead: Callable[[ServiceMessage], ServiceMessage | None] | None = None,
 ) -> tuple[list[bytes], list[ServiceMessage]]:
-    """Frames with all messages in their order, and those that are too large for any frame, which are in none.
+    """Frames with all messages in their order, and the messages that are too large for any frame.
 
     Args:
         most: bytes of a frame.
