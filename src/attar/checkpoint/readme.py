@@ -94,9 +94,10 @@ def with_new_readme(card: Card, file: Path) -> Card:
 
 def _with_measurements(text: str, card: Card) -> str:
     """A README with the section of a card's measurements behind how the model is run."""
-    sections = [one for one in text.rstrip("\n").split("\n\n## ") if not one.startswith("Measurements\n")]
-    place = next((i for i, one in enumerate(sections) if one.startswith("Run it\n")), len(sections) - 1)
-    sections.insert(place + 1, f"Measurements\n\n{_measurements(card)}")
+    sections = text.rstrip("\n").split("\n\n## ")
+    sections = [section for section in sections if not section.startswith("Measurements\n")]
+    usage = next((i for i, part in enumerate(sections) if part.startswith("Run it\n")), len(sections) - 1)
+    sections.insert(usage + 1, f"Measurements\n\n{_measurements(card)}")
     return "\n\n## ".join(sections) + "\n"
 
 
