@@ -366,9 +366,6 @@ def test_a_sweep_holds_a_block_and_its_widest_hessian() -> None:
     sweep = "stage: quantize, method: gptq, samples: 4, sequence_length: 256, refine: "
     held = 8 * inner * 4096 + 4 * 1024 * 4096 + 4 * 1024 * (5 * 4096 + inner)
     assert memory(f"{sweep}0") == pytest.approx(5 * 2e8 + 8 * inner**2 + held)
-    refined = 5 * 2e8 + 4 * inner**2 + 32 * 2**25 + held - 8 * inner * 4096
-    assert memory(f"{sweep}2") == pytest.approx(refined)
-    assert memory(f"{sweep}0, act_order: group") == pytest.approx(5 * 2e8 + 12 * inner**2 + held)
     zeros = "stage: prune, method: wanda, sparsity: 0.5, samples: 4, sequence_length: 256, reconstruct: "
     assert memory(zeros + "none") == pytest.approx(6 * 2e8 + held + 18 * inner * 4096)
     assert memory(zeros + "linear") == pytest.approx(6 * 2e8 + 4 * inner**2 + 32 * 2**25 + held)

@@ -52,13 +52,9 @@ PRUNE_COSTS = {
     "wanda": MethodCost(swept=1),
     "sparsegpt": MethodCost(swept=1, products=6, columns=1, matrices=2),
     "alps": MethodCost(swept=1, products=200, matrices=4),
-    "heads": MethodCost(passes=1),
-    "query-heads": MethodCost(passes=1),
-    "neurons": MethodCost(passes=1),
-    "hidden": MethodCost(passes=1),
-    "layers": MethodCost(passes=1),
-    "experts": MethodCost(passes=1),
-    "mixed": MethodCost(passes=1),
+    **dict.fromkeys(
+        ("heads", "query-heads", "neurons", "hidden", "layers", "experts", "mixed"), MethodCost(passes=1)
+    ),
 }
 """By the methods of attar.pruning.stage.METHODS, with the first criterion of each."""
 

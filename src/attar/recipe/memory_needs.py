@@ -20,7 +20,7 @@ from attar.errors import MemoryNeededError
 from attar.measure.settings import EvaluateSettings
 from attar.memory import free_memory
 from attar.pruning.settings import PruneSettings
-from attar.quantization.settings import GPTQSettings, QuantizeSettings
+from attar.quantization.settings import QuantizeSettings
 from attar.recipe.costs import (
     GRADIENTS,
     METHOD_COSTS,
@@ -36,7 +36,7 @@ BASE_MEMORY = 450e6
 """Bytes of the interpreter with torch and transformers loaded."""
 
 _SURE = 0.75  # of an estimate of memory: less is not free, and the system ends the process
-_REFINED = 2**25  # weights that are refined at a time
+_REFINED = 2**25  # weights that are solved at a time
 _SPILLED = 2**30  # bytes of hidden states that are in memory on a machine of 8 GB; the rest is on disk
 _WAITING = 2**31  # bytes of the passes that wait between two groups there; more start again instead
 _LOGITS = 2**28  # bytes of the logits of a pass of an evaluation
@@ -63,8 +63,9 @@ def memory_needs(
         case QuantizeSettings(method="rtn", check_tokens=tokens):
             checked = 4 * source.blocks / source.layers + 12 * source.inner * source.hidden
             return max(_stream(stage, source), checked if tokens else 0.0), 0.0
-        case QuantizeSettings():
-            return _rounding(settings, source), result.bytes
+        case QuantizeSettings(calibration=text):
+            tokens = text.samples * text.sequence_length
+            return _sweep(source, METHOD_COSTS[settings.method], tokens), result.bytes
     return _stream(stage, source), 0.0
 
 
@@ -135,28 +136,10 @@ def _pruning(settings: PruneSettings, source: Shape) -> tuple[float, float]:
     return 4 * source.parameters + 8.0 * tokens * (source.vocabulary + source.hidden), 0.0
 
 
-def _rounding(settings: QuantizeSettings, source: Shape) -> float:
-    rounding, text = settings.rounding, settings.calibration
-    refined = isinstance(rounding, GPTQSettings) and rounding.refine > 0
-    in_groups = getattr(rounding, "act_order", "") == "group"
-    tokens = text.samples * text.sequence_length
-    return _sweep(source, METHOD_COSTS[settings.method], tokens, refined=refined, copies=in_groups)
-
-
-def _sweep(
-    source: Shape, cost: MethodCost, tokens: float, *, stored: int = 1, refined: bool = False, copies: int = 0
-) -> float:
-    """The peak of a sweep.
-
-    Args:
-        stored: bytes that are kept of each weight of the block.
-        refined: codes are refined, some weights at a time.
-        copies: of a Hessian's size in addition.
-    """
-    models, largest, square = max(cost.swept, 1), source.inner * source.hidden, 4 * source.inner**2
-    solving = square * (cost.matrices + copies) + 8 * largest
-    if refined:
-        solving = max(solving, square * (cost.matrices + copies - 1) + 32 * min(largest, _REFINED))
+def _sweep(source: Shape, cost: MethodCost, tokens: float, *, stored: int = 1) -> float:
+    """The peak of a sweep that keeps ``stored`` bytes of each weight of its block."""
+    models = max(cost.swept, 1)
+    solving = 4 * cost.matrices * source.inner**2 + 8 * source.inner * source.hidden
     waiting = models * 4.0 * tokens * (5 * source.hidden + source.inner)
     passes = models * min(4.0 * tokens * source.hidden, _SPILLED) + (waiting if waiting <= _WAITING else 0.0)
     return (4 * models + stored) * source.blocks / source.layers + solving + passes
