@@ -41,6 +41,7 @@ _CHARACTERS_AN_ELEMENT = 0.005  # characters tokenized in the time of one elemen
 _LEAST_TEXT = 900_000  # tokens of 256 documents, which are tokenized together
 _HELD_OUT = 16_384  # tokens of a held-out loss
 _SEARCH = 5_120.0  # operations a weight that try 20 scales
+_SMOOTHING = 40_960.0  # operations for each K^2: 20 candidates on 1,024 rows
 _SMALL = 2**30  # bytes of the largest model of which a check makes two completions: 48 passes of 44 tokens
 
 
@@ -240,26 +241,22 @@ def _reconstructing(settings: PruneSettings) -> Work:
 def _quantizing(settings: QuantizeSettings) -> Work:
     """Smoothing, training, rounding, and the search of mixed precision."""
     cost, rounding, calibration = METHOD_COSTS[settings.method], settings.rounding, settings.calibration
-    batch, tokens = (
-        float(n * calibration.sequence_length) for n in (calibration.batch_size, calibration.samples)
-    )
+    tokens = float(calibration.samples * calibration.sequence_length)
+    batch = calibration.batch_size * calibration.sequence_length
     text = _text(settings.data, tokens)
     work = Work(touched=40, blocks=8 * tokens if settings.storage.bits else 0.0)
     if settings.smoothing != "none":
         searched = settings.smoothing == "awq" or settings.transform.alpha < 0
-        work += Work(
-            swept=tokens, hessians=tokens, squares=40_960.0 * searched, text=text
-        )  # 20 candidates, 1,024 rows
+        work += Work(swept=tokens, hessians=tokens, squares=_SMOOTHING * searched, text=text)
     if isinstance(rounding, QATSettings):
         learned = rounding.steps * batch
         taught = (learned + _HELD_OUT) * (rounding.distill > 0)
         work += Work(read=_HELD_OUT + taught, learned=learned, steps=rounding.steps, text=text)
         cost = METHOD_COSTS["gptq" if rounding.start == "auto" else rounding.start]
     if cost.swept:
+        learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
-        work += _rounding(cost, tokens, batch * getattr(rounding, "iterations", 0), *options) + Work(
-            text=text
-        )
+        work += Work(text=text) + _rounding(cost, tokens, learned, *options)
     return work
 
 
