@@ -1,4 +1,4 @@
-"""Ctrl-C where several processes work, with ``--launch 2``: they end together with their states,
+"""Ctrl-C where several processes work, ``--launch 2`` and ``--jobs 2``: they end together with their states,
 and the same command ends in the bytes of an undisturbed one."""
 
 import json
@@ -19,6 +19,13 @@ from tests import tiny_models
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TEXT = Path(json.__file__).parent
 TRAINING = {"layers": 2, "batch_size": 4, "sequence_length": 32, "precision": "fp32", "steps": 120}
+RECIPE = """\
+model: {model}
+data: {text}
+stages:
+  - {stage}
+evaluate: {{tokens: 256, batch_size: 2, speed: false, sample: ""}}
+"""
 
 
 class OnTerminal:
@@ -74,3 +81,26 @@ def test_two_processes_stop_before_the_first_regular_state(target, tmp_path):
     assert 3 <= int(state.name.removeprefix("state-")) < 120
     assert OnTerminal(*words, "-o", tmp_path / "stopped").finish()[0] == 0
     assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed") != {}
+
+
+def test_a_sweep_of_two_jobs_stops_and_goes_on(target, tmp_path):
+    stage = {"stage": "distill", **TRAINING, "checkpoint_every": 4}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=target, text=TEXT, stage=json.dumps(stage)))
+    words = ["sweep", recipe, "--set", "stages.distill.temperature=1,2", "--jobs", 2]
+    undisturbed = OnTerminal(*words, "-o", tmp_path / "undisturbed")
+    code, text = undisturbed.finish()
+    assert code == 0, text[-2000:]
+    stopped, folder = OnTerminal(*words, "-o", tmp_path / "stopped"), tmp_path / "stopped"
+
+    def states():
+        return list(folder.rglob("train/state-????????"))
+
+    stopped.read(lambda: len(states()) == 2)
+    stopped.child.send_signal(signal.SIGINT)
+    code, text = stopped.finish()
+    assert code == 130 and "stopped; to go on: attar sweep" in text, text[-2000:]
+    assert len(states()) == 2 and not list(folder.rglob("*distill*/model.safetensors"))
+    code, text = OnTerminal(*words, "-o", folder).finish()
+    assert code == 0, text[-2000:]
+    assert weights(folder) == weights(tmp_path / "undisturbed") != {}
