@@ -367,3 +367,41 @@ except SystemExit as end:
 """
     code += "\nassert 'torch' not in sys.modules"
     assert heavy_after(code) == "heavy: []"
+
+
+REFUSED = [
+    (["quantize", "--group-size", "100"], "--group-size is 100"),
+    (["quantize", "--group-size", "-7"], "--group-size is -7"),
+    (["quantize", "--scheme", "W5"], "--scheme is 'W5'"),
+    (["quantize", "--scheme", "q4_k_m"], "attar export"),
+    (["quantize", "--bits", "99"], "--bits is 99"),
+    (["quantize", "--method", "rtn", "--steps", "5"], "--steps"),
+    (["quantize", "--overrides", "model.layers.0"], "MODULE=SCHEME"),
+    (["prune", "--ratio", "20"], "--ratio is 20"),
+    (["prune", "--method", "wanda", "--ratio", "0.5"], "--ratio"),
+    (["distill", "--layers", "0"], "--layers is 0"),
+    (["distill", "--keep-layers", "2"], "--keep-layers is 2"),
+    (["distill", "--objective", "mse"], "--objective is 'mse'"),
+    (["recover", "--steps", "0"], "--steps is 0"),
+    (["export", "--format", "zip"], "--format is 'zip'"),
+    (["export", "--format", "dense", "-o", "a.gguf"], "gguf for a file"),
+]
+
+
+def test_settings_are_refused_before_torch_is_imported(tmp_path, monkeypatch):
+    """All in one process: torch is imported by none of them."""
+    code = f"""
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+from attar.cli.main import call
+for (verb, *words), message in {REFUSED}:
+    out = [] if "-o" in words else ["-o", "out"]
+    with redirect_stderr(StringIO()) as said:
+        assert call([verb, "attar:tiny", *out, *words]) in (1, 2), (verb, words)
+    assert message in said.getvalue(), (verb, words, said.getvalue())
+    assert "torch" not in sys.modules, (verb, words)
+"""
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attar.collection.collect import CollectionResult
     from attar.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
+    from attar.quantization.settings import QuantizeSettings
     from attar.recipe.run import RunResult
     from attar.recipe.sweep import SweepOutcome
     from attar.runtime.results import Result
@@ -132,7 +133,8 @@ def quantize(
 
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
-    checked, source = _settings("quantize", settings), _dense(model)
+    checked = _settings("quantize", settings)
+    source = _dense(model, checked)
     check_output(out, force)
     function = STAGES["quantize"].run()
     checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
@@ -338,7 +340,7 @@ def run_stage(
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     check_output(out, force)
     if verb == "quantize":
-        model = _dense(model)
+        model = _dense(model, settings)
     load("attar.recipe.memory_needs:check_memory")(verb, model, settings)
     function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
@@ -543,9 +545,12 @@ def check_output(out: str | Path, force: bool) -> None:
     check(final, force)
 
 
-def _dense(model: ModelSource) -> Checkpoint:
-    """An open checkpoint; a packed one is refused before transformers is imported."""
+def _dense(model: ModelSource, settings: QuantizeSettings) -> Checkpoint:
+    """An open checkpoint; a size of groups that no layer has is refused before torch is imported, a packed
+    checkpoint before transformers is."""
     checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(source_of(model))
+    if is_dense(checkpoint):
+        settings.storage.check_sizes({name: info.shape for name, info in checkpoint.tensors.items()})
     load("attar.formats.readers:refuse_packed")(checkpoint)
     return checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -74,6 +75,25 @@ class StorageSettings:
         for override in self.overrides:
             if not all(override.rpartition("=")[::2]):
                 raise SettingsError("overrides", override, "MODULE=SCHEME")
+
+    def check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a group size that fits no tensor, by the headers; the plan looks at each Linear.
+
+        Args:
+            shapes: of the checkpoint's tensors by name.
+
+        Raises:
+            SettingsError: ``group_size`` divides no size of a matrix in the blocks.
+        """
+        matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1 and "layers." in name}
+        sizes = {size for shape in matrices.values() for size in shape}
+        if not sizes or self.group_size < 1 or any(size % self.group_size == 0 for size in sizes):
+            return
+        fits = [str(group) for group in (128, 64, 32, 16) if all(size % group == 0 for size in sizes)]
+        allowed = " or ".join(fits) or "0 (a whole row)"
+        name, shape = next(iter(matrices.items()))
+        message = f"a divisor of the layers' inputs: {name} is {list(shape)}; {allowed} fits"
+        raise SettingsError("group_size", self.group_size, message)
 
 
 @dataclass(frozen=True, kw_only=True)
