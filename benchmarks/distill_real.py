@@ -155,7 +155,7 @@ def train(
     shape = {name: value for name, value in asked.items() if name in SHAPE}
     options |= {name: value for name, value in asked.items() if name not in SHAPE}
     if "features" in asked:
-        del options["teacher_top"]  # insides are not kept
+        del options["teacher_top"]  # intermediates are not kept
     common: dict[str, Any] = {"signal": args.work / "signal", "progress": Terminal(), "force": True}
     began = time.monotonic()
     if start is None:

@@ -24,7 +24,7 @@ class FeatureSettings:
 
     features: tuple[str, ...] = _option(
         (),
-        "insides that are compared, each with its weight after a colon, as hidden:0.5: "
+        "hidden features to match, each with its weight after a colon, as hidden:0.5: "
         + listed(FEATURE_NAMES),
     )
     feature_map: str = _option(

@@ -1,4 +1,4 @@
-"""The loss of distillation: what the predictions and the insides of student and teacher differ by.
+"""The loss of distillation: what the predictions and the intermediates of student and teacher differ by.
 
     w (alpha soft(teacher, student) + (1 - alpha) cross-entropy) + sum of w_f feature_f(teacher, student)
       + the routers' losses, in training, where the student is a mixture (router_loss.py)
@@ -22,7 +22,7 @@ from attar.distillation.features.feature import Feature
 from attar.distillation.learner import projections_of
 from attar.distillation.objectives import hard
 from attar.distillation.objectives.chunked import ChunkLoss, blockwise
-from attar.distillation.outputs import Insides, run_model
+from attar.distillation.outputs import Intermediates, run_model
 from attar.distillation.router_loss import RouterLoss
 from attar.distillation.signals.target import Signal, SoftTarget
 from attar.models.head import Head
@@ -53,13 +53,13 @@ class DistillationLoss:
         return not self.weight
 
     def __call__(self, model: Any, batch: Examples) -> Tensor:
-        insides = Insides.all_of(feature.insides for feature in self.features)
-        target = None if self.signal is None else self.signal.target(batch, insides)
+        intermediates = Intermediates.all_of(feature.intermediates for feature in self.features)
+        target = None if self.signal is None else self.signal.target(batch, intermediates)
         whole = getattr(target, "whole", False)
         routed = self.routers if torch.is_grad_enabled() else None  # held-out losses compare predictions
         recording: AbstractContextManager[list[Tensor]] = routed.recording() if routed else nullcontext([])
         with recording as logits:
-            student = run_model(model, batch, insides, None if whole else self.head)
+            student = run_model(model, batch, intermediates, None if whole else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
             total = self.weight * student.mean(self._chunk_loss(target, batch.labels), whole=whole)
@@ -77,11 +77,11 @@ class DistillationLoss:
 
         def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             if target is None or not alpha:
-                return blockwise(hard.slopes, z, labels[part], out=z)
+                return blockwise(hard.loss_and_grad, z, labels[part], out=z)
             if alpha == 1.0:
-                return target.slopes(z, part)
-            values, dz = blockwise(hard.slopes, z, labels[part])
-            soft_values, soft_dz = target.slopes(z, part)
+                return target.loss_and_grad(z, part)
+            values, dz = blockwise(hard.loss_and_grad, z, labels[part])
+            soft_values, soft_dz = target.loss_and_grad(z, part)
             return torch.lerp(values, soft_values, alpha), dz.lerp_(soft_dz, alpha)
 
         return chunk_loss

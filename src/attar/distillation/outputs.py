@@ -1,4 +1,5 @@
-"""What one pass of a model gives to the losses: its predictions, and its insides where they are compared.
+"""What one pass of a model gives to the losses: its predictions, and its intermediate values where losses
+compare them.
 
 Letters: B rows a batch, S tokens a row, n predictions, H hidden size, V vocabulary, L layers.
 """
@@ -23,8 +24,8 @@ from attar.models.inputs import model_inputs
 
 
 @dataclass(frozen=True)
-class Insides:
-    """What of a model's inside is asked for.
+class Intermediates:
+    """The intermediate values of a model that a pass records.
 
     Attributes:
         states: hidden states of every layer.
@@ -39,7 +40,7 @@ class Insides:
     tokens: str = "all"
 
     @classmethod
-    def all_of(cls, parts: Iterable[Insides]) -> Insides:
+    def all_of(cls, parts: Iterable[Intermediates]) -> Intermediates:
         """What all of them ask for together; all compare the same positions."""
         asked = list(parts)
         return cls(
@@ -58,7 +59,7 @@ class Insides:
         return batch.mask
 
 
-NOTHING = Insides()
+NOTHING = Intermediates()
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ModelOutputs:
         predictions: (n, H) the states that the head reads, or without a head (n, V) logits.
         head: makes the logits; None: the predictions are logits.
         mask: bool (B, S), True where there is a token.
-        compared: bool (B, S), where insides are compared.
+        compared: bool (B, S), where intermediates are compared.
         states: L + 1 of (B, S, H): the embeddings, and what each block puts out; empty unless asked for.
         attentions: L of (B, heads, S, S); empty unless asked for.
         qkv: of L layers; empty unless asked for.
@@ -108,7 +109,7 @@ class ModelOutputs:
 
 
 def run_model(
-    model: Any, batch: Examples, insides: Insides = NOTHING, head: Head | None = None
+    model: Any, batch: Examples, intermediates: Intermediates = NOTHING, head: Head | None = None
 ) -> ModelOutputs:
     """Run a model over a batch.
 
@@ -118,12 +119,12 @@ def run_model(
     """
     batch = batch.trimmed()
     asked = model_inputs(student_of(model), batch)
-    if insides.states:
+    if intermediates.states:
         asked["output_hidden_states"] = True
-    if insides.attentions:
+    if intermediates.attentions:
         asked["output_attentions"] = True
     with ExitStack() as recorders:
-        qkv = recorders.enter_context(recording_qkv(student_of(model))) if insides.qkv else []
+        qkv = recorders.enter_context(recording_qkv(student_of(model))) if intermediates.qkv else []
         head_inputs = [] if head is None else recorders.enter_context(without_logits(model))
         outputs = model(**asked)
     if head is None:
@@ -137,9 +138,9 @@ def run_model(
         predictions,
         head,
         batch.mask,
-        insides.compared(batch),
-        tuple(outputs.hidden_states or ()) if insides.states else (),
-        tuple(outputs.attentions or ()) if insides.attentions else (),
+        intermediates.compared(batch),
+        tuple(outputs.hidden_states or ()) if intermediates.states else (),
+        tuple(outputs.attentions or ()) if intermediates.attentions else (),
         tuple(qkv),
-        0 if insides == NOTHING else int(batch.inputs.sum()),
+        0 if intermediates == NOTHING else int(batch.inputs.sum()),
     )

@@ -253,7 +253,7 @@ class LearnSettings(TrainSettings):
             raise SettingsError("teacher_top", self.predictions.teacher_top, allowed)
         if self.features.features and self.signal == "text":
             raise SettingsError(
-                "signal", self.signal, "online with features: the teacher runs for its insides"
+                "signal", self.signal, "online with features: the teacher runs for its intermediates"
             )
         self._check_kept()
         self._check_rollouts()
@@ -268,7 +268,7 @@ class LearnSettings(TrainSettings):
                 allowed = f"0 with objective {self.soft_loss}, which reads all logits"
                 raise SettingsError(name, value, allowed)
             if value and self.features.features:
-                raise SettingsError(name, value, "0 with features: insides are not kept on disk")
+                raise SettingsError(name, value, "0 with features: intermediates are not kept on disk")
 
     @property
     def keeps_predictions(self) -> bool:

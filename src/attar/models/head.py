@@ -65,7 +65,7 @@ class Head:
         return z.div_(self.softcap).tanh_() * self.softcap if self.softcap else z
 
     def backward(self, z: Tensor, dz: Tensor) -> Tensor:
-        """From slopes by the logits (n, V) to slopes by the Linear's output, in place.
+        """From gradients by the logits (n, V) to gradients by the Linear's output, in place.
 
         Args:
             z: the logits that :meth:`finish` gave; read where there is a soft cap.

@@ -32,7 +32,7 @@ def test_the_loss_weighs_all_pairs(name):
     settings = FeatureSettings(features=(name,), feature_map="learned")
     feature, entropy = make_features(student, teacher, settings, "causal", 0)
     batch = Examples.of_text(tiny_models.tokens(teacher))
-    outputs = [run_model(model, batch, feature.insides) for model in (student, teacher)]
+    outputs = [run_model(model, batch, feature.intermediates) for model in (student, teacher)]
     rows = 1 if name == "patient" else 2  # the last layer is left out
     values = {}
     for i, j in layer_pairs("learned", teacher=3, student=2)[: 3 * rows]:
@@ -60,7 +60,7 @@ def test_a_student_of_copied_layers_finds_where_they_come_from():
     optimizer = torch.optim.Adam(projections[LAYER_WEIGHTS].parameters(), lr=1e-3)
     batch = Examples.of_text(tiny_models.tokens(teacher))
     with torch.no_grad():
-        outputs = [run_model(model, batch, features[0].insides) for model in (student, teacher)]
+        outputs = [run_model(model, batch, features[0].intermediates) for model in (student, teacher)]
     for _ in range(200):
         optimizer.zero_grad()
         sum(one.weight * one.loss(*outputs, projections) for one in features).backward()

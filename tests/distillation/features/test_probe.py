@@ -13,7 +13,7 @@ from attar.distillation.features.probe import make_features
 from attar.distillation.features.qkv import relation_heads
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.outputs import Insides, run_model
+from attar.distillation.outputs import Intermediates, run_model
 from attar.distillation.signals.online import OnlineTeacher
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.discover import discover
@@ -24,7 +24,7 @@ SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, 
 
 def value(feature, student, teacher, batch):
     """The feature's loss on a batch."""
-    outputs = [run_model(model, batch, feature.insides) for model in (student, teacher)]
+    outputs = [run_model(model, batch, feature.intermediates) for model in (student, teacher)]
     return feature.loss(*outputs, feature.projections)
 
 
@@ -62,7 +62,7 @@ def test_padding_and_prompts_change_nothing(name):
     answer.targets[:, :4] = -100
     of_answer = value(feature, student, teacher, answer).item()
     assert of_answer != pytest.approx(wanted, rel=1e-3)
-    outputs = [run_model(model, batch, feature.insides) for model in (student, teacher)]
+    outputs = [run_model(model, batch, feature.intermediates) for model in (student, teacher)]
     for output in outputs:
         output.compared[:, :4] = False
     assert feature.loss(*outputs, feature.projections).item() == pytest.approx(of_answer, rel=1e-5)
@@ -107,9 +107,9 @@ def test_encoders_compare_all_tokens_or_the_first():
     nothing[0, 3] = 5
     batch = Examples(tokens, nothing)
     (feature,) = features_of(student, teacher, "patient", task="masked")
-    assert run_model(student, batch, feature.insides).compared.sum() == 12 + 7
+    assert run_model(student, batch, feature.intermediates).compared.sum() == 12 + 7
     (feature,) = features_of(student, teacher, "patient", task="masked", feature_tokens="first")
-    first = run_model(student, batch, feature.insides).compared
+    first = run_model(student, batch, feature.intermediates).compared
     assert first.nonzero().tolist() == [[0, 0], [1, 0]]
     with pytest.raises(SettingsError, match="classes are not predicted at tokens"):
         features_of(student, teacher, "hidden", task="classification", feature_tokens="predicted")
@@ -209,7 +209,7 @@ def test_queries_keys_and_values_of_every_family(family):
     """Each has a gradient by the weights of its own module, and as many columns as its heads."""
     model = tiny_models.build(family)
     batch = Examples.of_text(tiny_models.tokens(model))
-    outputs = run_model(model, batch, Insides(qkv=True))
+    outputs = run_model(model, batch, Intermediates(qkv=True))
     widths = [
         [part.out_features for part in (block.attention.q, block.attention.k, block.attention.v)]
         for block in discover(model).blocks
@@ -233,7 +233,7 @@ def test_drawn_tokens_are_those_of_the_batch():
     for seed in (0, 0, 1):
         tokens = tiny_models.tokens(model, batch=4, seed=seed)
         tokens[0, 6:] = -100
-        outputs = run_model(model, Examples.of_text(tokens), Insides(states=True, tokens="predicted"))
+        outputs = run_model(model, Examples.of_text(tokens), Intermediates(states=True, tokens="predicted"))
         rows, positions = drawn_tokens(outputs, 10)
         assert bool(outputs.compared[rows, positions].all())
         draws.append(sorted(zip(rows.tolist(), positions.tolist(), strict=True)))

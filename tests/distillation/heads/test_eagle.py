@@ -99,7 +99,7 @@ def divergence(p, q):
     return (p * (p.log() - q.log())).sum()
 
 
-def same_slopes(head, value, wanted):
+def same_gradients(head, value, wanted):
     """Two losses have the same gradients; and every parameter that is trained has one."""
     parameters = dict(head.named_parameters())
     ours, theirs = (torch.autograd.grad(loss, parameters.values()) for loss in (value, wanted))
@@ -137,7 +137,7 @@ def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     )
     value = eagle3.loss(head, target, settings)
     torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
-    same_slopes(head, value, wanted)
+    same_gradients(head, value, wanted)
 
 
 def test_the_loss_of_eagle_is_that_of_a_loop():
@@ -156,7 +156,7 @@ def test_the_loss_of_eagle_is_that_of_a_loop():
     wanted = torch.stack(distances).mean() + 0.3 * torch.stack(divergences).mean()
     value = eagle.loss(head, target, settings)
     torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
-    same_slopes(head, value, wanted)
+    same_gradients(head, value, wanted)
 
 
 def test_noise_is_for_training_alone():

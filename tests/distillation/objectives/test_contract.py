@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from attar.distillation.objectives import OBJECTIVES, chunked
 from attar.distillation.objectives.chunked import on_logits
-from attar.distillation.objectives.forward_kl import sparse_slopes
+from attar.distillation.objectives.forward_kl import sparse_loss_and_grad
 
 
 def kl(p, q):
@@ -199,7 +199,7 @@ def test_sparse_slopes_with_impossible_tokens():
     z = torch.tensor([[1.0, 2.0, -torch.inf]])
     weights, tokens = torch.tensor([[0.4, 0.6, 0.0]]), torch.tensor([[0, 1, 2]])
     entropy = -(weights[:, :2] * weights[:, :2].log()).sum(-1)
-    values, dz = sparse_slopes(z.clone(), tokens, weights, entropy, 2.0)
+    values, dz = sparse_loss_and_grad(z.clone(), tokens, weights, entropy, 2.0)
     wanted = 4 * F.kl_div((z[:, :2] / 2).log_softmax(-1), weights[:, :2], reduction="sum")
     assert values.item() == pytest.approx(wanted.item(), abs=1e-6)
     assert torch.isfinite(dz).all() and dz[0, 2] == 0

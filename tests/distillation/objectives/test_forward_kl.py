@@ -6,11 +6,11 @@ from torch.nn import functional as F
 
 from attar.distillation.objectives import chunked
 from attar.distillation.objectives.chunked import on_logits
-from attar.distillation.objectives.forward_kl import slopes, sparse_slopes
+from attar.distillation.objectives.forward_kl import loss_and_grad, sparse_loss_and_grad
 
 
 def forward_kl(student, teacher, temperature=1.0):
-    return on_logits(slopes, student, teacher, T=temperature)
+    return on_logits(loss_and_grad, student, teacher, T=temperature)
 
 
 def logits(rows=5, vocabulary=11, seed=0, dtype=torch.float64):
@@ -79,7 +79,7 @@ def test_the_sparse_loss_over_all_tokens_is_the_dense_one(temperature, monkeypat
     weights = torch.cat([weights[:, :1] / 3, weights[:, 1:], weights[:, :1] * 2 / 3], -1)
     tokens = torch.cat([tokens, tokens[:, :1]], -1)
     student.requires_grad_()
-    sparse = on_logits(sparse_slopes, student, tokens, weights, entropy, T=temperature)
+    sparse = on_logits(sparse_loss_and_grad, student, tokens, weights, entropy, T=temperature)
     dense = by_definition(student, teacher, temperature)
     assert sparse.dtype == torch.float64
     assert sparse.item() == pytest.approx(dense.item(), rel=1e-12)

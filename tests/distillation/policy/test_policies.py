@@ -63,8 +63,8 @@ def loss_of(options, row, student, teacher, behaviour, writer, T=1.0, width=5):
     outputs = ModelOutputs(rows_of(teacher, row), None, batch.mask, batch.mask)
     target = OnlineTarget(outputs, OBJECTIVES["reverse-kl"], T)
     judged = torch.zeros(batch.tokens.shape, dtype=torch.float64).masked_scatter(batch.predicted, log_p)
-    slopes = policy_target(target, batch, judged, options).slopes
-    return len(row) * mean_of_chunks(slopes, rows_of(student, row))
+    chunk_loss = policy_target(target, batch, judged, options).loss_and_grad
+    return len(row) * mean_of_chunks(chunk_loss, rows_of(student, row))
 
 
 def expected_gradient(options, student, teacher, behaviour=None, writer=None, T=1.0):
@@ -229,7 +229,7 @@ def test_slopes_of_the_policy_gradient_are_those_of_ppos_loss(clip, T):
         + (z / T).log_softmax(-1).gather(1, y[:, None])[:, 0]
         - z.log_softmax(-1).gather(1, y[:, None])[:, 0]
     )
-    values, dz = policy_gradient.slopes(z, y, anchor, advantage, T, clip_ratio=clip)
+    values, dz = policy_gradient.loss_and_grad(z, y, anchor, advantage, T, clip_ratio=clip)
     x = z.clone().requires_grad_()
     rho = ((x / T).log_softmax(-1).gather(1, y[:, None])[:, 0] - anchor).exp()
     wanted = -rho * advantage
@@ -247,7 +247,7 @@ def test_slopes_of_minillm_agree_with_finite_differences():
     def loss(x):
         def chunk_loss(part_z, part):
             given = (t[part], y[part], anchor[part], advantage[part], step[part], text[part])
-            return minillm.slopes(part_z, *given, 2.0)
+            return minillm.loss_and_grad(part_z, *given, 2.0)
 
         return mean_of_chunks(chunk_loss, x)
 
@@ -267,7 +267,9 @@ def test_text_in_a_batch_gets_its_own_mean():
     judged = torch.zeros(batch.tokens.shape, dtype=torch.float64)
     judged[0, :3] = log_p
     losses = [
-        mean_of_chunks(policy_target(target, batch, judged, MiniLLMSettings(lm_weight=weight)).slopes, z)
+        mean_of_chunks(
+            policy_target(target, batch, judged, MiniLLMSettings(lm_weight=weight)).loss_and_grad, z
+        )
         for weight in (0.0, 0.5)
     ]
     alone = loss_of(MiniLLMSettings(lm_weight=0.0), row, q, p, q, q) / 3

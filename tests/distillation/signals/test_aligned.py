@@ -177,7 +177,9 @@ def test_prompts_and_padding_change_nothing():
     answer = batch.targets.clone()
     answer[:, :12] = PADDING
     z = torch.randn(int((answer != PADDING).sum()), 320)
-    values, gradient = signal.target(Examples(batch.tokens, answer), NOTHING).slopes(z, slice(0, len(z)))
+    values, gradient = signal.target(Examples(batch.tokens, answer), NOTHING).loss_and_grad(
+        z, slice(0, len(z))
+    )
     assert 0 < int((values != 0).sum()) < len(z) and torch.isfinite(gradient).all()
     nothing = torch.full_like(answer, PADDING)
     empty = signal.target(Examples(batch.tokens, nothing), NOTHING)

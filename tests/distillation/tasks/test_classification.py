@@ -249,10 +249,10 @@ def test_teacher_and_student_must_have_the_same_classes(teacher, tmp_path):
 
 
 def test_tinybert_in_two_phases(teacher, tmp_path):
-    """First the insides of the teacher, then its predictions."""
+    """First the intermediates of the teacher, then its predictions."""
     checkpoint, data = teacher
-    insides = {"features": ("hidden", "attention", "embeddings"), "attention_loss": "scores"}
-    settings = distill_settings(**SMALL, data=data, width=32, layers=2, prediction_weight=0.0, **insides)
+    compared = {"features": ("hidden", "attention", "embeddings"), "attention_loss": "scores"}
+    settings = distill_settings(**SMALL, data=data, width=32, layers=2, prediction_weight=0.0, **compared)
     first = distill(checkpoint, tmp_path / "first", settings)
     curve = [row["loss"] for row in first.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.9 * curve[0]

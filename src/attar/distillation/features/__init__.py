@@ -1,4 +1,5 @@
-"""Features: ways to compare the insides of student and teacher. One file each, and the table of their names.
+"""Features: ways to compare the intermediates of student and teacher. One file each, and the table of their
+names.
 
 A feature is made by its function from :class:`ComparedModels`, what a short run of both shows of them.
 """

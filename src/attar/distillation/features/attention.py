@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.distillation.features.feature import ComparedModels, Feature
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 SMALLEST = 1e-12  # weights below count as this in logarithms
 
@@ -65,4 +65,4 @@ def attention(models: ComparedModels) -> Feature:
 
         return models.mean(of_pair, projections)
 
-    return Feature("attention", loss, Insides(attentions=True), projections=models.weights)
+    return Feature("attention", loss, Intermediates(attentions=True), projections=models.weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attar.distillation.features.feature import ComparedModels, Feature, mean_of, project
 from attar.distillation.features.hidden import distance
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 
 def embeddings(models: ComparedModels) -> Feature:
@@ -25,4 +25,6 @@ def embeddings(models: ComparedModels) -> Feature:
         states = project(projections, "embeddings", student.states[0][student.compared])
         return mean_of(distance(states, teacher.states[0][student.compared], kind))
 
-    return Feature("embeddings", loss, Insides(states=True), projections=models.projection("embeddings"))
+    return Feature(
+        "embeddings", loss, Intermediates(states=True), projections=models.projection("embeddings")
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attar.distillation.feature_settings import FeatureSettings
 from attar.distillation.features.learned_map import LearnedMap
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 FeatureLoss = Callable[[ModelOutputs, ModelOutputs, Mapping[str, nn.Module]], Tensor]
 """``loss(student, teacher, projections)``: a scalar, the mean over compared tokens."""
@@ -30,17 +30,17 @@ LAYER_WEIGHTS = "layer_weights"  # their name among the projections
 
 @dataclass(frozen=True)
 class Feature:
-    """One comparison of the insides of both models.
+    """One comparison of the intermediates of both models.
 
     Attributes:
-        insides: what it needs of both.
+        intermediates: what it needs of both.
         projections: trained with the student, by name.
         weight: in the sum of losses.
     """
 
     name: str
     loss: FeatureLoss
-    insides: Insides
+    intermediates: Intermediates
     weight: float = 1.0
     projections: Mapping[str, nn.Module] = field(default_factory=dict)
 

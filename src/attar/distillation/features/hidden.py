@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.distillation.features.feature import ComparedModels, Feature, project
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 
 def distance(student: Tensor, teacher: Tensor, kind: str = "mse") -> Tensor:
@@ -56,4 +56,4 @@ def hidden(models: ComparedModels) -> Feature:
 
         return models.mean(of_pair, projections)
 
-    return Feature("hidden", loss, Insides(states=True), projections=models.projection("hidden"))
+    return Feature("hidden", loss, Intermediates(states=True), projections=models.projection("hidden"))

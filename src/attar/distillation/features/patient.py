@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.distillation.features.feature import ComparedModels, Feature, project
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 from attar.errors import SettingsError
 
 
@@ -54,4 +54,4 @@ def patient(models: ComparedModels) -> Feature:
 
         return chosen.mean(of_pair, projections)
 
-    return Feature("patient", loss, Insides(states=True), projections=models.projection("patient"))
+    return Feature("patient", loss, Intermediates(states=True), projections=models.projection("patient"))

@@ -14,7 +14,7 @@ from attar.distillation.features import FEATURES
 from attar.distillation.features.feature import LAYER_WEIGHTS, ComparedModels, Feature
 from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.layer_map import layer_pairs
-from attar.distillation.outputs import NOTHING, Insides, ModelOutputs, run_model
+from attar.distillation.outputs import NOTHING, Intermediates, ModelOutputs, run_model
 from attar.errors import ModelError, SettingsError
 from attar.models.head import evaluating
 
@@ -38,8 +38,8 @@ def make_features(
     if not weights:
         return []
     tokens = _tokens(settings, task)
-    insides = Insides(states=True, attentions="attention" in weights, qkv="qkv" in weights)
-    ours, theirs = (probe(model, insides, task) for model in (student, teacher))
+    intermediates = Intermediates(states=True, attentions="attention" in weights, qkv="qkv" in weights)
+    ours, theirs = (probe(model, intermediates, task) for model in (student, teacher))
     pairs = layer_pairs(settings.feature_map, teacher=theirs.depth, student=ours.depth)
     learned = None
     if settings.feature_map == "learned":
@@ -52,7 +52,7 @@ def make_features(
     if learned is not None:
         features.append(map_entropy(settings.map_entropy))
     return [
-        dataclasses.replace(feature, insides=dataclasses.replace(feature.insides, tokens=tokens))
+        dataclasses.replace(feature, intermediates=dataclasses.replace(feature.intermediates, tokens=tokens))
         for feature in features
     ]
 
@@ -75,25 +75,25 @@ def _tokens(settings: FeatureSettings, task: str) -> str:
     return settings.feature_tokens
 
 
-def probe(model: Any, insides: Insides, task: str = "causal") -> ModelOutputs:
+def probe(model: Any, intermediates: Intermediates, task: str = "causal") -> ModelOutputs:
     """A model's outputs for a few tokens, in evaluation mode, without gradients.
 
     Raises:
         ModelError: its family does not report what is asked for.
     """
-    if insides.attentions:
+    if intermediates.attentions:
         _make_eager(model)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     row = torch.arange(3, 3 + PROBE, device=next(model.parameters()).device)[None] % vocabulary
     batch = Examples(row, row[:, 0] * 0) if task == "classification" else Examples.of_text(row)
     with torch.no_grad(), evaluating(model):
-        outputs = run_model(model, batch, insides)
+        outputs = run_model(model, batch, intermediates)
     states, attentions = outputs.states, outputs.attentions
     hint = "--features of another kind, or none"
     if len(states) < 2 or any(s is None or s.shape != states[0].shape or s.dim() != 3 for s in states):
         raise ModelError(f"{_family(model)} does not report its hidden states", hint=hint)
     maps = [a for a in attentions if a is not None and a.dim() == 4 and a.shape[2:] == (PROBE, PROBE)]
-    if insides.attentions and (len(maps) != len(attentions) or len(maps) != len(states) - 1):
+    if intermediates.attentions and (len(maps) != len(attentions) or len(maps) != len(states) - 1):
         problem = f"{_family(model)} reports attention maps of {len(maps)} of its {len(states) - 1} layers"
         raise ModelError(problem, hint=hint)
     return outputs

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from attar.distillation.features.feature import ComparedModels, Feature
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 from attar.errors import SettingsError
 
 COLUMNS = 16  # of a relation head, at least
@@ -74,4 +74,4 @@ def qkv(models: ComparedModels) -> Feature:
 
         return models.mean(of_pair, projections)
 
-    return Feature("qkv", loss, Insides(qkv=True), projections=models.weights)
+    return Feature("qkv", loss, Intermediates(qkv=True), projections=models.weights)

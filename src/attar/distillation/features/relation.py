@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.distillation.features.feature import ComparedModels, Feature, drawn_tokens
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 
 def similarity(states: Tensor) -> Tensor:
@@ -45,4 +45,4 @@ def relation(models: ComparedModels) -> Feature:
 
         return models.mean(of_pair, projections)
 
-    return Feature("relation", loss, Insides(states=True), projections=models.weights)
+    return Feature("relation", loss, Intermediates(states=True), projections=models.weights)

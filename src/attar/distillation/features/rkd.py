@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.distillation.features.feature import ComparedModels, Feature, drawn_tokens
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 
 SMALLEST = 1e-12  # of a squared distance, by the mean of all
 
@@ -85,7 +85,7 @@ def _relational(name: str, difference: Callable[[Tensor, Tensor], Tensor], model
 
         return models.mean(of_pair, projections)
 
-    return Feature(name, loss, Insides(states=True), projections=models.weights)
+    return Feature(name, loss, Intermediates(states=True), projections=models.weights)
 
 
 distance = partial(_relational, "distance", distance_loss)

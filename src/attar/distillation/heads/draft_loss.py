@@ -10,7 +10,7 @@ logits.
 With a reduced vocabulary q is over v tokens and p over all: what p gives to others is never accepted, and
 counts in the distance. A label that the head has no token for has no cross-entropy.
 
-Slopes are computed in the forward pass, as in ``distillation/fused.py``, some predictions at a time, and
+Gradients are computed in the forward pass, as in ``distillation/fused.py``, some predictions at a time, and
 overwrite the logits of a chunk. Predictions of one position follow each other, so that the target's head
 reads a position once a chunk.
 
@@ -60,9 +60,11 @@ class DraftTargets:
         return (p if self.chosen is None else p[:, self.chosen]), rows
 
 
-def draft_slopes(z: Tensor, p: Tensor | None, y: Tensor, alpha: float, beta: float) -> tuple[Tensor, ...]:
-    """The losses of a chunk (c,), their slopes by z (c, v), the acceptances (c,), and whether the likeliest
-    tokens are the same, bool (c,); without p the latter are 0.
+def draft_loss_and_grad(
+    z: Tensor, p: Tensor | None, y: Tensor, alpha: float, beta: float
+) -> tuple[Tensor, ...]:
+    """The losses of a chunk (c,), their gradients by z (c, v), the acceptances (c,), and whether the
+    likeliest tokens are the same, bool (c,); without p the latter are 0.
 
     Args:
         z: logits of the head, at least float32.
@@ -73,14 +75,14 @@ def draft_slopes(z: Tensor, p: Tensor | None, y: Tensor, alpha: float, beta: flo
     known = y != PADDING
     at = y.clamp(min=0)[:, None]
     values = -alpha * log_q.gather(1, at)[:, 0] * known
-    slopes = alpha * (q - torch.zeros_like(q).scatter_(1, at, 1.0)) * known[:, None]
+    dz = alpha * (q - torch.zeros_like(q).scatter_(1, at, 1.0)) * known[:, None]
     if p is None:
-        return values, slopes, values.new_zeros(len(z)), known & False
+        return values, dz, values.new_zeros(len(z)), known & False
     below = (q < p).to(q.dtype)
     a = torch.minimum(p, q).sum(-1)
     values += 2.0 * beta * (1.0 - a)
-    slopes += 2.0 * beta * (dot(below, q)[:, None] - below) * q
-    return values, slopes, a, z.argmax(-1) == p.argmax(-1)
+    dz += 2.0 * beta * (dot(below, q)[:, None] - below) * q
+    return values, dz, a, z.argmax(-1) == p.argmax(-1)
 
 
 def draft_loss(
@@ -144,7 +146,7 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
                 base = z.clone() if own.softcap else z
                 if pair is not None:
                     z.addmm_(pair[0][part], pair[1].T)
-                values, accepted[part], agreed[part] = _slopes_of(
+                values, accepted[part], agreed[part] = _weighted_loss_and_grad(
                     z, goal, part, weights[part], alpha, beta, compare
                 )
                 total += values.sum(dtype=torch.float64)
@@ -162,10 +164,10 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
         return (*scaled, None, None, None, None, None, None)
 
 
-def _slopes_of(
+def _weighted_loss_and_grad(
     z: Tensor, goal: DraftTargets, part: slice, weights: Tensor, alpha: float, beta: float, compare: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted losses, acceptances and agreements of a chunk (c,); its logits become weighted slopes."""
+    """Weighted losses, acceptances and agreements of a chunk (c,); its logits become weighted gradients."""
     wide = torch.promote_types(z.dtype, torch.float32)
     values, accepted = (torch.zeros(len(z), dtype=wide, device=z.device) for _ in range(2))
     agreed, labels = torch.zeros(len(z), dtype=torch.bool, device=z.device), goal.labels[part]
@@ -174,11 +176,11 @@ def _slopes_of(
     for start in range(0, len(z), size):
         few = slice(start, start + size)
         p = None if known is None else known[0][known[1][few]]
-        losses, slopes, accepted[few], agreed[few] = draft_slopes(
+        losses, dz, accepted[few], agreed[few] = draft_loss_and_grad(
             z[few].to(wide), p, labels[few], alpha, beta
         )
         values[few] = losses * weights[few]
-        z[few] = slopes.mul_(weights[few, None]).to(z.dtype)
+        z[few] = dz.mul_(weights[few, None]).to(z.dtype)
     return values, accepted, agreed
 
 
@@ -190,7 +192,7 @@ def _add_products(
     dz: Tensor,
     pair: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Go back from the slopes of a chunk to hidden states, latents and W2.
+    """Go back from the gradients of a chunk to hidden states, latents and W2.
 
     Args:
         base: what the head's own logits were; read where it has a soft cap.

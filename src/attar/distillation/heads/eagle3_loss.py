@@ -85,7 +85,7 @@ def _divergence(head: Eagle3Head, target: TargetPass, where: Tensor, j: int) -> 
     final, tokens = target.final[:, 1 + j :][where], tokens_of(head)
 
     def chunk_loss(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        return blockwise(forward_kl.slopes, z, _logits(target.head, final[part], tokens), out=z)
+        return blockwise(forward_kl.loss_and_grad, z, _logits(target.head, final[part], tokens), out=z)
 
     return chunk_loss
 

@@ -63,7 +63,7 @@ def loss(head: EagleHead, target: TargetPass, settings: EagleSettings) -> Tensor
 
     def divergence(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         logits = target.head.logits(wanted[part].to(target.head.weight.dtype))
-        return blockwise(forward_kl.slopes, z, logits, out=z)
+        return blockwise(forward_kl.loss_and_grad, z, logits, out=z)
 
     wide = torch.promote_types(predicted.dtype, torch.float32)
     distance = F.smooth_l1_loss(predicted.to(wide), wanted.to(wide), reduction="sum")

@@ -88,7 +88,7 @@ class JointLearner(nn.Module):  # type: ignore[misc]
 
         def divergence(z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             logits = head.logits(wanted[part].to(head.weight.dtype))
-            return blockwise(forward_kl.slopes, z, logits, out=z)
+            return blockwise(forward_kl.loss_and_grad, z, logits, out=z)
 
         return head_loss(final[where], self.own, divergence)
 
@@ -110,7 +110,7 @@ def text_loss(final: Tensor, batch: Examples, own: Head) -> Tensor:
     """The mean cross-entropy of the next tokens, of final states (B, S, H)."""
     where = batch.targets != PADDING
     labels = batch.targets[where]
-    return head_loss(final[where], own, lambda z, part: blockwise(hard.slopes, z, labels[part], out=z))
+    return head_loss(final[where], own, lambda z, part: blockwise(hard.loss_and_grad, z, labels[part], out=z))
 
 
 def schedule(t: float, together: JointSettings) -> float:

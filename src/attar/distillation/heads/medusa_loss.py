@@ -112,7 +112,7 @@ def _measured(heads: MedusaHeads, target: TargetPass) -> tuple[DraftedChains, Te
 
 def _hard(labels: Tensor) -> ChunkLoss:
     """Cross-entropy of labels (n,)."""
-    return lambda z, part: blockwise(hard.slopes, z, labels[part], out=z)
+    return lambda z, part: blockwise(hard.loss_and_grad, z, labels[part], out=z)
 
 
 def _later(targets: Tensor, k: int) -> Tensor:

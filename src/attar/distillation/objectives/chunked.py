@@ -1,8 +1,8 @@
-"""From an objective's slopes to a loss, a block of tokens at a time.
+"""From an objective's gradients to a loss, a block of tokens at a time.
 
-An objective is ``slopes(z, t, T, **options) -> (values, dz)``: the loss of each token, and its gradient by
-the student's logits. Both are written down in the forward pass, so that no tensor of the logits' size but
-the gradient ever exists; from hidden states not even that does (``distillation/fused.py``).
+An objective is ``loss_and_grad(z, t, T, **options) -> (values, dz)``: the loss of each token, and its
+gradient by the student's logits. Both are written down in the forward pass, so that no tensor of the logits'
+size but the gradient ever exists; from hidden states not even that does (``distillation/fused.py``).
 
 Letters: z (n, V) student's logits; t (n, V) teacher's; T temperature. An objective gets a block of them in at
 least float32, and does not change them.
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Slopes = Callable[..., tuple[Tensor, Tensor]]
-"""``slopes(z, t, T, **options)`` to ``(values (c,), dz (c, V))``, dz of the sum of the values."""
+LossAndGrad = Callable[..., tuple[Tensor, Tensor]]
+"""``loss_and_grad(z, t, T, **options)`` to ``(values (c,), dz (c, V))``, dz of the sum of the values."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """``chunk_loss(z, part)``: logits (c, V) of the tokens ``part``, in the type of the product that made them
-(bf16 under autocast), to their losses (c,) in at least float32 and slopes (c, V). It may overwrite z, and
-leave the slopes there: :func:`blockwise` with ``out=z``."""
+(bf16 under autocast), to their losses (c,) in at least float32 and gradients (c, V). It may overwrite z, and
+leave the gradients there: :func:`blockwise` with ``out=z``."""
 
 BYTES = 1 << 26  # of a chunk's logits in float32
 CACHED, LARGE = 1 << 17, 1 << 25
@@ -37,15 +37,20 @@ def rows_at_once(z: Tensor) -> int:
 
 
 def blockwise(
-    slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, out: Tensor | None = None, **options: Any
+    objective: LossAndGrad,
+    z: Tensor,
+    *teacher: Tensor,
+    T: float = 1.0,
+    out: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """An objective over logits (n, V) of any float type, block after block: values (n,) in at least float32,
-    and slopes (n, V) in the logits' type.
+    and gradients (n, V) in the logits' type.
 
     Args:
-        slopes: of the objective.
+        objective: its loss and gradient.
         teacher: what it reads of the teacher, n rows each: logits; targets; tokens, weights, entropy.
-        out: where the slopes go; may be z, which is overwritten then.
+        out: where the gradients go; may be z, which is overwritten then.
     """
     gradient = torch.empty_like(z) if out is None else out
     values = z.new_empty(len(z), dtype=torch.promote_types(z.dtype, torch.float32))
@@ -53,7 +58,7 @@ def blockwise(
     with torch.autocast(z.device.type, enabled=False):
         for start in range(0, len(z), rows):
             part = slice(start, start + rows)
-            values[part], gradient[part] = slopes(
+            values[part], gradient[part] = objective(
                 wide(z[part]), *(wide(x[part]) for x in teacher), T, **options
             )
     return values, gradient
@@ -64,11 +69,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
-def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **options: Any) -> Tensor:
+def on_logits(objective: LossAndGrad, z: Tensor, *teacher: Tensor, T: float = 1.0, **options: Any) -> Tensor:
     """The mean of an objective over tokens; a scalar, float32 (float64 for float64 logits), 0 for no tokens.
 
     Args:
-        slopes: of the objective.
+        objective: its loss and gradient.
         z: (..., V) student's logits, any float type; receives the gradient.
         teacher: what the objective reads of it, with the same leading dimensions.
         T: temperature.
@@ -79,7 +84,7 @@ def on_logits(slopes: Slopes, z: Tensor, *teacher: Tensor, T: float = 1.0, **opt
     rows = [x.detach().reshape(-1, *x.shape[len(batch) :]) for x in teacher]
 
     def chunk_loss(chunk: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        return blockwise(slopes, chunk, *(x[part] for x in rows), T=T, out=chunk, **options)
+        return blockwise(objective, chunk, *(x[part] for x in rows), T=T, out=chunk, **options)
 
     return mean_of_chunks(chunk_loss, z)
 

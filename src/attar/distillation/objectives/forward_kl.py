@@ -22,7 +22,7 @@ from torch import Tensor
 from attar.distillation.objectives.softmax import centre, dot, exponentials, finite
 
 
-def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+def loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     """T^2 KL(teacher || student) of each token in nats, and its gradient."""
     z, t = centre(z, T), centre(t, T)
     d = finite(t - z)
@@ -31,10 +31,10 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     return values.clamp_(min=0.0).mul_(T * T), z.sub_(t).mul_(T)
 
 
-def sparse_slopes(
+def sparse_loss_and_grad(
     z: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, T: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`slopes` where the teacher is known by some tokens of each position. A value may be
+    """:func:`loss_and_grad` where the teacher is known by some tokens of each position. A value may be
     below 0 by chance where p' was drawn.
 
     Args:

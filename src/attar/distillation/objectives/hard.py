@@ -15,7 +15,7 @@ from torch import Tensor
 from attar.distillation.objectives.softmax import centre, exponentials
 
 
-def slopes(z: Tensor, targets: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+def loss_and_grad(z: Tensor, targets: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each token in nats, and its gradient.
 
     Args:

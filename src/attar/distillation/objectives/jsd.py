@@ -19,14 +19,14 @@ from attar.distillation.objectives import forward_kl, reverse_kl
 from attar.distillation.objectives.softmax import by_logits, dot, log_mixture, log_ratio, log_softmax
 
 
-def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+def loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     """T^2 JSD(beta) / (beta (1 - beta)) of each token in nats, and its gradient.
 
     Args:
         beta: 0 (forward KL) to 1 (reverse KL).
     """
     if beta in (0.0, 1.0):
-        return reverse_kl.slopes(z, t, T) if beta else forward_kl.slopes(z, t, T)
+        return reverse_kl.loss_and_grad(z, t, T) if beta else forward_kl.loss_and_grad(z, t, T)
     log_p, log_q = log_softmax(t, T), log_softmax(z, T)
     d = log_ratio(log_p, log_q)
     if beta <= 0.5:  # the logarithm that vanishes with the smaller weight is computed, the other follows

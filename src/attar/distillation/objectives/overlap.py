@@ -30,25 +30,25 @@ from attar.distillation.objectives.softmax import centre, dot, exponentials, fin
 SLOPE = 3.0  # how fast lk lets go of KL
 
 
-def total_variation_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+def total_variation_loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     """1 - a = TV(teacher, student) of each token, the share of drafts refused, and its gradient."""
     q, p = log_softmax(z, T).exp_(), log_softmax(t, T).exp_()
-    a, slopes = _refusal(p, q)
-    return 1.0 - a, slopes.div_(T)
+    a, gradient = _refusal(p, q)
+    return 1.0 - a, gradient.div_(T)
 
 
-def lk_slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+def lk_loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     """l KL(teacher || student) + (1 - l) (1 - a) with l = exp(-3 a) of each token, and its
     gradient. In nats as far as it is KL."""
     q, p = centre(z, T), centre(t, T)
     d = finite(p - q)
     log_Q, log_P = exponentials(q), exponentials(p)
     kl = dot(p, d).add_(log_Q).sub_(log_P).clamp_(min=0.0)
-    a, slopes = _refusal(p, q)
+    a, gradient = _refusal(p, q)
     weight = torch.exp(-SLOPE * a)
     values = weight * kl + (1.0 - weight) * (1.0 - a)
     weight = weight[:, None] / T
-    return values, slopes.mul_(1.0 / T - weight).add_(q.sub_(p).mul_(weight))
+    return values, gradient.mul_(1.0 / T - weight).add_(q.sub_(p).mul_(weight))
 
 
 def _refusal(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

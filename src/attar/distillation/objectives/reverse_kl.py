@@ -17,7 +17,7 @@ from torch import Tensor
 from attar.distillation.objectives.softmax import dot, finite, log_softmax
 
 
-def slopes(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
+def loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0) -> tuple[Tensor, Tensor]:
     """T^2 KL(student || teacher) of each token in nats, and its gradient. Where a
     token is impossible for the teacher alone, its log ratio counts as 10^3."""
     log_q = log_softmax(z, T)

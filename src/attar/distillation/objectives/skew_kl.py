@@ -21,14 +21,14 @@ from attar.distillation.objectives import forward_kl, reverse_kl
 from attar.distillation.objectives.softmax import by_logits, dot, log_mixture, log_ratio, log_softmax
 
 
-def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[Tensor, Tensor]:
+def loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[Tensor, Tensor]:
     """T^2 KL(p || a p + (1 - a) q) of each token in nats, and its gradient.
 
     Args:
         skew: a, 0 (forward KL) or more, below 1.
     """
     if skew == 0.0:
-        return forward_kl.slopes(z, t, T)
+        return forward_kl.loss_and_grad(z, t, T)
     log_p, log_q = log_softmax(t, T), log_softmax(z, T)
     d = log_ratio(log_p, log_q)
     m_to_q = log_mixture(d, skew)  # log m / q
@@ -38,14 +38,16 @@ def slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[
     return values.mul_(T * T), q.mul_(w.sum(-1, keepdim=True)).sub_(w).mul_(T * (1.0 - skew))
 
 
-def reverse_slopes(z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1) -> tuple[Tensor, Tensor]:
+def reverse_loss_and_grad(
+    z: Tensor, t: Tensor, T: float = 1.0, *, skew: float = 0.1
+) -> tuple[Tensor, Tensor]:
     """T^2 KL(q || a q + (1 - a) p) of each token in nats, and its gradient.
 
     Args:
         skew: a, 0 (reverse KL) or more, below 1.
     """
     if skew == 0.0:
-        return reverse_kl.slopes(z, t, T)
+        return reverse_kl.loss_and_grad(z, t, T)
     log_q = log_softmax(z, T)
     d = log_ratio(log_q, log_softmax(t, T))
     q_to_m = d.sub_(log_mixture(d, skew))

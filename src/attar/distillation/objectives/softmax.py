@@ -57,5 +57,5 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_logits(q: Tensor, g: Tensor) -> Tensor:
-    """q (g - sum_v q g): from slopes g by the probabilities to those by the logits; overwrites g."""
+    """q (g - sum_v q g): from gradients g by the probabilities to gradients by the logits; overwrites g."""
     return g.sub_(dot(q, g)[:, None]).mul_(q)

@@ -37,7 +37,7 @@ from attar.distillation.policy.returns import later, returns, rewards
 
 
 class MiniLLMTerms(NamedTuple):
-    """What :func:`slopes` needs of rows, (B, S) each.
+    """What :func:`loss_and_grad` needs of rows, (B, S) each.
 
     Attributes:
         anchor: log-probabilities that the student's are divided by in rho.
@@ -85,7 +85,7 @@ def terms(
     return MiniLLMTerms(anchor, R * drawn, step, torch.zeros_like(r))
 
 
-def slopes(
+def loss_and_grad(
     z: Tensor,
     t: Tensor,
     y: Tensor,
@@ -105,11 +105,11 @@ def slopes(
         anchor: (c,), as in :class:`MiniLLMTerms`; also the next ones.
         clip_ratio: PPO's; 0: not clipped.
     """
-    values, dz = policy_gradient.slopes(z, y, anchor, advantage, T, clip_ratio=clip_ratio)
+    values, dz = policy_gradient.loss_and_grad(z, y, anchor, advantage, T, clip_ratio=clip_ratio)
     if bool(step.any()):
-        kl, slope = reverse_kl.slopes(z, t, T)
+        kl, slope = reverse_kl.loss_and_grad(z, t, T)
         values, dz = values + step * kl, dz.addcmul_(slope, step[:, None])
     if bool(text.any()):
-        loss, slope = hard.slopes(z, y)
+        loss, slope = hard.loss_and_grad(z, y)
         values, dz = values + text * loss, dz.addcmul_(slope, text[:, None])
     return values, dz

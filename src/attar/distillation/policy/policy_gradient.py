@@ -29,7 +29,7 @@ from attar.distillation.policy.returns import returns, rewards
 
 
 class PolicyTerms(NamedTuple):
-    """What :func:`slopes` needs of rows, (B, S) each.
+    """What :func:`loss_and_grad` needs of rows, (B, S) each.
 
     Attributes:
         anchor: log-probabilities that the student's are divided by in rho.
@@ -53,7 +53,7 @@ def terms(
     return PolicyTerms(behaviour, returns(rewards(log_p, policy, reward_clip), discount))
 
 
-def slopes(
+def loss_and_grad(
     z: Tensor, y: Tensor, anchor: Tensor, advantage: Tensor, T: float = 1.0, *, clip_ratio: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """T^2 L of each drawn token, and its gradient by the student's logits.

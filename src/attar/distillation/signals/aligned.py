@@ -24,7 +24,7 @@ from torch import Tensor
 from attar.data.examples import Examples
 from attar.data.packing import PADDING, row_length
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.outputs import Insides, ModelOutputs, run_model
+from attar.distillation.outputs import Intermediates, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.alignment.gold import GroupSide, Matching, gold_values, uld_values
 from attar.distillation.signals.alignment.matching import Key, Vocabularies
@@ -66,9 +66,9 @@ class AlignedTeacher:
     values: GroupValues
     context: int = UNLIMITED
 
-    def target(self, batch: Examples, insides: Insides) -> AlignedTarget:
-        """See :class:`attar.distillation.signals.target.Signal`; positions differ, so no insides."""
-        assert insides == Insides(), "positions of two tokenizers cannot be compared"
+    def target(self, batch: Examples, intermediates: Intermediates) -> AlignedTarget:
+        """See :class:`attar.distillation.signals.target.Signal`; positions differ, so no intermediates."""
+        assert intermediates == Intermediates(), "positions of two tokenizers cannot be compared"
         rows = batch.tokens.tolist()
         texts = [self.retokenizer(row).cut(self.context) for row in rows]
         examples = _examples(texts, batch.tokens.device)
@@ -170,7 +170,7 @@ class AlignedTarget:
     outputs: ModelOutputs | None = None
     whole: bool = True
 
-    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`, for all predictions: a group's loss is
         that of its last token, its gradient that of all its tokens."""
         student, t = z[:, : self.sizes[0]], self.logits[:, : self.sizes[1]]

@@ -26,8 +26,8 @@ from attar.checkpoint.hashing import identity
 from attar.data.examples import Examples
 from attar.data.packing import numbered_generator
 from attar.distillation.objectives.chunked import BYTES, blockwise
-from attar.distillation.objectives.forward_kl import sparse_slopes
-from attar.distillation.outputs import Insides, ModelOutputs, run_model
+from attar.distillation.objectives.forward_kl import sparse_loss_and_grad
+from attar.distillation.outputs import Intermediates, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.prediction_store import PredictionStore, row_digest
 from attar.distillation.signals.sampling import sparse_prediction, sparse_weights
@@ -78,11 +78,11 @@ class CachedTarget:
     width: int
     outputs: ModelOutputs | None = None
 
-    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Of T^2 KL(teacher || student), see :class:`attar.distillation.signals.target.SoftTarget`."""
         stored = [value[part] for value in (self.tokens, self.weights, self.entropy)]
         known = z[:, : self.width]
-        values, _ = blockwise(sparse_slopes, known, *stored, T=self.temperature, out=known)
+        values, _ = blockwise(sparse_loss_and_grad, known, *stored, T=self.temperature, out=known)
         z[:, self.width :] = 0.0
         return values, z
 
@@ -110,9 +110,9 @@ class CachedTeacher:
     width: int
     head: Head | None = None
 
-    def target(self, batch: Examples, insides: Insides) -> CachedTarget:
-        """See :class:`attar.distillation.signals.target.Signal`; rows are of text, without insides."""
-        assert insides == Insides(), "the insides of a teacher are not cached"
+    def target(self, batch: Examples, intermediates: Intermediates) -> CachedTarget:
+        """See :class:`attar.distillation.signals.target.Signal`; rows are of text, without intermediates."""
+        assert intermediates == Intermediates(), "the intermediates of a teacher are not cached"
         stored = self.predictions(batch.tokens)
         predicted = batch.predicted[:, :-1].cpu()
         tokens, likely, entropy = (stored[name][predicted] for name in ("tokens", "likely", "entropy"))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.objectives.chunked import Slopes, blockwise
-from attar.distillation.outputs import Insides, ModelOutputs, run_model
+from attar.distillation.objectives.chunked import LossAndGrad, blockwise
+from attar.distillation.outputs import Intermediates, ModelOutputs, run_model
 from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.aligned import aligned_signal
 from attar.distillation.signals.target import Signal, SignalSource
@@ -23,9 +23,9 @@ def online_signal(source: SignalSource, student: Any, settings: LearnSettings) -
     """The settings' objective on the logits of both models."""
     if source.tokens.retokenizer is not None:
         return aligned_signal(source, student, settings)
-    slopes = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
+    objective = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))
     head, vocabulary = head_of(source.teacher), source.tokens.vocabulary
-    return OnlineTeacher(source.teacher, slopes, settings.temperature, head, vocabulary)
+    return OnlineTeacher(source.teacher, objective, settings.temperature, head, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class OnlineTeacher:
     """
 
     model: Any
-    objective: Slopes
+    objective: LossAndGrad
     temperature: float
     head: Head | None = None
     vocabulary: int | None = None
 
-    def target(self, batch: Examples, insides: Insides) -> OnlineTarget:
+    def target(self, batch: Examples, intermediates: Intermediates) -> OnlineTarget:
         """See :class:`attar.distillation.signals.target.Signal`."""
         with torch.no_grad():
-            outputs = run_model(self.model, batch, insides, self.head)
+            outputs = run_model(self.model, batch, intermediates, self.head)
         return OnlineTarget(outputs, self.objective, self.temperature, self.vocabulary)
 
 
@@ -57,11 +57,11 @@ class OnlineTarget:
     models differ in: they are part of no distribution, and receive no gradient."""
 
     outputs: ModelOutputs
-    objective: Slopes
+    objective: LossAndGrad
     temperature: float
     vocabulary: int | None = None
 
-    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
         t = self.outputs.logits(part)
         width = min(t.shape[-1], z.shape[-1], self.vocabulary or t.shape[-1])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attar.data.examples import Examples
 from attar.distillation.objectives import OBJECTIVES
-from attar.distillation.objectives.chunked import BYTES, Slopes, blockwise
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.objectives.chunked import BYTES, LossAndGrad, blockwise
+from attar.distillation.outputs import Intermediates, ModelOutputs
 from attar.distillation.policy import minillm, policy_gradient
 from attar.distillation.rollouts.sampling import Rollouts
 from attar.distillation.settings import LearnSettings, MiniLLMSettings, PolicySettings
@@ -49,9 +49,9 @@ class PolicyTeacher:
     on_text: OnlineTeacher
     options: PolicySettings
 
-    def target(self, batch: Examples, insides: Insides) -> OnlineTarget | PolicyTarget:
+    def target(self, batch: Examples, intermediates: Intermediates) -> OnlineTarget | PolicyTarget:
         """See :class:`attar.distillation.signals.target.Signal`."""
-        target = self.on_text.target(batch, insides)
+        target = self.on_text.target(batch, intermediates)
         if not isinstance(batch, Rollouts):
             return target
         log_p = torch.zeros_like(batch.policy)
@@ -72,13 +72,13 @@ def policy_target(
     log_p, behaviour, policy = (x.masked_fill(~drawn, 0.0) for x in (log_p, batch.behaviour, batch.policy))
     if isinstance(options, MiniLLMSettings):
         terms = _minillm_terms(log_p, behaviour, policy, drawn, read, options)
-        objective = partial(minillm.slopes, clip_ratio=options.clip_ratio)
+        objective = partial(minillm.loss_and_grad, clip_ratio=options.clip_ratio)
         return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in terms], True)
     assert not bool(read.any()), "text in a batch of the policy gradient"
     plain = policy_gradient.terms(
         log_p, behaviour, policy, discount=options.discount, reward_clip=options.reward_clip
     )
-    objective = partial(policy_gradient.slopes, clip_ratio=options.clip_ratio)
+    objective = partial(policy_gradient.loss_and_grad, clip_ratio=options.clip_ratio)
     return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in plain], False)
 
 
@@ -120,7 +120,7 @@ class PolicyTarget:
     """
 
     target: OnlineTarget
-    objective: Slopes
+    objective: LossAndGrad
     labels: Tensor
     terms: list[Tensor]
     reads_logits: bool
@@ -130,7 +130,7 @@ class PolicyTarget:
         """Of the teacher."""
         return self.target.outputs
 
-    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`."""
         terms = [self.labels[part], *(x[part] for x in self.terms)]
         width = min(z.shape[-1], self.target.vocabulary or z.shape[-1])

@@ -1,4 +1,4 @@
-"""What a signal gives for a batch: the teacher's predictions, and its insides where it runs."""
+"""What a signal gives for a batch: the teacher's predictions, and its intermediates where it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from attar.data.examples import Examples
-from attar.distillation.outputs import Insides, ModelOutputs
+from attar.distillation.outputs import Intermediates, ModelOutputs
 from attar.distillation.signals.alignment.route import TokenizerPair
 from attar.progress import SILENT, Progress
 
@@ -45,7 +45,7 @@ class SoftTarget(Protocol):
     def outputs(self) -> ModelOutputs | None:
         """Of the teacher; None where it did not run."""
 
-    def slopes(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The soft loss of each of some predictions, and its gradient.
 
         Args:
@@ -60,9 +60,9 @@ class SoftTarget(Protocol):
 class Signal(Protocol):
     """A source of targets."""
 
-    def target(self, batch: Examples, insides: Insides) -> SoftTarget:
+    def target(self, batch: Examples, intermediates: Intermediates) -> SoftTarget:
         """The target of a batch on the student's device, without gradients.
 
         Args:
-            insides: of the teacher that features need.
+            intermediates: of the teacher that features need.
         """

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.distillation.objectives.chunked import Slopes, wide
+from attar.distillation.objectives.chunked import LossAndGrad, wide
 from attar.distillation.signals.alignment.uld import sorted_distance
 
 EPSILON = 1e-7  # of probability, for what is computed as 1 less a sum
@@ -95,7 +95,7 @@ def gold_values(
     ours: GroupSide,
     theirs: GroupSide,
     matching: Matching,
-    objective: Slopes,
+    objective: LossAndGrad,
     T: float = 1.0,
 ) -> Tensor:
     """L of each group (g,), differentiable by z.
@@ -143,7 +143,7 @@ def _sum(log_p: Tensor, tokens: Tensor) -> Tensor:
     return log_p[:, tokens].logsumexp(-1)
 
 
-def differentiable(objective: Slopes, z: Tensor, t: Tensor, T: float) -> Tensor:
+def differentiable(objective: LossAndGrad, z: Tensor, t: Tensor, T: float) -> Tensor:
     """The values (g,) of an objective, differentiable by z."""
     values: Tensor = _Values.apply(z, t, objective, T)
     return values
@@ -152,7 +152,7 @@ def differentiable(objective: Slopes, z: Tensor, t: Tensor, T: float) -> Tensor:
 class _Values(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, z: Tensor, t: Tensor, objective: Slopes, T: float
+        ctx: torch.autograd.function.FunctionCtx, z: Tensor, t: Tensor, objective: LossAndGrad, T: float
     ) -> Tensor:
         values, dz = objective(z, t, T)
         ctx.save_for_backward(dz)
