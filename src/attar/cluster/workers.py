@@ -1,7 +1,7 @@
 """Worker processes of this machine, each with a pipe: a task as a JSON line in, its outcome as one out.
 
-A worker lives for many tasks, so that libraries are imported once. One that dies loses its task alone, and all
-end with the driver: a pool of ``concurrent.futures`` loses every task with one worker, and its processes
+A worker lives for many tasks, so that libraries are imported once. One that dies loses its task alone, and
+all end with the driver: a pool of ``concurrent.futures`` loses every task with one worker, and its processes
 outlive a driver that is killed.
 """
 

@@ -4,8 +4,9 @@
 
 Full jitter (Brooker 2015, "Exponential Backoff and Jitter"): requests that failed together do not come back
 together. A circuit ends the run after N failures in a row, whichever requests they were: an endpoint that is
-down, or refuses a parameter, would refuse the other ten thousand, too. The ``openai`` client's own retries are
-off: a pause that the endpoint asks for holds for all workers here, and each try counts against the budget.
+down, or refuses a parameter, would refuse the other ten thousand, too. The ``openai`` client's own retries
+are off: a pause that the endpoint asks for holds for all workers here, and each try counts against the
+budget.
 """
 
 from __future__ import annotations

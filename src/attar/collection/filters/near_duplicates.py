@@ -15,8 +15,8 @@ the limit is proposed with :data:`RECALL`. A pair that agrees in too few of its 
 where every prompt has one long template around it, the bands propose nearly all pairs.
 
 Differs from Broder: the orders are h_i(x) = a_i x + b_i modulo 2^64 over hashes that are well mixed already
-(multiply-shift, Dietzfelbinger et al. 1997), not permutations drawn at random. Beside ``datasketch``: no scipy,
-less time, and bands for :data:`RECALL` in place of a balance of both errors.
+(multiply-shift, Dietzfelbinger et al. 1997), not permutations drawn at random. Beside ``datasketch``: no
+scipy, less time, and bands for :data:`RECALL` in place of a balance of both errors.
 """
 
 from __future__ import annotations
