@@ -27,6 +27,7 @@ from attar.errors import UsageError as UsageError
 from attar.measure.evaluate import Measurements as Measurements
 from attar.progress import Progress as Progress
 from attar.progress import Terminal as Terminal
+from attar.quantization.settings import QuantizeSettings as QuantizeSettings
 from attar.recipe.run import RunResult as RunResult
 from attar.recipe.schema import Recipe as Recipe
 from attar.recipe.schema import load_recipe as load_recipe
