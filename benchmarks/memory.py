@@ -61,11 +61,10 @@ SWEEP = """
     import attar.walks.sweep, attar.models.loading.load, attar.models.anatomy.discover
     from attar.checkpoint import open_checkpoint
     from attar.quantization.hessian import Hessian
-    from attar.walks.solvers import Solution
-    from attar.walks.sweep import sweep
+    from attar.walks.solvers import LinearSolver, Solution
+    from attar.walks.sweep import SweepOptions, sweep_linears
     torch.randn(512, 512) @ torch.randn(512, 512)
-    class Solver:
-        original = False
+    class Solver(LinearSolver):
         def accumulator(self, names, inputs): return Hessian(inputs)
         def solve(self, weights, seen):
             return {name: Solution(w, {"codes": w.to(torch.int8)}) for name, w in weights.items()}
@@ -73,7 +72,7 @@ SWEEP = """
     tokens = [torch.randint(0, 512, (4, 128)) for _ in range(4)]
     checkpoint = open_checkpoint(sys.argv[1])
     before = peak()
-    sweep(checkpoint, tokens, Solver(), work=Path(sys.argv[2]))
+    sweep_linears(checkpoint, tokens, Solver(), SweepOptions(work=Path(sys.argv[2])))
     print(peak() - before)
 """
 
@@ -99,8 +98,8 @@ EXPERTS = """
     from attar.quantization.write import write
     from attar.quantization.hessian import Hessian
     from attar.walks.expert_inputs import ExpertTokens
-    from attar.walks.solvers import Solution
-    from attar.walks.sweep import sweep
+    from attar.walks.solvers import LinearSolver, Solution
+    from attar.walks.sweep import SweepOptions, sweep_linears
     source, work, method = open_checkpoint(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     rounding = "gptq" if method == "statistics" else method
     settings = quantize_settings(method=rounding, scheme="W4A16", **json.loads(sys.argv[4]))
@@ -110,18 +109,18 @@ EXPERTS = """
     tokens = [torch.randint(0, 512, (4, 512), generator=generator) for _ in range(4)]
     options = {"select": layers.__contains__, "precision": "fp32"}
     if method == "statistics":
-        class Solver:
-            original = False
+        class Solver(LinearSolver):
             def accumulator(self, names, inputs): return Hessian(inputs)
             def solve(self, weights, seen):
                 seen.value()
                 return {name: Solution(w, {"codes": w.to(torch.int8)}) for name, w in weights.items()}
             def restore(self, name, tensors): raise AssertionError
-        sweep(source, tokens, Solver(), work=work, experts=ExpertTokens(floor=0.0), **options)
+        counted = ExpertTokens(floor=0.0)
+        sweep_linears(source, tokens, Solver(), SweepOptions(work=work, experts=counted, **options))
         print(f"{peak()} {peak()}")
         raise SystemExit
     solver = LayerSolver(layers, METHODS[method], settings.rounding)
-    swept = sweep(source, tokens, solver, work=work / "sweep", **options)
+    swept = sweep_linears(source, tokens, solver, SweepOptions(work=work / "sweep", **options))
     rounded = peak()
     (work / "out").mkdir()
     write(source, chosen, SweepCodes(chosen, swept), work / "out", work / "shards")

@@ -340,8 +340,8 @@ MUTANTS = (
     ),
     # walks
     M(
-        "walks/sweep.py",
-        "with reduced_products(self.fast):",
+        "walks/block_runner.py",
+        "with reduced_products(self.state.fast):",
         "with reduced_products():",
         "walks/test_sweep.py::test_statistics_are_summed_in_the_precision_of_the_sweep",
     ),

@@ -10,7 +10,7 @@ from attar.deployment.imatrix import compute, head_sums
 from attar.errors import NumericsError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.load import load_model
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, observe
 from tests import tiny_models
 
 
@@ -81,7 +81,7 @@ def test_a_finished_run_is_read_back_and_a_killed_one_starts_again(tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             compute(checkpoint, batches, work=tmp_path / "cut", precision="fp32")
     again = compute(checkpoint, batches, work=tmp_path / "cut", precision="fp32")
-    monkeypatch.setattr(imatrix, "sweep", dies)
+    monkeypatch.setattr(imatrix, "observe", dies)
     read = compute(checkpoint, batches, work=tmp_path / "cut", precision="fp32")
     for actual in (again, read):
         assert sorted(actual) == sorted(whole)
@@ -112,13 +112,14 @@ def test_the_heads_importance_comes_from_the_sweep_that_rounds(family, tmp_path)
     batches = text(load_model(checkpoint, dtype=torch.float32))
     whole = compute(checkpoint, batches, work=tmp_path / "work", precision="fp32")
     seen = {}
-    sweep(
+    observe(
         checkpoint,
         batches,
-        None,
-        work=tmp_path / "sweep",
-        precision="fp32",
-        after_blocks=lambda *arguments: seen.update(head_sums(*arguments)),
+        SweepOptions(
+            work=tmp_path / "sweep",
+            precision="fp32",
+            after_blocks=lambda *arguments: seen.update(head_sums(*arguments)),
+        ),
     )
     [(name, (sums, count))] = seen.items()
     assert count == whole[name][1]

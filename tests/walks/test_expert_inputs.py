@@ -13,12 +13,12 @@ from attar.quantization.plan import plan
 from attar.quantization.rounding import METHODS
 from attar.quantization.settings import quantize_settings
 from attar.walks.expert_inputs import ExpertTokens
-from attar.walks.solvers import Solution
-from attar.walks.sweep import sweep
+from attar.walks.solvers import LinearSolver, Solution
+from attar.walks.sweep import SweepOptions, sweep_linears
 from tests import tiny_models
 
 
-class Recorder:
+class Recorder(LinearSolver):
     """Keeps the Hessian of every group and leaves the weights, or scales them."""
 
     original = False
@@ -84,14 +84,11 @@ def slow_hessians(layer, hidden, index, floor=0, everything=False):
 def test_each_experts_hessian_against_a_loop_over_tokens(tmp_path, waiting, counted):
     checkpoint = save(tmp_path / "model", num_hidden_layers=2)
     recorder, tokens = Recorder(), rows()
-    result = sweep(
+    result = sweep_linears(
         checkpoint,
         tokens,
         recorder,
-        work=tmp_path / "work",
-        experts=counted,
-        waiting_bytes=waiting,
-        precision="fp32",
+        SweepOptions(work=tmp_path / "work", experts=counted, waiting_bytes=waiting, precision="fp32"),
     )
     model = load_model(checkpoint)
     reports = {report["name"]: report for report in result.reports}
@@ -115,14 +112,11 @@ def test_gptq_of_an_expert_from_the_inputs_behind_its_new_gate_and_up(tmp_path):
     assert len(layers) == 4 + 8 * 3
     attention = lambda name: "experts" in name  # noqa: E731  (the router's choice stays the model's)
     solver = LayerSolver(layers, METHODS["gptq"], settings.rounding)
-    result = sweep(
+    result = sweep_linears(
         checkpoint,
         tokens,
         solver,
-        work=tmp_path / "work",
-        select=attention,
-        experts=ExpertTokens(0),
-        precision="fp32",
+        SweepOptions(work=tmp_path / "work", select=attention, experts=ExpertTokens(0), precision="fp32"),
     )
     codes = result.tensors(0)
     model = load_model(checkpoint)
@@ -150,7 +144,12 @@ def test_the_original_inputs_are_those_of_the_same_tokens(tmp_path):
     """The second block's router sees other hidden states than the original model's; the tokens are paired."""
     checkpoint, tokens = save(tmp_path / "model", num_hidden_layers=2), rows()
     recorder = Recorder(0.9, CrossHessian)
-    sweep(checkpoint, tokens, recorder, work=tmp_path / "work", experts=ExpertTokens(0), precision="fp32")
+    sweep_linears(
+        checkpoint,
+        tokens,
+        recorder,
+        SweepOptions(work=tmp_path / "work", experts=ExpertTokens(0), precision="fp32"),
+    )
     changed = load_model(checkpoint)
     original = experts_inputs(load_model(checkpoint), tokens)[1][0]
     with torch.no_grad():
@@ -171,7 +170,7 @@ def test_the_original_inputs_are_those_of_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_a_killed_sweep_and_spilled_inputs_give_the_same_bytes(tmp_path, monkeypatch, limit):
     checkpoint, tokens = save(tmp_path / "model", "mixtral"), rows()
-    whole = sweep(checkpoint, tokens, Recorder(0.9), work=tmp_path / "whole")
+    whole = sweep_linears(checkpoint, tokens, Recorder(0.9), SweepOptions(work=tmp_path / "whole"))
     killed = Recorder(0.9)
 
     def die(weights, seen):
@@ -181,8 +180,10 @@ def test_a_killed_sweep_and_spilled_inputs_give_the_same_bytes(tmp_path, monkeyp
 
     monkeypatch.setattr(killed, "solve", die)
     with pytest.raises(KeyboardInterrupt):
-        sweep(checkpoint, tokens, killed, work=tmp_path / "killed", spill_bytes=limit)
-    resumed = sweep(checkpoint, tokens, Recorder(0.9), work=tmp_path / "killed", spill_bytes=limit)
+        sweep_linears(checkpoint, tokens, killed, SweepOptions(work=tmp_path / "killed", spill_bytes=limit))
+    resumed = sweep_linears(
+        checkpoint, tokens, Recorder(0.9), SweepOptions(work=tmp_path / "killed", spill_bytes=limit)
+    )
     for ours, theirs in zip(resumed.files, whole.files, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
     left = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("killed", "whole")]
@@ -195,7 +196,9 @@ def test_the_router_chooses_with_its_stored_correction(tmp_path):
     correction = model.model.layers[1].mlp.gate.e_score_correction_bias
     correction.copy_(torch.linspace(-1, 1, 8))
     checkpoint = open_checkpoint(tiny_models.save(model, tmp_path / "model"))
-    result = sweep(checkpoint, rows(), Recorder(), work=tmp_path / "work", precision="fp32")
+    result = sweep_linears(
+        checkpoint, rows(), Recorder(), SweepOptions(work=tmp_path / "work", precision="fp32")
+    )
     chosen = []
     model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
     for batch in rows():

@@ -9,8 +9,8 @@ from attar.models.loading import device
 from attar.models.loading.load import load_model
 from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
-from attar.walks.solvers import Solution
-from attar.walks.sweep import sweep
+from attar.walks.solvers import LinearSolver, Solution
+from attar.walks.sweep import SweepOptions, sweep_blocks, sweep_linears
 from benchmarks import memory
 from tests import tiny_models
 from tests.cases import mostly_slow
@@ -20,10 +20,8 @@ def save_family(family, folder, **changes):
     return tiny_models.save(tiny_models.build(family, **changes), folder)
 
 
-class Recorder:
+class Recorder(LinearSolver):
     """A solver that keeps each layer's Hessian and changes nothing."""
-
-    original = False
 
     def __init__(self, change=0.0):
         self.seen, self.change, self.accumulators = {}, change, 0
@@ -77,7 +75,9 @@ def test_sees_what_a_whole_forward_pass_sees(tmp_path, family):
     model = load_model(checkpoint, dtype=torch.float32)
     tokens = batches(min(model.get_input_embeddings().num_embeddings, 250))
     recorder = Recorder()
-    swept = sweep(checkpoint, tokens, recorder, work=tmp_path / "work", precision="fp32")
+    swept = sweep_linears(
+        checkpoint, tokens, recorder, SweepOptions(work=tmp_path / "work", precision="fp32")
+    )
     wanted = hessians_by_hooks(model, list(recorder.seen), tokens)
     assert len(swept.reports) == len(recorder.seen) == len(swept.block_of) > 0
     for name, H in wanted.items():
@@ -91,7 +91,12 @@ def test_later_layers_see_the_new_weights_of_earlier_ones(tmp_path, waiting):
     model = load_model(checkpoint, dtype=torch.float32)
     tokens = batches(250)
     recorder = Recorder(change=0.3)
-    sweep(checkpoint, tokens, recorder, work=tmp_path / "work", precision="fp32", waiting_bytes=waiting)
+    sweep_linears(
+        checkpoint,
+        tokens,
+        recorder,
+        SweepOptions(work=tmp_path / "work", precision="fp32", waiting_bytes=waiting),
+    )
     with torch.no_grad():
         for name in recorder.seen:
             model.get_submodule(name).weight.mul_(1.3)
@@ -103,7 +108,7 @@ def test_later_layers_see_the_new_weights_of_earlier_ones(tmp_path, waiting):
 def test_layers_with_one_input_share_an_accumulator(tmp_path):
     checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
     recorder = Recorder()
-    swept = sweep(checkpoint, batches(250), recorder, work=tmp_path / "work")
+    swept = sweep_linears(checkpoint, batches(250), recorder, SweepOptions(work=tmp_path / "work"))
     assert recorder.accumulators == 4 * len(swept.files)  # qkv, o, gate and up, down
 
 
@@ -124,14 +129,16 @@ def test_hidden_states_pass_a_skipped_block_but_the_original_models_do_not(tmp_p
 
     for _ in range(1 + resumed):
         comparing = Comparing()
-        sweep(
+        sweep_linears(
             checkpoint,
             tokens,
             comparing,
-            work=tmp_path / "work",
-            skip=[1],
-            precision="fp32",
-            after_blocks=lambda offloaded, batches, hidden, _: last.append(hidden[0]),
+            SweepOptions(
+                work=tmp_path / "work",
+                skip=[1],
+                precision="fp32",
+                after_blocks=lambda offloaded, batches, hidden, _: last.append(hidden[0]),
+            ),
         )
         if not resumed:
             differs = {name: float(change.abs().max()) > 1e-3 for name, change in comparing.seen.items()}
@@ -152,7 +159,7 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
     checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
     tokens = batches(250)
     monkeypatch.setattr(device, "has_bfloat16", lambda device: began == "bf16")
-    whole = sweep(checkpoint, tokens, Recorder(0.1), work=tmp_path / "whole")
+    whole = sweep_linears(checkpoint, tokens, Recorder(0.1), SweepOptions(work=tmp_path / "whole"))
     assert whole.precision == began
 
     class Dying(Recorder):
@@ -162,10 +169,10 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
             return super().solve(weights, seen)
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(checkpoint, tokens, Dying(0.1), work=tmp_path / "cut")
+        sweep_linears(checkpoint, tokens, Dying(0.1), SweepOptions(work=tmp_path / "cut"))
     monkeypatch.setattr(device, "has_bfloat16", lambda device: began != "bf16")
     again = Recorder(0.1)
-    resumed = sweep(checkpoint, tokens, again, work=tmp_path / "cut")
+    resumed = sweep_linears(checkpoint, tokens, again, SweepOptions(work=tmp_path / "cut"))
     assert not any(f"layers.{number}." in name for name in again.seen for number in range(died_in))
     assert resumed.reports == whole.reports
     for ours, theirs in zip(resumed.files, whole.files, strict=True):
@@ -179,13 +186,11 @@ def test_waiting_passes_and_repeated_ones_give_the_same_bytes(tmp_path, family, 
     checkpoint = open_checkpoint(save_family(family, tmp_path / "model"))
     tokens = batches(250)
     waited, repeated = (
-        sweep(
+        sweep_linears(
             checkpoint,
             tokens,
             Recorder(0.1),
-            work=tmp_path / str(limit),
-            waiting_bytes=limit,
-            precision=precision,
+            SweepOptions(work=tmp_path / str(limit), waiting_bytes=limit, precision=precision),
         )
         for limit in (2**30, 0)
     )
@@ -223,7 +228,12 @@ def test_two_streams_see_the_quantized_and_the_original_model(tmp_path, waiting)
             return solved
 
     recorder = Both()
-    sweep(checkpoint, tokens, recorder, work=tmp_path / "w", precision="fp32", waiting_bytes=waiting)
+    sweep_linears(
+        checkpoint,
+        tokens,
+        recorder,
+        SweepOptions(work=tmp_path / "w", precision="fp32", waiting_bytes=waiting),
+    )
     model = load_model(checkpoint, dtype=torch.float32)
     originals = inputs_by_hooks(model, list(recorder.seen), tokens)
     with torch.no_grad():
@@ -274,7 +284,7 @@ def test_a_block_solver_gets_inputs_behind_the_new_prefix_and_the_original_outpu
     checkpoint = open_checkpoint(save_family("qwen2", tmp_path / "model"))
     tokens = batches(250)
     solver = WholeBlock()
-    swept = sweep(checkpoint, tokens, solver, work=tmp_path / "w", precision="fp32")
+    swept = sweep_blocks(checkpoint, tokens, solver, SweepOptions(work=tmp_path / "w", precision="fp32"))
     outputs, targets = solver.shown[0]
     for ours, theirs in zip(outputs, targets, strict=True):
         assert torch.equal(ours, theirs)  # nothing has changed before the first block
@@ -289,14 +299,18 @@ def test_a_block_solver_gets_inputs_behind_the_new_prefix_and_the_original_outpu
     for ours, theirs in zip(solver.shown[1][1], seen, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5)
     assert not torch.allclose(solver.shown[1][0][0], seen[0], rtol=1e-2, atol=1e-3)
-    again = sweep(checkpoint, tokens, WholeBlock(), work=tmp_path / "w", precision="fp32")
+    again = sweep_blocks(
+        checkpoint, tokens, WholeBlock(), SweepOptions(work=tmp_path / "w", precision="fp32")
+    )
     assert again.reports == swept.reports
 
 
 def test_spilled_activations_give_the_same_bytes(tmp_path):
     checkpoint = open_checkpoint(save_family("qwen2", tmp_path / "model"))
-    kept = sweep(checkpoint, batches(250), Recorder(0.1), work=tmp_path / "kept")
-    spilled = sweep(checkpoint, batches(250), Recorder(0.1), work=tmp_path / "spilled", spill_bytes=3000)
+    kept = sweep_linears(checkpoint, batches(250), Recorder(0.1), SweepOptions(work=tmp_path / "kept"))
+    spilled = sweep_linears(
+        checkpoint, batches(250), Recorder(0.1), SweepOptions(work=tmp_path / "spilled", spill_bytes=3000)
+    )
     for ours, theirs in zip(kept.files, spilled.files, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
     assert not (tmp_path / "spilled/activations").exists()
@@ -322,11 +336,10 @@ def test_statistics_are_summed_in_the_precision_of_the_sweep(tmp_path, precision
 
     monkeypatch.setattr(Hessian, "add", noted)
     checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model", num_hidden_layers=1))
-    sweep(
+    sweep_linears(
         checkpoint,
         batches(checkpoint.config["vocab_size"], 1),
         Recorder(),
-        work=tmp_path / "w",
-        precision=precision,
+        SweepOptions(work=tmp_path / "w", precision=precision),
     )
     assert set(asked) == {products} and torch.get_float32_matmul_precision() == "highest"

@@ -50,9 +50,9 @@ from attar.quantization.methods.exl2 import (
     patterns,
     quantize_layer,
 )
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.stream import stream
-from attar.walks.sweep import SweepResult, sweep
+from attar.walks.sweep import SweepOptions, SweepResult, sweep_linears
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -103,17 +103,19 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     )
 
     def walk(solver: Any, name: str) -> SweepResult:
-        return sweep(
+        return sweep_linears(
             source,
             batches,
             solver,
-            work=output.shared / name,
-            processes=output.processes,
-            select=shapes.__contains__,
-            precision=settings.precision,
-            device=pick_device(settings.device),
-            progress=progress,
-            what=name,
+            SweepOptions(
+                work=output.shared / name,
+                processes=output.processes,
+                select=shapes.__contains__,
+                precision=settings.precision,
+                device=pick_device(settings.device),
+                progress=progress,
+                what=name,
+            ),
         )
 
     errors = walk(_Measuring(shapes, settings.bits), "measure")
@@ -159,12 +161,11 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
 
 
 @dataclass(frozen=True)
-class _Measuring:
+class _Measuring(LinearSolver):
     """Solver that reports the error of each pattern; weights stay."""
 
     shapes: Mapping[str, tuple[int, int]]
     bits: float
-    original = False
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
         """Empty statistics of a group."""
@@ -194,11 +195,10 @@ class _Measuring:
 
 
 @dataclass(frozen=True)
-class _Rounding:
+class _Rounding(LinearSolver):
     """Solver that rounds each Linear under its pattern."""
 
     chosen: Mapping[str, BitPattern]
-    original = False
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
         """Empty statistics of a group."""

@@ -30,7 +30,7 @@ from attar.models.anatomy.discover import discover
 from attar.progress import SILENT, Progress
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 from attar.walks.passes import StopForward
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, observe
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -80,19 +80,20 @@ def compute(
         inputs.reduce(processes)
         sums.update(_named(offloaded, inputs))
 
-    sweep(
+    observe(
         checkpoint,
         batches,
-        None,
-        work=work,
-        spill_bytes=MEMORY,
-        precision=precision,
-        prepare=prepare,
-        after_blocks=after_blocks,
-        processes=processes,
-        device=device,
-        progress=progress,
-        what="importance",
+        SweepOptions(
+            work=work,
+            spill_bytes=MEMORY,
+            precision=precision,
+            prepare=prepare,
+            after_blocks=after_blocks,
+            processes=processes,
+            device=device,
+            progress=progress,
+            what="importance",
+        ),
     )
     if processes.first:
         _write_sums(work / RESULT, sums)

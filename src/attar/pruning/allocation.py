@@ -27,7 +27,7 @@ from attar.pruning.linears import Linears, PrunedLinear
 from attar.pruning.sensitivity import measured_fractions
 from attar.pruning.task import PruneTask
 from attar.sparsity import Sparsity, parse_sparsity
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, observe
 
 
 def amounts_of(
@@ -128,17 +128,18 @@ def dense_norms(task: PruneTask, linears: Linears, batches: Sequence[Tensor]) ->
     """||X_j||_2 (K,) of each layer's inputs in the model before pruning, by module name."""
     inputs = {name: linear.shape[1] for name, linear in linears.items()}
     accumulators: dict[str, InputNorms] = {}
-    sweep(
+    observe(
         task.source,
         batches,
-        None,
-        work=task.output.shared / "norms",
-        processes=task.output.processes,
-        precision=task.settings.precision,
-        prepare=lambda model: accumulators.update(observe_norms(model, inputs)[0]),
-        device=torch.device(pick_device(task.settings.device)),
-        progress=task.progress,
-        what="input norms",
+        SweepOptions(
+            work=task.output.shared / "norms",
+            processes=task.output.processes,
+            precision=task.settings.precision,
+            prepare=lambda model: accumulators.update(observe_norms(model, inputs)[0]),
+            device=torch.device(pick_device(task.settings.device)),
+            progress=task.progress,
+            what="input norms",
+        ),
     )
     for accumulator in accumulators.values():
         accumulator.reduce(task.output.processes.total)

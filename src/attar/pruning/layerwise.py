@@ -15,14 +15,14 @@ from attar.pruning.criteria.wanda import InputNorms, wanda_scores
 from attar.pruning.linears import Amounts, Linears
 from attar.quantization.hessian import Hessian, factorize_, output_error
 from attar.sparsity import Sparsity
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 
 PruneSolver = Callable[..., Tensor]
 """``solver(weight (N, K), H (K, K), sparsity, **options)``: the pruned weight (N, K), its zeros exact."""
 
 
 @dataclass(frozen=True)
-class LayerPruner:
+class LayerPruner(LinearSolver):
     """Sets weights of each Linear to zero.
 
     Attributes:
@@ -40,11 +40,6 @@ class LayerPruner:
     options: Mapping[str, Any] = field(default_factory=dict)
     factored: bool = False
     by_row: bool = True
-
-    @property
-    def original(self) -> bool:
-        """The original model's inputs are not needed."""
-        return False
 
     @property
     def at_once(self) -> bool:

@@ -38,7 +38,7 @@ from attar.quantization.columns import BLOCK
 from attar.quantization.gates import unseen_inputs
 from attar.sparsity import NOTHING_PAYS, Sparsity, parse_sparsity, zeros_statement
 from attar.walks.stream import stream
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, sweep_linears
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -80,7 +80,7 @@ def prune_zeros(task: PruneTask) -> None:
         task.progress.log(f"note: {NOTHING_PAYS}")
     batches = task.batches() if sees_text(task.settings) else []
     amounts, chosen = amounts_of(task, linears, batches)
-    walk = sweep_linears if ZEROS[task.settings.method].sees_text else stream_magnitude
+    walk = prune_linears if ZEROS[task.settings.method].sees_text else stream_magnitude
     weights, reports = walk(task, linears, amounts, batches)
     biases: Biases = {}
     if task.settings.reconstruction != "none":
@@ -124,7 +124,7 @@ def stream_magnitude(
     return pruned, {}
 
 
-def sweep_linears(
+def prune_linears(
     task: PruneTask,
     linears: Linears,
     amounts: Amounts,
@@ -134,10 +134,8 @@ def sweep_linears(
     weights stay as they are, one block at a time."""
     method = ZEROS[task.settings.method]
     options = {name: getattr(task.options, name) for name in method.arguments}
-    result = sweep(
-        task.source,
-        batches,
-        LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row),
+    pruner = LayerPruner(linears, amounts, method.solver, options, method.factored, task.options.by_row)
+    walk = SweepOptions(
         work=task.output.shared / "blocks",
         processes=task.output.processes,
         select=linears.__contains__,
@@ -146,6 +144,7 @@ def sweep_linears(
         progress=task.progress,
         what=f"prune {task.settings.method}",
     )
+    result = sweep_linears(task.source, batches, pruner, walk)
     task.output.details["precision"] = result.precision
     swept = SweptLinears(result)
     return lambda linear: swept.weight(linear.module), {row["name"]: row for row in swept.reports}

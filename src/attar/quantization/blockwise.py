@@ -14,8 +14,7 @@ from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import autoround
 from attar.quantization.methods.gptq import gptq
-from attar.walks.solvers import Solution
-from attar.walks.sweep import BlockView
+from attar.walks.solvers import BlockView, Solution
 
 StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]
 """``start(view, grids)``: initial codes by name of a block's Linears; a Linear that is left out starts

@@ -28,7 +28,7 @@ from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, observe
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -154,17 +154,18 @@ def static_scales(
 
             on_keys_and_values(model.get_submodule(name), record)
 
-    sweep(
+    observe(
         checkpoint,
         batches_of(checkpoint, settings),
-        None,
-        work=work / "ranges",
-        processes=processes,
-        precision=settings.calibration.precision,
-        prepare=prepare,
-        device=torch.device(pick_device(settings.device)),
-        progress=progress,
-        what="ranges",
+        SweepOptions(
+            work=work / "ranges",
+            processes=processes,
+            precision=settings.calibration.precision,
+            prepare=prepare,
+            device=torch.device(pick_device(settings.device)),
+            progress=progress,
+            what="ranges",
+        ),
     )
     for seen in [*inputs.values(), *(tensor for pair in caches.values() for tensor in pair)]:
         seen.reduce(processes)

@@ -33,14 +33,14 @@ from attar.quantization.quantization_method import QuantizationMethod
 from attar.quantization.settings import AWQSettings, GPTQSettings, SparseGPTQSettings
 from attar.quantization.transforms.awq import search_clip
 from attar.sparsity import Sparsity
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 
 DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
 STACKED = 1 << 26  # weights that are rounded in one call, at most: their copies take memory
 
 
 @dataclass(frozen=True)
-class LayerSolver:
+class LayerSolver(LinearSolver):
     """Rounds each Linear on its grid.
 
     Attributes:

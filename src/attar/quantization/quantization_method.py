@@ -75,7 +75,7 @@ class QuantizationMethod:
 
     Attributes:
         walk: makes the codes of a checkpoint.
-        solver: rounds one weight, for rounding.sweep_layers; None: to nearest.
+        solver: rounds one weight, for rounding.round_layers; None: to nearest.
         original_inputs: the solver compares with the original model's inputs: ``cross=``.
         stacked: weights with the same inputs are rounded in one call.
         refined: coordinate descent on the codes follows.

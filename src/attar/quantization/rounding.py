@@ -1,8 +1,8 @@
 """Codes for every layer of a plan: the table of methods, and the walks that they take over a checkpoint.
 
 stream_nearest   codes are made while the tensors are written; needs no data
-sweep_layers     one Linear at a time, with calibration activations         (layerwise.py)
-sweep_blocks     one block at a time, learned                               (methods/autoround.py)
+round_layers     one Linear at a time, with calibration activations         (layerwise.py)
+learn_blocks     one block at a time, learned                               (methods/autoround.py)
 train            the whole model under quantization                         (methods/qat.py)
 """
 
@@ -53,7 +53,7 @@ from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import SweepResult, sweep
+from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
 
 if TYPE_CHECKING:
     pass
@@ -68,7 +68,7 @@ def stream_nearest(task: RoundingTask) -> RoundedModel:
     return RoundedModel(codes, codes.reports)
 
 
-def sweep_layers(task: RoundingTask) -> RoundedModel:
+def round_layers(task: RoundingTask) -> RoundedModel:
     """Round one Linear at a time, each with the inputs that it gets after the layers rounded before it."""
     settings = task.settings
     method, options = METHODS[settings.method], settings.rounding
@@ -82,10 +82,11 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
             hessian.collect(precision)
         task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    return _swept(task, sweep(task.checkpoint, batches, solver, **_sweep_options(task, layers, precision)))
+    swept = sweep_linears(task.checkpoint, batches, solver, _sweep_options(task, layers, precision))
+    return _swept(task, swept)
 
 
-def sweep_blocks(task: RoundingTask) -> RoundedModel:
+def learn_blocks(task: RoundingTask) -> RoundedModel:
     """Learn the rounding of one block at a time."""
     settings, options = task.settings, task.settings.rounding
     assert isinstance(options, AutoRoundSettings)
@@ -101,24 +102,23 @@ def sweep_blocks(task: RoundingTask) -> RoundedModel:
         start=gptq_start if options.start in ("gptq", "qronos") else None,
         masks=_masks(task) or None,
     )
-    return _swept(
-        task, sweep(task.checkpoint, task.batches(), solver, **_sweep_options(task, grids, precision))
+    swept = sweep_blocks(task.checkpoint, task.batches(), solver, _sweep_options(task, grids, precision))
+    return _swept(task, swept)
+
+
+def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> SweepOptions:
+    """Of a sweep that rounds ``layers``, by module name."""
+    return SweepOptions(
+        work=task.work / "blocks",
+        select=layers.__contains__,
+        precision=precision,
+        after_blocks=task.after_blocks,
+        processes=task.processes,
+        device=torch.device(pick_device(task.settings.device)),
+        experts=counted_tokens(task.settings.calibration),
+        progress=task.progress,
+        what=task.settings.method,
     )
-
-
-def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Arguments of a sweep that rounds ``layers``, by module name."""
-    return {
-        "work": task.work / "blocks",
-        "select": layers.__contains__,
-        "precision": precision,
-        "after_blocks": task.after_blocks,
-        "processes": task.processes,
-        "device": torch.device(pick_device(task.settings.device)),
-        "experts": counted_tokens(task.settings.calibration),
-        "progress": task.progress,
-        "what": task.settings.method,
-    }
 
 
 def counted_tokens(settings: CalibrationSettings) -> ExpertTokens:
@@ -138,7 +138,7 @@ def train(task: RoundingTask) -> RoundedModel:
     assert isinstance(options, QATSettings)
     method = "gptq" if options.start == "auto" else options.start
     first = replace(task, settings=replace(settings, method=method), work=task.work / "start")
-    started = sweep_layers(first).codes
+    started = round_layers(first).codes
     device = pick_device(settings.device)
     model, teacher = (unstack(load_model(checkpoint, dtype=torch.float32, device=device)) for _ in range(2))
     teacher.requires_grad_(False)
@@ -310,20 +310,20 @@ def _energy(weight: Tensor) -> float:
 METHODS: dict[str, QuantizationMethod] = {
     "rtn": QuantizationMethod(RTNSettings, stream_nearest, sees_text=False),
     "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest, sees_text=False),
-    "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
+    "awq": QuantizationMethod(AWQSettings, round_layers, search_below=inf),
     "gptq": QuantizationMethod(
-        SparseGPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
+        SparseGPTQSettings, round_layers, gptq, stacked=True, refined=True, search_below=FEW
     ),
     "gptaq": QuantizationMethod(
-        GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
+        GPTQSettings, round_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
     ),
     "qronos": QuantizationMethod(
-        GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW
+        GPTQSettings, round_layers, qronos, original_inputs=True, refined=True, search_below=FEW
     ),
     "yaqa": QuantizationMethod(
-        YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW
+        YAQASettings, round_layers, solve_yaqa, original_inputs=True, search_below=FEW
     ),
-    "autoround": QuantizationMethod(AutoRoundSettings, sweep_blocks),
+    "autoround": QuantizationMethod(AutoRoundSettings, learn_blocks),
     "qat": QuantizationMethod(QATSettings, train),
 }
 """The methods by name, with the same names and settings classes as settings.METHOD_SETTINGS."""

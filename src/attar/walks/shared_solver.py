@@ -19,30 +19,25 @@ import torch
 from torch import Tensor, distributed
 
 from attar.checkpoint.processes import Processes
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 
 
 @dataclass(frozen=True)
-class SharedSolver:
-    """See :class:`attar.walks.solvers.Solver`.
+class SharedSolver(LinearSolver):
+    """A solver that several processes share."""
 
-    Attributes:
-        solver: its accumulators have ``reduce(total)``, which replaces their sums by ``total`` of them.
-            ``units(names)``, where it has that, says which Linears are solved together.
-    """
-
-    solver: Any
+    solver: LinearSolver
     processes: Processes
 
     @property
     def original(self) -> bool:
         """Of the solver."""
-        return bool(self.solver.original)
+        return self.solver.original
 
     @property
     def at_once(self) -> bool:
         """Of the solver."""
-        return bool(getattr(self.solver, "at_once", False))
+        return self.solver.at_once
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Any:
         """Of the solver; for the batches of this process."""
@@ -51,7 +46,7 @@ class SharedSolver:
     def solve(self, weights: dict[str, Tensor], accumulator: Any) -> dict[str, Solution]:
         """Every process gets the solutions of all Linears (N, K)."""
         accumulator.reduce(self.processes.total)
-        units = getattr(self.solver, "units", lambda names: [[name] for name in names])(list(weights))
+        units = self.solver.units(list(weights))
         owners = self.processes.partition_by_size(
             [sum(weights[name].numel() for name in unit) for unit in units]
         )
@@ -62,8 +57,7 @@ class SharedSolver:
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """Of the solver."""
-        weight: Tensor = self.solver.restore(name, tensors)
-        return weight
+        return self.solver.restore(name, tensors)
 
     def _shared(
         self, name: str, owner: int, solved: Mapping[str, Solution], weights: Mapping[str, Tensor]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from attar.interruption import StateFile
+from attar.walks.offloaded_model import HiddenStates
 
 
 @dataclass(frozen=True)
@@ -24,26 +29,89 @@ class Solution:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-class Solver(Protocol):
-    """An algorithm that works on one group of Linears at a time. Pure: no model, no files.
-
-    Attributes:
-        original: the accumulator also needs the original model's inputs: ``add(x, original)`` instead of
-            ``add(x)``, both (B, S, K).
-        at_once: groups get the inputs of the block as it was, and are replaced together; false where a solver
-            does not say so: a group gets what the groups solved before it leave.
-    """
+class LinearSolver(ABC):
+    """An algorithm that works on one group of Linears at a time. Pure: no model, no files."""
 
     @property
     def original(self) -> bool:
-        """See above."""
+        """The accumulator also needs the original model's inputs: ``add(x, original)`` instead of ``add(x)``,
+        both (B, S, K)."""
+        return False
 
+    @property
+    def at_once(self) -> bool:
+        """Groups get the inputs of the block as it was, and are replaced together; otherwise a group gets
+        what the groups solved before it leave."""
+        return False
+
+    @abstractmethod
     def accumulator(self, names: Sequence[str], inputs: int) -> Any:
-        """A fresh accumulator for a group of Linears with K inputs."""
+        """A fresh accumulator for a group of Linears with K inputs. For several processes the accumulator has
+        ``reduce(total)``, which replaces its sums by ``total`` of them."""
 
+    @abstractmethod
     def solve(self, weights: dict[str, Tensor], accumulator: Any) -> dict[str, Solution]:
         """New weights for a group of Linears (N, K) by name, which are the module's own and not modified,
         given their filled accumulator."""
 
+    @abstractmethod
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of a solution read back from disk."""
+
+    def units(self, names: list[str]) -> list[list[str]]:
+        """The Linears of a group that several processes may not part."""
+        return [[name] for name in names]
+
+
+class BlockSolver(Protocol):
+    """An algorithm that works on a whole block at a time."""
+
+    def solve_block(self, view: BlockView) -> dict[str, Solution]:
+        """New weights (N, K) for the view's Linears by name; the module is left as it was."""
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """The weight (N, K) of a solution read back from disk."""
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """A loaded block as a block solver sees it.
+
+    Attributes:
+        module: the block, float32, its original weights.
+        modules: the selected Linear and Conv1D modules by their full names, in forward order.
+        hidden: hidden states (B, S, D) of each batch after the blocks solved so far.
+        originals: the original block's outputs (B, S, D) on the original model's hidden states.
+        call: ``call(module, hidden)`` is the output of the block (its masks and positions).
+        state: the state of the training, after each step; one that was stopped begins with it.
+    """
+
+    module: nn.Module
+    modules: dict[str, nn.Module]
+    hidden: HiddenStates
+    originals: HiddenStates
+    device: torch.device
+    call: Callable[[nn.Module, Tensor], Tensor]
+    state: StateFile = field(default_factory=StateFile)
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the selected Linears."""
+        return list(self.modules)
+
+    @property
+    def count(self) -> int:
+        """How many batches there are."""
+        return len(self.hidden)
+
+    def inputs(self, number: int) -> Tensor:
+        """Hidden states (B, S, D) of a batch after the blocks solved so far."""
+        return self.hidden[number].to(self.device)
+
+    def targets(self, number: int) -> Tensor:
+        """The original block's output (B, S, D) on the original model's hidden states of a batch."""
+        return self.originals[number].to(self.device)
+
+    def __call__(self, hidden: Tensor, number: int) -> Tensor:
+        """The block's output for hidden states of batch ``number``."""
+        return self.call(self.module, hidden)

@@ -10,7 +10,7 @@ from attar.models.anatomy.parts import weight_of
 from attar.models.loading.load import load_model
 from attar.pruning.reconstruction.linear import HessianWithBias, LinearReconstructor, reconstructed_weight
 from attar.quantization.hessian import CrossHessian, Hessian
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, sweep_linears
 from tests import tiny_models
 
 N, K, T = 12, 40, 400
@@ -126,13 +126,11 @@ def test_a_model_comes_closer_to_the_original(tmp_path, family, originals):
     pruned = {name: W for name, W in pruned.items() if "attention.output" not in name}
     biases = {name: model.get_submodule(name).bias.detach() for name in pruned if has_bias(model, name)}
     assert len(pruned) == 3 and bool(biases) == (family not in ("llama3", "phi3"))
-    result = sweep(
+    result = sweep_linears(
         checkpoint,
         tokens,
         LinearReconstructor(lambda name: pruned[name].bfloat16(), biases, originals),
-        work=tmp_path / "work",
-        select=pruned.__contains__,
-        precision="fp32",
+        SweepOptions(work=tmp_path / "work", select=pruned.__contains__, precision="fp32"),
     )
     rows = tiny_models.tokens(model, batch=8, length=32, seed=99)
     whole, losses = tiny_models.logits(model, rows), []
@@ -163,14 +161,16 @@ def test_a_new_bias_is_used_by_the_layers_after_it(tmp_path):
     biases = {name: model.get_submodule(name).bias.detach() for name in pruned}
     for resumed in (False, True):
         last = {}
-        result = sweep(
+        result = sweep_linears(
             checkpoint,
             tokens,
             LinearReconstructor(pruned.__getitem__, biases),
-            work=tmp_path / "work",
-            select=pruned.__contains__,
-            precision="fp32",
-            after_blocks=lambda offloaded, batches, hidden, _, last=last: last.update(hidden=hidden[0]),
+            SweepOptions(
+                work=tmp_path / "work",
+                select=pruned.__contains__,
+                precision="fp32",
+                after_blocks=lambda offloaded, batches, hidden, _, last=last: last.update(hidden=hidden[0]),
+            ),
         )
         changed = load_model(checkpoint, dtype=torch.float32)
         with torch.no_grad():

@@ -20,7 +20,7 @@ from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods.autoround import LearnedRounding, autoround
 from attar.quantization.methods.rtn import rtn
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, sweep_blocks
 from tests import tiny_models
 
 GRIDS = {
@@ -302,14 +302,14 @@ def test_the_sweep_takes_it_block_by_block(tmp_path):
     )
     g = torch.Generator().manual_seed(0)
     batches = [torch.randint(5, 250, (2, 12), generator=g) for _ in range(4)]
-    swept = sweep(checkpoint, batches, solver, work=tmp_path / "work", precision="fp32")
+    swept = sweep_blocks(checkpoint, batches, solver, SweepOptions(work=tmp_path / "work", precision="fp32"))
     assert [report["name"] for report in swept.reports] == names
     assert all(report["loss_best"] <= report["loss_first"] for report in swept.reports)
     stored = swept.tensors(1)
     for name, tensors in stored.items():
         weight = solver.restore(name, tensors)
         assert weight.unique().numel() > 8 and tensors["codes"].dtype == torch.int8
-    again = sweep(checkpoint, batches, solver, work=tmp_path / "again", precision="fp32")
+    again = sweep_blocks(checkpoint, batches, solver, SweepOptions(work=tmp_path / "again", precision="fp32"))
     for name, tensors in stored.items():
         assert torch.equal(tensors["codes"], again.tensors(1)[name]["codes"])
 

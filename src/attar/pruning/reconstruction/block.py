@@ -28,8 +28,7 @@ from attar.errors import NumericsError
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading.device import bf16_products
 from attar.pruning.reconstruction.linear import PrunedSource
-from attar.walks.solvers import Solution
-from attar.walks.sweep import BlockView
+from attar.walks.solvers import BlockView, Solution
 
 RATES = (0.003, 0.01)  # learning rates, as a fraction of the root mean square of a matrix's kept weights
 BETAS, WARM = (0.9, 0.99), 0.1  # of Adam; share of the steps in which the rate rises

@@ -34,7 +34,7 @@ from attar.quantization.hessian import (
     inverse_factor_,
     output_error,
 )
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 
 ITERATIONS = 20  # of conjugate gradients
 WEIGHTS = 1 << 25  # solved at a time: conjugate gradients hold eight tensors of their size
@@ -44,7 +44,7 @@ PrunedSource = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class LinearReconstructor:
+class LinearReconstructor(LinearSolver):
     """The sweep's solver.
 
     Attributes:

@@ -21,7 +21,7 @@ Linear takes about as long as SparseGPT, block ten times as long: so ``auto`` is
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource
 from attar.pruning.task import PruneTask
 from attar.walks.distributed import agreed_precision
-from attar.walks.sweep import SweepResult, sweep
+from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
 
 STEP_TOKENS = 512  # tokens in a step of training, at least one row
 
@@ -114,48 +114,39 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     biases = _biases(source, {*plan.solved, *plan.trained})
     device = pick_device(task.settings.device)
     output = task.output
-    common: dict[str, Any] = {
-        "precision": agreed_precision(
-            output.processes, task.settings.precision, torch.device(device), output.shared
-        ),
-        "processes": output.processes,
-        "skip": plan.removed,
-        "device": device,
-        "progress": task.progress,
-    }
-    least_squares = LinearReconstructor(plan.pruned, biases, plan.originals)
-    linear = SweptLinears(
-        sweep(
-            source,
-            batches,
-            least_squares,
-            work=output.shared / "reconstruct-linear",
-            select=plan.solved.__contains__,
-            what="reconstruct linear",
-            **common,
-        )
+    precision = agreed_precision(
+        output.processes, task.settings.precision, torch.device(device), output.shared
     )
+    options = SweepOptions(
+        work=output.shared / "reconstruct-linear",
+        select=plan.solved.__contains__,
+        skip=plan.removed,
+        precision=precision,
+        processes=output.processes,
+        device=device,
+        progress=task.progress,
+        what="reconstruct linear",
+    )
+    least_squares = LinearReconstructor(plan.pruned, biases, plan.originals)
+    linear = SweptLinears(sweep_linears(source, batches, least_squares, options))
     if plan.kind == "linear":
         return linear
     training = BlockReconstructor(
         lambda name: linear.weight(name) if name in linear else plan.pruned(name),
         lambda name: linear.bias(name) if name in linear else biases.get(name),
         epochs=task.settings.reconstruct_epochs,
-        fast=common["precision"] == "bf16",
+        fast=precision == "bf16",
         seed=task.settings.seed,
     )
     rows = max(STEP_TOKENS // batches[0].shape[1], 1)
-    return SweptLinears(
-        sweep(
-            source,
-            [part for batch in batches for part in batch.split(rows)],
-            training,
-            work=output.shared / "reconstruct-block",
-            select=plan.trained.__contains__,
-            what="reconstruct block",
-            **common,
-        )
+    parts = [part for batch in batches for part in batch.split(rows)]
+    options = replace(
+        options,
+        work=output.shared / "reconstruct-block",
+        select=plan.trained.__contains__,
+        what="reconstruct block",
     )
+    return SweptLinears(sweep_blocks(source, parts, training, options))
 
 
 def _biases(checkpoint: Any, names: Container[str]) -> dict[str, Tensor]:

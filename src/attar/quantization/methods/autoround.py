@@ -41,7 +41,7 @@ from attar.quantization.grids.straight_through import (
 )
 
 if TYPE_CHECKING:
-    from attar.walks.sweep import BlockView
+    from attar.walks.solvers import BlockView
 
 REACH = 0.5  # bound of |V|, in distances between levels
 MARGIN = 0.1  # from a cell's edge to a weight moved into the cell of its code, in distances between levels

@@ -46,7 +46,7 @@ from attar.quantization.transforms.rotation import ParameterChange, rotation_cha
 from attar.quantization.transforms.smoothing import ScaleSolver
 from attar.quantization.transforms.smoothquant import SmoothQuantRule
 from attar.walks.stream import stream
-from attar.walks.sweep import sweep
+from attar.walks.sweep import SweepOptions, sweep_linears
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -300,15 +300,13 @@ def _smooth(
 
     rule: SmoothQuantRule | AWQRule = AWQRule() if kind == "awq" else SmoothQuantRule(activations, alpha)
     solver = ScaleSolver(folds, rule, grids, load)
-    swept = sweep(
+    swept = sweep_linears(
         checkpoint,
         batches,
         solver,
-        work=work / "scales",
-        select=solver.selects,
-        device=device,
-        progress=progress,
-        what=kind,
+        SweepOptions(
+            work=work / "scales", select=solver.selects, device=device, progress=progress, what=kind
+        ),
     )
     scales = {
         name: tensors["scale"]

@@ -11,7 +11,7 @@ from attar.models.anatomy.folding import Fold
 from attar.quantization.grids import Grid
 from attar.quantization.transforms.awq import AWQRule
 from attar.quantization.transforms.smoothquant import SmoothQuantRule
-from attar.walks.solvers import Solution
+from attar.walks.solvers import LinearSolver, Solution
 
 
 class _IgnoredInputs:
@@ -21,7 +21,7 @@ class _IgnoredInputs:
         """Ignore a batch."""
 
 
-class ScaleSolver:
+class ScaleSolver(LinearSolver):
     """Finds the scales of folds during a sweep; changes no weight.
 
     A fold's scale is found where the first of its consumers runs. Where a norm feeds attention and MLP in
@@ -32,8 +32,6 @@ class ScaleSolver:
         grids: by module name; the search leaves other consumers out. None: all are used, without grids.
         load: a Linear's weight (N, K) by module name.
     """
-
-    original = False
 
     def __init__(
         self,
