@@ -23,7 +23,7 @@ from attar.serving.http import serve
 from attar.serving.http.app import create_app
 from attar.serving.http.backend import EngineBackend
 from attar.serving.http.embeddings.embedders import EngineEmbedder
-from attar.serving.http.lora_adapters import first_adapters
+from attar.serving.http.lora_adapters import AdapterBackend, first_adapters
 from attar.serving.http.settings import LoraSettings, ServerSettings
 from attar.serving.http.tokenizer import ServerTokenizer
 from tests import tiny_models
@@ -389,10 +389,11 @@ def test_the_compiled_step_prepares_an_adapter_while_it_runs(folders):
 def test_an_adapter_stays_while_the_engine_has_a_request_with_it(folders):
     async def run():
         llm = LLM(str(folders / "model"), runner="modules", kv_tokens=256)
-        first_adapters(LoraSettings(lora=(f"a={folders / 'all' / 'a'}",)), llm.engine.runner)
+        settings = LoraSettings(lora=(f"a={folders / 'all' / 'a'}",))
+        (adapter,) = first_adapters(settings, llm.engine.runner)
         backend = EngineBackend(llm.streams())
         params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-        events = backend.submit(PROMPT, params, id="one", adapter="a 0")
+        events = AdapterBackend(backend, adapter).submit(PROMPT, params, id="one")
         await anext(events)
         assert not await backend.remove_adapter("a 0")
         assert [event.finish_reason async for event in events][-1] == "length"

@@ -1,11 +1,13 @@
-"""The server's interface to an engine: a Protocol, and its implementation with attar's engine."""
+"""The server's interface to an engine, and its implementation with attar's engine."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from attar.errors import DataError
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.engine import PromptObserver
 from attar.runtime.kv.block_map import BlockMap, block_map
@@ -57,26 +59,41 @@ class Stats:
     ready: bool = True
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """An engine shared by several requests; called from one event loop.
 
-    Attributes:
+    Args:
         context: longest sequence; None: no limit.
         vocabulary: token ids are in [0, vocabulary).
-        alive: False once the engine cannot run anything.
-        failure: the error that stopped it (a leaked block, a bug); else None.
     """
 
-    @property
-    def context(self) -> int | None: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def failure(self) -> Exception | None: ...
+    refusal = "nothing is completed here"
+    hint = ""
 
-    def submit(
+    def __init__(self, context: int | None, vocabulary: int) -> None:
+        self._context, self._vocabulary, self._open = context, vocabulary, True
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence; None: no limit."""
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are in [0, vocabulary)."""
+        return self._vocabulary
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that stopped the engine (a leaked block, a bug); else None."""
+        return None
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine cannot run anything."""
+        return self._open and self.failure is None
+
+    async def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
@@ -92,26 +109,26 @@ class Backend(Protocol):
             DataError, SettingsError: (from the iterator) it can never run.
             BusyError: (from the iterator) too many requests wait.
         """
-        ...
+        raise DataError(self.refusal, hint=self.hint)
+        yield  # an iterator of no events
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str) -> None:  # noqa: B027  (nothing runs)
         """Cancel a request soon; unknown and finished ones are ignored."""
-        ...
 
+    @abstractmethod
     def stats(self) -> Stats:
         """The load; cheap enough for every request."""
-        ...
 
     def block_map(self) -> BlockMap | None:
         """What the blocks of the KV cache are used for; None where the engine is elsewhere."""
-        ...
+        return None
 
     async def close(self) -> None:
         """End running requests and free their memory."""
-        ...
+        self._open = False
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """attar's engine, in a separate thread.
 
     Args:
@@ -120,22 +137,11 @@ class EngineBackend:
     """
 
     def __init__(self, streams: AsyncEngine, samples: Callable[[], Sequence[MetricSample]] = tuple) -> None:
-        self._streams, self._samples, self._open = streams, samples, True
         runner = streams.engine.runner
+        super().__init__(runner.context, streams.engine.vocabulary)
+        self._streams, self._samples = streams, samples
         self._kv_dtype = str(getattr(runner, "facts", {}).get("kv_dtype", ""))
         self._store = getattr(getattr(runner, "pool", None), "store", None)
-
-    @property
-    def context(self) -> int | None:
-        return self._streams.engine.runner.context
-
-    @property
-    def vocabulary(self) -> int:
-        return self._streams.engine.vocabulary
-
-    @property
-    def alive(self) -> bool:
-        return self._open and self._streams.failure is None
 
     @property
     def failure(self) -> Exception | None:
@@ -150,13 +156,13 @@ class EngineBackend:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
-        adapter: str = "",
     ) -> AsyncIterator[Event]:
-        """As in the protocol; ``adapter`` is the key of a LoRA adapter."""
-        options: dict[str, Any] = {"salt": salt, "adapter": adapter}
-        return self._streams.stream(
-            prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options
-        )
+        shared = self._sharing(salt)
+        return self._streams.stream(prompt, params, id=id, priority=priority, deadline_s=deadline_s, **shared)
+
+    def _sharing(self, salt: str) -> dict[str, Any]:
+        """Which weights a request runs with, and with whom its prefixes are shared."""
+        return {"salt": salt}
 
     def prepare(self, adapter: LoraAdapter) -> Any:
         """What ``add_adapter`` takes; may take long, and is called in another thread.
@@ -205,7 +211,8 @@ class EngineBackend:
         the last."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         scored = (start, observe)
-        return self._streams.stream(prompt, params, id=id, salt=salt, deadline_s=deadline_s, observe=scored)
+        shared = self._sharing(salt)
+        return self._streams.stream(prompt, params, id=id, deadline_s=deadline_s, observe=scored, **shared)
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)
@@ -233,5 +240,5 @@ class EngineBackend:
         return block_map(self._streams.engine.scheduler.manager, self._kv_dtype, open_blocks)
 
     async def close(self) -> None:
-        self._open = False
+        await super().close()
         await self._streams.close()

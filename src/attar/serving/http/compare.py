@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 from uuid import uuid4
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attar.errors import AttarError
 from attar.runtime.engine import PromptObserver
-from attar.runtime.results import Event
+from attar.serving.http.backend import EngineBackend
 from attar.serving.http.body_model import StrictModel
 from attar.serving.http.conversation import ChatMessage
 from attar.serving.http.errors import ApiError, api_error
@@ -38,22 +38,6 @@ from attar.serving.http.request_handler import unless_disconnected
 from attar.serving.http.service import Service
 
 LOGIT_BYTES = 256 << 20
-
-
-class ScoringBackend(Protocol):
-    """A backend whose engine is in this process."""
-
-    def score(
-        self,
-        prompt: Sequence[int],
-        start: int,
-        observe: PromptObserver,
-        *,
-        id: str,
-        salt: str = "",
-        deadline_s: float | None = None,
-    ) -> AsyncIterator[Event]:
-        """See :meth:`attar.serving.http.backend.EngineBackend.score`."""
 
 
 class CompareRequest(StrictModel):
@@ -133,10 +117,10 @@ async def score(
 
 
 async def _run(service: Service, prompt: list[int], start: int, observe: PromptObserver, salt: str) -> None:
-    backend: Any = service.backend
-    scoring: ScoringBackend = backend
+    backend = service.backend
+    assert isinstance(backend, EngineBackend), "a comparison needs engines in this process"
     id, seconds = f"score-{uuid4().hex}", service.settings.request_s or None
-    async for event in scoring.score(prompt, start, observe, id=id, salt=salt, deadline_s=seconds):
+    async for event in backend.score(prompt, start, observe, id=id, salt=salt, deadline_s=seconds):
         if event.finish_reason == "deadline":
             raise ApiError(503, "the comparison takes longer than --request-s allows", code="cancelled")
         if event.finish_reason in ("error", "cancelled", "capacity"):

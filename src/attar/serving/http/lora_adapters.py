@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from attar.errors import AttarError
 from attar.models.loading.adapter_files import FILES
-from attar.runtime.kv.block_map import BlockMap
-from attar.runtime.results import Event
-from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.api_keys import ApiKey
-from attar.serving.http.backend import EngineBackend, Stats
+from attar.serving.http.backend import EngineBackend
 from attar.serving.http.body_model import StrictModel
 from attar.serving.http.embeddings.embedders import EngineEmbedder
 from attar.serving.http.errors import ApiError
@@ -59,52 +56,19 @@ class LoadedAdapter:
     digest: str
 
 
-class AdapterBackend:
+class AdapterBackend(EngineBackend):
     """The engine of a model, for requests with an adapter."""
 
     def __init__(self, base: EngineBackend, adapter: LoadedAdapter) -> None:
+        super().__init__(base._streams, base._samples)
         self._base, self._adapter = base, adapter
-
-    @property
-    def context(self) -> int | None:
-        return self._base.context
-
-    @property
-    def vocabulary(self) -> int:
-        return self._base.vocabulary
 
     @property
     def alive(self) -> bool:
         return self._base.alive
 
-    @property
-    def failure(self) -> Exception | None:
-        return self._base.failure
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        salt: str = "",
-    ) -> AsyncIterator[Event]:
-        options: dict[str, Any] = {
-            "salt": f"{salt}\0lora {self._adapter.digest}",
-            "adapter": self._adapter.key,
-        }
-        return self._base.submit(prompt, params, id=id, priority=priority, deadline_s=deadline_s, **options)
-
-    def cancel(self, id: str) -> None:
-        self._base.cancel(id)
-
-    def stats(self) -> Stats:
-        return self._base.stats()
-
-    def block_map(self) -> BlockMap | None:
-        return self._base.block_map()
+    def _sharing(self, salt: str) -> dict[str, Any]:
+        return {"salt": f"{salt}\0lora {self._adapter.digest}", "adapter": self._adapter.key}
 
     async def close(self) -> None:
         """The model closes its engine."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 
-from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.serving.http.backend import MetricSample, Stats
+from attar.serving.http.backend import Backend, MetricSample, Stats
 from attar.serving.http.service_metrics import replica_samples
 from attar.serving.services.coordinator import Coordinator
 from attar.serving.services.messages import TargetLoad
@@ -25,19 +24,16 @@ SHARED = (
 )
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """The target of a coordinator. It is alive as long as this process is: a target that is lost comes back.
 
     Args:
         vocabulary: of the tokenizer, while the target was never reached.
     """
 
-    failure: Exception | None = None
-    alive = True
-
     def __init__(self, coordinator: Coordinator, vocabulary: int) -> None:
-        self._coordinator, self._vocabulary = coordinator, vocabulary
-        self._client = coordinator.target
+        super().__init__(None, vocabulary)
+        self._coordinator, self._client = coordinator, coordinator.target
 
     @property
     def context(self) -> int | None:
@@ -71,10 +67,6 @@ class RemoteBackend:
         numbers = {name: getattr(load, name) for name in SHARED}
         numbers["waiting"] = max(client.open_requests - load.running, load.waiting, 0)
         return Stats(**numbers, speculation=load.speculation, samples=samples, ready=client.connected)
-
-    def block_map(self) -> BlockMap | None:
-        """The blocks are the target's."""
-        return None
 
     async def close(self) -> None:
         """The coordinator is closed by its maker."""

@@ -10,7 +10,7 @@ An encoder is served for its embeddings or scores.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,9 @@ from typing import Any
 from attar.chat_template import PLAIN_NOTE
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.geometry import geometry
-from attar.errors import DataError, ModelError, SettingsError
+from attar.errors import ModelError, SettingsError
 from attar.runtime.encoder import is_encoder
-from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.llm import LLM
-from attar.runtime.results import Event
-from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.app import create_app
 from attar.serving.http.backend import Backend, EngineBackend, MetricSample, Stats
 from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
@@ -173,45 +170,19 @@ SERVERS: dict[str | None, Callable[[ServeCommand], None]] = {
 }
 
 
-class DraftBackend:
+class DraftBackend(Backend):
     """A draft service as the server sees it: alive or not, with numbers; it answers no requests."""
 
+    refusal, hint = "this service only drafts for others", "ask the server that it drafts for"
+
     def __init__(self, service: Any, context: int | None, vocabulary: int) -> None:
-        self._service, self._context, self._vocabulary = service, context, vocabulary
-
-    @property
-    def context(self) -> int | None:
-        return self._context
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def alive(self) -> bool:
-        return self.failure is None
+        super().__init__(context, vocabulary)
+        self._service = service
 
     @property
     def failure(self) -> Exception | None:
         failure: Exception | None = self._service.failure
         return failure
-
-    async def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        salt: str = "",
-    ) -> AsyncIterator[Event]:
-        """Refused."""
-        raise DataError("this service only drafts for others", hint="ask the server that it drafts for")
-        yield  # an iterator of no events
-
-    def cancel(self, id: str) -> None:
-        """Nothing runs."""
 
     def stats(self) -> Stats:
         """The requests that are drafted for."""
@@ -226,10 +197,6 @@ class DraftBackend:
         ]
         samples = [MetricSample(name, help, value) for name, help, value in rows]
         return Stats(running=self._service.running, waiting=self._service.waiting, free=1, samples=samples)
-
-    def block_map(self) -> BlockMap | None:
-        """There is no engine."""
-        return None
 
     async def close(self) -> None:
         """The service is closed by its maker."""

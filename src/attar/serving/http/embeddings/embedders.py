@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from attar.errors import DataError
 from attar.runtime.encoder import Encoder
-from attar.runtime.kv.block_map import BlockMap
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.backend import Backend, Stats
@@ -107,7 +106,7 @@ async def run_prompts(
     return [task.result() for task in tasks]
 
 
-class EncoderThread:
+class EncoderThread(Backend):
     """An encoder in a separate thread: jobs of all clients wait in one line.
 
     Also what the server knows as its engine: an encoder completes nothing.
@@ -116,10 +115,13 @@ class EncoderThread:
         encoder: not used by anything else.
     """
 
+    hint = "use /v1/embeddings, /v1/score or /v1/rerank"
+
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
+        super().__init__(encoder.context, encoder.vocabulary)
+        self.encoder, self._jobs = encoder, 0
         self._pool = ThreadPoolExecutor(1, "attar-encoder")
-        self._open, self._jobs = True, 0
+        self.refusal = f"{encoder.name} is an encoder, and completes no text"
 
     @property
     def longest(self) -> int | None:
@@ -128,22 +130,6 @@ class EncoderThread:
     @property
     def dimensions(self) -> int:
         return self.encoder.dimensions
-
-    @property
-    def context(self) -> int | None:
-        return self.encoder.context
-
-    @property
-    def vocabulary(self) -> int:
-        return self.encoder.vocabulary
-
-    @property
-    def alive(self) -> bool:
-        return self._open
-
-    @property
-    def failure(self) -> Exception | None:
-        return None
 
     async def embed(self, rows: Sequence[Sequence[int]], job: TextJob) -> list[Vector]:
         if self.encoder.scores:
@@ -156,35 +142,13 @@ class EncoderThread:
         """See :meth:`Encoder.score`."""
         return await self._run(self.encoder.score, rows, segments)
 
-    async def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        salt: str = "",
-    ) -> AsyncIterator[Event]:
-        """Refused."""
-        hint = "use /v1/embeddings, /v1/score or /v1/rerank"
-        raise DataError(f"{self.encoder.name} is an encoder, and completes no text", hint=hint)
-        yield  # an iterator of no events
-
-    def cancel(self, id: str) -> None:
-        """Nothing runs by this id."""
-
     def stats(self) -> Stats:
         """The jobs that run and wait."""
         return Stats(running=min(self._jobs, 1), waiting=max(self._jobs - 1, 0), free=1)
 
-    def block_map(self) -> BlockMap | None:
-        """There is no KV cache."""
-        return None
-
     async def close(self) -> None:
         """The running job ends, waiting jobs are dropped."""
-        self._open = False
+        await super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Any, *arguments: Any) -> list[Vector]:
