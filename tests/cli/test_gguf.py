@@ -13,9 +13,9 @@ from attar.checkpoint import paths
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.data.auto import fitting
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
+from tests.formats.gguf.making import tokenizer_metadata
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.models.draft_heads.content import head_target
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.folder import load_draft_head, save_draft_head
+from attar.models.draft_heads.folder import DRAFT_HEADS, load_draft_head, save_draft_head
 from attar.models.draft_heads.kind import is_draft_head
-from attar.models.draft_heads.table import DRAFT_HEADS
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.heads.load import trained_for

@@ -21,10 +21,10 @@ from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.metadata import notes
 from attar.formats.gguf.tensor_map import architecture, placements
 from attar.formats.layouts import encode
-from attar.formats.readers import dequantize_state
 from attar.formats.rules import PACK, WeightRule
 from attar.models.loading.load import load_model, load_tokenizer
 from tests import tiny_models
+from tests.decoded import dequantize_state
 from tests.formats.gguf import variants
 from tests.formats.gguf.variants import build, said, stored
 

@@ -16,7 +16,8 @@ from attar.formats.awq import (
     unpack,
 )
 from attar.formats.coded import Coded
-from attar.formats.readers import dequantize_state, quant_method, reader
+from attar.formats.readers import quant_method, reader
+from tests.decoded import dequantize_state
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"

@@ -19,8 +19,8 @@ from attar.formats.compressed_tensors import (
     quantization_config,
 )
 from attar.formats.layouts import encode
-from attar.formats.readers import dequantize_state
 from attar.formats.rules import FLOAT, INT, NAIVE, PACK, ActivationRule, WeightRule
+from tests.decoded import dequantize_state
 
 W4 = WeightRule("int", 4, "group", 16)
 W8 = WeightRule("int", 8, "channel")

@@ -20,9 +20,10 @@ from attar.formats.gptq import (
     unpack,
     version_for,
 )
-from attar.formats.readers import Decoded, dequantize_state, quant_method, reader
+from attar.formats.readers import Decoded, quant_method, reader
 from attar.formats.rules import WeightRule
 from attar.patterns import RegexError
+from tests.decoded import dequantize_state
 from tests.formats.integer_weights import equal, field, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"

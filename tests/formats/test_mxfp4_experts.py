@@ -15,11 +15,12 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.readers import Decoded, dequantize_state, reader
+from attar.formats.readers import Decoded, reader
 from attar.models.loading.load import load_model
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from tests import tiny_models
+from tests.decoded import dequantize_state
 from tests.formats.gguf.variants import build
 
 

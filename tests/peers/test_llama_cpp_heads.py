@@ -16,8 +16,7 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.formats.gguf.container import read_gguf
 from attar.models.draft_heads.decoder_layer import DraftLayerShape
-from attar.models.draft_heads.folder import save_draft_head
-from attar.models.draft_heads.table import DRAFT_HEADS
+from attar.models.draft_heads.folder import DRAFT_HEADS, save_draft_head
 
 HOME = Path(os.environ.get("ATTAR_PEERS", "/nowhere")) / "llama-server"
 SOURCES = sorted(HOME.glob("llama_cpp_python-*/vendor/llama.cpp"))

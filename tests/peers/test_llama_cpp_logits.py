@@ -25,8 +25,9 @@ from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue,
 from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.tensor_map import architecture, placements
 from attar.models.loading.load import load_model
-from attar.models.surgery.cut_model import keep_heads, keep_layers, keep_neurons
+from attar.models.surgery.cut_model import keep_layers
 from tests import tiny_models
+from tests.cuts import keep_heads, keep_neurons
 from tests.formats.gguf.variants import VARIANTS, build, given_back, placed_tensors, said, stored, unstacked
 
 pytestmark = pytest.mark.peers

@@ -27,8 +27,16 @@ from attar.checkpoint import open_checkpoint
 from attar.formats.gguf.container import GGUFWriter
 from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
 from attar.formats.gguf.tokenizer.pretokenizer_table import TABLE
-from attar.formats.gguf.tokenizer.to_gguf import PIPELINE, tokenizer_metadata
-from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE
+from tests.formats.gguf.making import (
+    NASTY,
+    byte_level,
+    save,
+    sentencepiece_bpe,
+    template,
+    tokenizer_metadata,
+    unigram,
+)
 
 PEER = Path(os.environ.get("ATTAR_PEERS", "/nowhere")) / "llama-cpp" / "bin" / "python"
 pytestmark = [

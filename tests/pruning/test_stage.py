@@ -13,7 +13,6 @@ from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models.loading import device
 from attar.models.loading.load import load_model
-from attar.models.surgery.cut_model import keep_neurons
 from attar.progress import Silent
 from attar.pruning import units
 from attar.pruning.selection import keep_most_important
@@ -22,6 +21,7 @@ from attar.pruning.stage import METHODS, prune
 from attar.pruning.structures import STRUCTURES
 from attar.pruning.units import nothing_removed
 from tests import tiny_models
+from tests.cuts import keep_neurons
 from tests.pruning.scored import scored
 
 SMALL = {

@@ -118,17 +118,6 @@ def reader(checkpoint: Any) -> FormatReader:
     return READERS[name](checkpoint) if name else DenseReader(checkpoint)
 
 
-def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, decoded, under the names of the unquantized model.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit the config.
-        ModelError: it is quantized in a way that attar cannot read.
-    """
-    decoded = Decoded(checkpoint)
-    return {name: decoded.load(name) for name in decoded.tensors}
-
-
 @dataclass(frozen=True)
 class DecodedInfo:
     """A decoded tensor.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.pruning.structures.sizes import nearest_multiple
+from attar.pruning.structures import nearest_multiple
 
 
 def keep_most_important(scores: Tensor, keep: int) -> list[list[int]]:

@@ -31,9 +31,7 @@ from attar.pruning.criteria import HEAD_CRITERIA, LOSS_CRITERIA
 from attar.pruning.reconstruction.units import reconstruct_units
 from attar.pruning.selection import keep_most_important, keep_over_rows, standardized, without_removed
 from attar.pruning.settings import PruneSettings
-from attar.pruning.structures import STRUCTURES
-from attar.pruning.structures.heads import zero_heads
-from attar.pruning.structures.structure import Structure
+from attar.pruning.structures import STRUCTURES, Structure, zero_heads
 from attar.pruning.task import PruneTask
 from attar.quantization.hessian import informed
 from attar.walks.distributed import agreed_precision

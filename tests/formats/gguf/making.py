@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from collections import Counter
+from pathlib import Path
 
 from tokenizers import (
     AddedToken,
@@ -17,7 +18,10 @@ from tokenizers import (
     trainers,
 )
 
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer
+from attar.formats.gguf.tokenizer.to_gguf import source_metadata
+from attar.formats.gguf.values import TypedValue
 
 NASTY = [
     "",
@@ -210,3 +214,13 @@ def _stage(name, step):
     """A step of a tokenizer.json as the library's object."""
     empty = {"model": {"type": "BPE", "vocab": {}, "merges": []}, name: step}
     return getattr(Tokenizer.from_str(json.dumps(empty)), name)
+
+
+def tokenizer_metadata(folder, config, pre=None):
+    """The metadata of a folder's tokenizer, with as many tokens as config.json says."""
+    return source_metadata(read_tokenizer_files(Path(folder), config), pre)
+
+
+def typed(gguf):
+    """The metadata of an opened file with its types, as a writer takes them."""
+    return {key: TypedValue(gguf.kinds[key], value) for key, value in gguf.metadata.items()}

@@ -22,6 +22,7 @@ from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf import container
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 from tests.flushes import record_flushes
+from tests.formats.gguf.making import typed
 
 EVERY = {
     "general.architecture": "llama",
@@ -112,7 +113,7 @@ def test_bytes_by_hand(tmp_path: Path, small: Path) -> None:
     assert torch.equal(opened.load("w"), torch.arange(8).half().view(2, 4))
     assert torch.equal(opened.load("b"), torch.arange(3).float())
     tensors = {"w": ("F16", (2, 4), opened.load("w")), "b": ("F32", (3,), opened.load("b"))}
-    written(tmp_path / "again.gguf", opened.typed(), tensors)
+    written(tmp_path / "again.gguf", typed(opened), tensors)
     assert (tmp_path / "again.gguf").read_bytes() == TWO
 
 
@@ -187,7 +188,7 @@ def test_every_type_survives(tmp_path: Path) -> None:
     for name, (kind, shape, data) in tensors.items():
         assert (opened.tensors[name].kind, opened.tensors[name].shape) == (kind, shape)
         assert torch.equal(opened.load(name), data)
-    written(tmp_path / "again.gguf", opened.typed(), tensors)
+    written(tmp_path / "again.gguf", typed(opened), tensors)
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
@@ -517,7 +518,7 @@ def test_a_long_table_of_bytes_is_kept_as_bytes(tmp_path):
     tracemalloc.stop()
     assert bytes(opened.metadata["x"]) == table and opened.kinds["x"] == "[u8]"
     assert peak < 3 * len(table)
-    GGUFWriter(again, opened.typed(), []).finish()
+    GGUFWriter(again, typed(opened), []).finish()
     assert again.read_bytes() == first.read_bytes()
 
 

@@ -7,13 +7,12 @@ import pytest
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError
 from attar.formats.gguf.generation import KEY, end_tokens, generation_config
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata
 from attar.models.loading.load import load_model
 from attar.models.loading.plain_config import end_tokens as ends_of_files
 from attar.runtime.loading import load
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
-from tests.formats.gguf.making import byte_level, save
+from tests.formats.gguf.making import byte_level, save, tokenizer_metadata
 
 TOKENS = [f"t{index}" for index in range(12)]
 

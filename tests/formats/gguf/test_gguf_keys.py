@@ -16,10 +16,17 @@ from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.open import _check_model
 from attar.formats.gguf.tensor_map import expected_placements
 from attar.formats.gguf.tokenizer.from_gguf import tokenizer_files
-from attar.formats.gguf.tokenizer.to_gguf import PIPELINE, tokenizer_metadata
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE
 from attar.models.loading.configs import parse_config
 from tests.formats.gguf import variants
-from tests.formats.gguf.making import byte_level, save, sentencepiece_bpe, template, unigram
+from tests.formats.gguf.making import (
+    byte_level,
+    save,
+    sentencepiece_bpe,
+    template,
+    tokenizer_metadata,
+    unigram,
+)
 from tests.formats.gguf.variants import VARIANTS, said
 
 ONE_WAY = {

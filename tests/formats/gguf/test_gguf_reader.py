@@ -26,6 +26,7 @@ from attar.formats.rules import WeightRule
 from attar.models.loading.load import load_model
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import HALVES, random_blocks, write_gguf
+from tests.formats.gguf.making import typed
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -324,7 +325,7 @@ def test_the_card_of_a_file(tmp_path: Path, model: Path) -> None:
 def rewritten(file: Path, **changes: Any) -> Path:
     """The same tensors under other metadata; keys are written with two underscores for a dot."""
     opened = read_gguf(file)
-    keys = opened.typed() | {key.replace("__", "."): value for key, value in changes.items()}
+    keys = typed(opened) | {key.replace("__", "."): value for key, value in changes.items()}
     keys = {key: value for key, value in keys.items() if value is not None}
     slots = [GGUFTensorInfo(tensor.name, tensor.kind, tensor.shape) for tensor in opened.tensors.values()]
     data = {name: opened.load(name) for name in opened.tensors}

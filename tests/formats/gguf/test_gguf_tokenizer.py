@@ -20,7 +20,6 @@ from attar.formats.gguf.tokenizer.sentencepiece import read_model
 from attar.formats.gguf.tokenizer.to_gguf import (
     PIPELINE,
     tokenizer_differences,
-    tokenizer_metadata,
 )
 from attar.formats.gguf.tokenizer.vocabulary import (
     apply_merges,
@@ -30,7 +29,15 @@ from attar.formats.gguf.tokenizer.vocabulary import (
     read_merges,
 )
 from tests.formats.gguf import making
-from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
+from tests.formats.gguf.making import (
+    NASTY,
+    byte_level,
+    save,
+    sentencepiece_bpe,
+    template,
+    tokenizer_metadata,
+    unigram,
+)
 
 END = {"eos_token": "<|endoftext|>"}
 SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

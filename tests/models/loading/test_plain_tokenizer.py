@@ -7,12 +7,11 @@ import pytest
 
 from attar.checkpoint import open_checkpoint
 from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata
 from attar.models.loading.load import load_tokenizer, read_tokenizer
 from attar.models.loading.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from attar.runtime.speculate.vocabulary import special_prefix
 from attar.serving.http.tokenizer import SpecialTokenEscaper
-from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, unigram
+from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, tokenizer_metadata, unigram
 from tests.tiny_models import tokenizer
 
 CHATML = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{{ eos_token }}"

@@ -10,8 +10,9 @@ from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
 from attar.models.loading.empty import empty_model
 from attar.models.loading.load import save_model
-from attar.models.surgery.cut_model import head_counts, keep_heads, keep_layers, keep_neurons
+from attar.models.surgery.cut_model import head_counts, keep_layers
 from tests import tiny_models
+from tests.cuts import keep_heads, keep_neurons
 
 HEADS_CAN_GO = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 HEADS_MUST_STAY = tuple(family for family in tiny_models.FAMILIES if family not in HEADS_CAN_GO)

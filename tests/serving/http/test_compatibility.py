@@ -14,8 +14,7 @@ import httpx
 from attar.chat_template import PLAIN, render_chat
 from attar.errors import DataError
 from attar.serving.http.app import create_app
-from attar.serving.http.chat_template import read_template
-from attar.serving.http.generation_config import sampling_defaults
+from attar.serving.http.model_defaults import read_template, sampling_defaults
 from attar.serving.http.settings import ServerSettings
 from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 from attar.version import __version__

@@ -29,7 +29,7 @@ class DecoderLayers:
         intermediate: neurons of the MLP.
         bias: of the projections to queries, keys and values.
         head_norms: of each query and key: a Qwen3; without them a Llama.
-        rope_scaling: of the rotary frequencies (attar.models.draft_heads.rope).
+        rope_scaling: of the rotary frequencies (attar.models.draft_heads.decoder_layer).
     """
 
     depth: int

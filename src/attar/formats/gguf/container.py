@@ -94,10 +94,6 @@ class GGUF:
             raise CheckpointError(f"{self.files[0]}: no tensor {name!r}")
         return read_tensor(self.tensors[name].info)
 
-    def typed(self) -> dict[str, MetadataValue]:
-        """The metadata with its types, as a writer takes it."""
-        return {key: TypedValue(self.kinds[key], value) for key, value in self.metadata.items()}
-
 
 def read_gguf(path: str | Path) -> GGUF:
     """Open a GGUF file, with all its parts where it is one of several. Reads no tensor.

@@ -16,14 +16,26 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors, write_config
 from attar.errors import CheckpointError
+from attar.models.draft_heads.block_module import BlockDrafter, DFlashConfig, DSparkConfig
 from attar.models.draft_heads.config import HeadConfig
 from attar.models.draft_heads.content import head_content
+from attar.models.draft_heads.eagle3_module import Eagle3Config, Eagle3Head
+from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.models.draft_heads.kind import ARCHITECTURE, MODEL_TYPE
-from attar.models.draft_heads.table import DRAFT_HEADS
+from attar.models.draft_heads.medusa_module import MedusaConfig, MedusaHeads
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.formats.draft_heads.content import HeadTarget
+
+DRAFT_HEADS: dict[str, tuple[type[HeadConfig], type]] = {
+    "medusa": (MedusaConfig, MedusaHeads),
+    "eagle": (EagleConfig, EagleHead),
+    "eagle3": (Eagle3Config, Eagle3Head),
+    "dflash": (DFlashConfig, BlockDrafter),
+    "dspark": (DSparkConfig, BlockDrafter),
+}
+"""The config and the module of each kind of heads."""
 
 
 def save_draft_head(head: Any, folder: Path, *, target: str, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -23,7 +23,6 @@ from attar.models.anatomy.sublayers import NEURONS
 from attar.models.loading.empty import empty_model
 from attar.models.surgery.cut_plan import (
     CutPlan,
-    check_units,
     groups_of_heads,
     heads_of_groups,
     same_count,
@@ -135,42 +134,6 @@ def cut_model(model: Any, plan: CutPlan) -> Any:
     return new
 
 
-def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
-    """Remove attention heads, whole KV groups (the KV head and all query heads that read it) at a time.
-
-    Args:
-        model: a transformers model; not changed.
-        keep: for each block the KV groups that stay, ascending; as many in every block, for a config has one
-            number for all.
-
-    Returns:
-        A new model; see :func:`cut_model`.
-
-    Raises:
-        ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
-    """
-    blocks = discover(model).blocks
-    check_units(keep, [block.attention.kv_heads for block in blocks], "KV head groups")
-    same_count(keep, "KV head groups")
-    pairs = zip(blocks, keep, strict=True)
-    return cut_model(model, CutPlan(heads=tuple(heads_of_groups(b.attention, kept) for b, kept in pairs)))
-
-
-def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
-    """Remove MLP neurons: rows of up and gate with their biases, columns of down. Returns a new model of the
-    same class.
-
-    Args:
-        model: a transformers model; not changed.
-        keep: for each block the neurons that stay, ascending; as many in every block, unless the family's
-            config has a number for each.
-
-    Raises:
-        ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
-    """
-    return cut_model(model, CutPlan(neurons=tuple(tuple(kept) for kept in keep)))
-
-
 def keep_hidden(model: Any, keep: Sequence[int]) -> Any:
     """Remove channels of the residual stream: from embeddings, norms, head, and all that reads or writes it.
 
@@ -202,7 +165,7 @@ def keep_layers(model: Any, keep: Sequence[int]) -> Any:
 
 
 def head_counts(model: Any) -> list[int]:
-    """Numbers of KV groups that :func:`keep_heads` can leave, ascending (all of them: heads must stay)."""
+    """Numbers of KV groups that a cut can leave, ascending (all of them: heads must stay)."""
     thin = one_block(model)
     anatomy = discover(thin)
     attention = anatomy.blocks[0].attention

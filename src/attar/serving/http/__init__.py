@@ -74,8 +74,7 @@ def serve(
     if services:
         _check_extra(("grpc",), "services")
     from attar.checkpoint import open_checkpoint
-    from attar.serving.http.chat_template import read_template
-    from attar.serving.http.generation_config import sampling_defaults
+    from attar.serving.http.model_defaults import read_template, sampling_defaults
     from attar.serving.http.roles import SERVERS
     from attar.serving.http.run import bind
     from attar.serving.http.serve_command import ServeCommand

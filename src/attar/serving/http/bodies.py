@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from attar.serving.http.token_sources import TokenSources
 from attar.serving.http.tool_calls.protocol import CallBody
 
 FinishReasonBody = Literal["stop", "length", "tool_calls"]
+
+
+class TokenSources(BaseModel):
+    """``attar`` of a choice; one entry for each token."""
+
+    token_ids: list[int]
+    proposers: list[str]
 
 
 class PromptDetails(BaseModel):
@@ -127,3 +134,16 @@ class VersionBody(BaseModel):
     """The response of /version."""
 
     version: str
+
+
+def token_sources(tokens: Sequence[int], proposers: Sequence[str]) -> dict[str, Any]:
+    """``attar`` of a choice: who proposed each token; empty where the request does not ask for the field.
+
+        request        "attar": {"tokens": true}
+        each choice    "attar": {"token_ids": [301, 17], "proposers": ["suffix", "target"]}
+
+    A proposer is the name of what drafted the token (a draft model or head, ``suffix``, ``lookahead``, ...),
+    and ``target`` where the model itself chose the token: without a draft, or against one. The names come
+    from verification. In a stream the two lists belong to the tokens of the chunk, as those of ``logprobs``.
+    """
+    return {"attar": {"token_ids": list(tokens), "proposers": list(proposers)}} if proposers else {}

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from attar.runtime.results import Event, Sample, TokenLogprob, gather
 from attar.runtime.sampling.json_schema import UnsupportedSchemaError
 from attar.serving.http.answer import AnswerForm, AnswerParser
+from attar.serving.http.bodies import token_sources
 from attar.serving.http.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons, sources_of
 from attar.serving.http.errors import ApiError
 from attar.serving.http.protocol import ChatRequest, TokenizeRequest
@@ -24,7 +25,6 @@ from attar.serving.http.request_handler import RequestHandler
 from attar.serving.http.responses import respond
 from attar.serving.http.sampling_params import chat_params
 from attar.serving.http.service import Service
-from attar.serving.http.token_sources import token_sources
 from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 from attar.serving.http.tool_calls.parts import AnswerPiece, join_pieces
 from attar.serving.http.tool_calls.tool_use import ToolUse, tool_use

@@ -15,14 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attar.runtime.results import Event, FinishReason, Sample, TokenLogprob, gather
-from attar.serving.http.bodies import FinishReasonBody
+from attar.serving.http.bodies import FinishReasonBody, token_sources
 from attar.serving.http.errors import ApiError
 from attar.serving.http.protocol import CompletionRequest, SamplingRequest
 from attar.serving.http.request_handler import RequestHandler
 from attar.serving.http.responses import DONE, respond, sse_event
 from attar.serving.http.sampling_params import completion_params
 from attar.serving.http.service import Service
-from attar.serving.http.token_sources import token_sources
 from attar.serving.http.tokenizer import ServerTokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity

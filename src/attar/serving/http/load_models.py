@@ -15,7 +15,7 @@ from attar.runtime.model_bytes import model_bytes
 from attar.runtime.speculate.settings import SpeculationSettings
 from attar.serving.http.backend import Backend, EngineBackend
 from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
-from attar.serving.http.generation_config import sampling_defaults
+from attar.serving.http.model_defaults import sampling_defaults
 from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.serve_command import ServeCommand
 from attar.serving.http.settings import EmbeddingSettings

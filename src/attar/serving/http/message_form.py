@@ -21,7 +21,7 @@ from itertools import product
 from typing import Any, Literal
 
 from attar.errors import DataError
-from attar.serving.http.levels import MAX_LEVELS, levels_exceed
+from attar.serving.http.body_model import MAX_LEVELS, levels_exceed
 from attar.serving.http.tool_calls.tool_use import as_words, listed_tools
 
 PlainMessage = dict[str, Any]

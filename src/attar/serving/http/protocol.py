@@ -14,7 +14,6 @@ from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTE
 from attar.serving.http.body_model import StrictModel, field_error
 from attar.serving.http.conversation import ChatMessage, check_chat_options
 from attar.serving.http.structured_outputs import ResponseFormat, StructuredOutputs
-from attar.serving.http.token_sources import AttarOptions
 from attar.serving.http.tool_calls.protocol import MAX_TOOLS, AllowedChoice, FunctionTool, NamedTool
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -48,6 +47,12 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class AttarOptions(StrictModel):
+    """``attar`` of a request. ``tokens``: token ids and proposers are in the answer."""
+
+    tokens: bool | None = None
 
 
 class SamplingRequest(StrictModel):

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from attar.serving.http.body_model import MAX_LEVELS, levels_exceed
 from attar.serving.http.errors import ApiError, validation_error
-from attar.serving.http.levels import MAX_LEVELS, levels_exceed
 from attar.serving.http.protocol import IGNORED
 from attar.serving.http.service import SMALL
 

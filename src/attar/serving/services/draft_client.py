@@ -28,6 +28,7 @@ from attar.serving.services.channel import (
     connect,
     run_until_first,
 )
+from attar.serving.services.drafter import Turnaround
 from attar.serving.services.messages import (
     MOST_MESSAGES,
     Close,
@@ -41,7 +42,6 @@ from attar.serving.services.messages import (
     ServiceMessage,
 )
 from attar.serving.services.offers import Outcome
-from attar.serving.services.turnaround import Turnaround
 
 PING_S, HANG_S, DEAD_S = 0.25, 1.0, 5.0
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 1.0  # between two connections

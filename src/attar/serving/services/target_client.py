@@ -25,6 +25,7 @@ from attar.serving.services.channel import (
     connect,
     run_until_first,
 )
+from attar.serving.services.drafter import Turnaround
 from attar.serving.services.messages import (
     MOST_MESSAGES,
     Cancel,
@@ -44,7 +45,6 @@ from attar.serving.services.messages import (
     UnavailableError,
     too_large,
 )
-from attar.serving.services.turnaround import Turnaround
 
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 1.0
 PING_S, DEAD_S = 0.25, 5.0

@@ -21,7 +21,7 @@ from attar.errors import AttarError
 from attar.runtime.admission import BusyError
 from attar.runtime.async_engine import AsyncEngine
 from attar.serving.services.channel import FrameStream, run_until_first
-from attar.serving.services.drafter import Drafter
+from attar.serving.services.drafter import Drafter, Turnaround
 from attar.serving.services.messages import (
     MOST_MESSAGES,
     Cancel,
@@ -43,7 +43,6 @@ from attar.serving.services.messages import (
 )
 from attar.serving.services.offers import Outcome
 from attar.serving.services.trace import log_request
-from attar.serving.services.turnaround import Turnaround
 
 MOST_REQUESTS = 4096  # of a coordinator at a time
 MOST_WAITING = 1 << 17  # messages that wait to be sent to one

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.generation import generation_metadata
 from attar.formats.gguf.tokenizer.bpe import bpe_metadata, normalizer_steps
-from attar.formats.gguf.tokenizer.files import TokenizerFiles, check_added_ids, read_tokenizer_files
+from attar.formats.gguf.tokenizer.files import TokenizerFiles, check_added_ids
 from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
 from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
 from attar.formats.gguf.tokenizer.special_tokens import (
@@ -51,15 +50,11 @@ PARTS = (
 CHARSMAP = "precompiled_charsmap"
 
 
-def tokenizer_metadata(
-    folder: str | Path, config: Mapping[str, Any], pre: str | None = None
-) -> dict[str, MetadataValue]:
-    """The GGUF metadata of a model folder's tokenizer and generation config. Returns all keys below
-    ``tokenizer.`` and ``general.sampling.``, and the keys of attar.
+def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str, MetadataValue]:
+    """The GGUF metadata of a tokenizer and a generation config: all keys below ``tokenizer.`` and
+    ``general.sampling.``, and the keys of attar.
 
     Args:
-        folder: with tokenizer.json or a SentencePiece model.
-        config: the content of config.json; its vocab_size is the number of tokens written.
         pre: llama.cpp's name for the pre-tokenizer of a byte-level BPE; None: it is recognised.
 
     Raises:
@@ -67,11 +62,6 @@ def tokenizer_metadata(
         ModelError: llama.cpp cannot do what this tokenizer does; names the part.
         SettingsError: llama.cpp has no pre-tokenizer ``pre``.
     """
-    return source_metadata(read_tokenizer_files(Path(folder), config), pre)
-
-
-def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str, MetadataValue]:
-    """:func:`tokenizer_metadata` of files that are already read."""
     kind = _kind(source)
     if kind == "gpt2":
         metadata = bpe_metadata(source, pre)

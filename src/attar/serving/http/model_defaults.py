@@ -1,4 +1,5 @@
-"""Sampling parameters of requests without their own: those of the model's generation_config.json."""
+"""What a server takes from a model's files, or from files in their place: the sampling parameters of requests
+without their own (``--generation-config``), and the chat template (``--chat-template``)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+from attar.chat_template import PLAIN, check_template
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import DataError, SettingsError
 from attar.runtime.sampling.params import SamplingParams
@@ -50,3 +54,26 @@ def parse_defaults(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         hint = "--generation-config none ignores the file"
         raise DataError(f"{where}: {error.message}", hint=hint) from error
     return given
+
+
+def read_template(file: str) -> str:
+    """The template of a file; ``plain``: the messages' texts alone.
+
+    Raises:
+        DataError: the file cannot be read, or is no template.
+    """
+    if file == "plain":
+        return PLAIN
+    if not Path(file).is_file():
+        hint = "--chat-template takes a file with a Jinja template, or plain"
+        raise DataError(f"{file}: no such file", hint=hint)
+    try:
+        template = Path(file).read_text(encoding="utf-8")
+        check_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"{file}: line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateError as error:
+        raise DataError(f"{file}: the chat template cannot be read: {error}") from error
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return template
