@@ -86,9 +86,9 @@ def answers(arguments: argparse.Namespace) -> str:
             result = collect(prompts, out, url, settings, force=run == "again")
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
             rate = result.answers / seconds
-            share = f"{rate / bound:.1%}" if result.asked else "–"
+            share = f"{rate / bound:.1%}" if result.sent else "–"
             lines.append(
-                f"| {run} | {result.asked:,} | {seconds:.2f} | {rate:,.1f} | {share} | "
+                f"| {run} | {result.sent:,} | {seconds:.2f} | {rate:,.1f} | {share} | "
                 f"{1000 * cpu / result.answers:.2f} |"
             )
     return "\n".join(lines)

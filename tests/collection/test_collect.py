@@ -54,7 +54,7 @@ def test_each_prompt_is_answered_once_in_order(tmp_path, prompts):
         {"role": "assistant", "content": content_of(prompt)} for prompt in PROMPTS
     ]
     assert set(server.answered.values()) == {1} and len(server.bodies) == len(PROMPTS)
-    assert (result.asked, result.answers, result.refused, result.filters.kept) == (20, 20, 0, 20)
+    assert (result.sent, result.answers, result.refused, result.filters.kept) == (20, 20, 0, 20)
     assert set(rows[0]) == {"messages", "id", "teacher", "usage", "finish_reason", "created"}
     assert (rows[0]["teacher"], rows[0]["finish_reason"]) == ("m", "stop")
     card = read_card(out)
@@ -92,7 +92,7 @@ def test_a_server_that_is_slow_refuses_and_dies(tmp_path, prompts):
         result = attar.collect(prompts, out, teacher=server.url, concurrency=4, **OPTIONS)
         assert server.most_running <= 4
         assert set(server.answered.values()) == {1} and len(server.answered) == len(PROMPTS)
-        assert result.asked == len(server.bodies) > 1.5 * len(PROMPTS)
+        assert result.sent == len(server.bodies) > 1.5 * len(PROMPTS)
         server.script = lambda prompt, number: "ok"
         attar.collect(prompts, plain, teacher=server.url, **OPTIONS)
     assert out.read_bytes() == plain.read_bytes()
@@ -181,12 +181,12 @@ def test_more_prompts_and_samples_ask_only_what_is_new(tmp_path, prompts):
         with pytest.raises(OutputError, match="already exists"):
             attar.collect(prompts, out, teacher=server.url, **OPTIONS)
         result = attar.collect(prompts, out, teacher=server.url, force=True, **OPTIONS)
-        assert (result.asked, len(rows_of(out))) == (15, 20)
+        assert (result.sent, len(rows_of(out))) == (15, 20)
         result = attar.collect(prompts, out, teacher=server.url, force=True, limit=5, samples=3, **OPTIONS)
-        assert (result.asked, len(rows_of(out))) == (10, 15)
+        assert (result.sent, len(rows_of(out))) == (10, 15)
         assert [row["messages"][0]["content"] for row in rows_of(out)[:4]] == [*[PROMPTS[0]] * 3, PROMPTS[1]]
         result = attar.collect(prompts, out, teacher=server.url, force=True, offline=True, **OPTIONS)
-        assert (result.asked, len(rows_of(out))) == (0, 20)
+        assert (result.sent, len(rows_of(out))) == (0, 20)
 
 
 def test_system_prompts_and_seeds_are_asked_for(tmp_path, prompts):
@@ -240,7 +240,7 @@ def test_a_request_without_an_answer_is_named_and_asked_again(tmp_path, prompts)
             attar.collect(prompts, out, teacher=server.url, attempts=4, **OPTIONS)
         assert not out.exists()
         result = attar.collect(prompts, out, teacher=server.url, attempts=4, **OPTIONS)
-    assert result.asked == 1 and set(server.answered.values()) == {1}
+    assert result.sent == 1 and set(server.answered.values()) == {1}
 
 
 def test_a_wait_that_is_too_long_ends_the_run(tmp_path, prompts):
@@ -274,7 +274,7 @@ def test_the_budget_holds_and_the_rest_is_asked_with_a_larger_one(tmp_path, prom
         )
         assert 0.2 < spent <= 0.3 and 5 < len(journal) == sum(server.answered.values()) < 20
         result = attar.collect(prompts, out, teacher=server.url, budget=9.0, **prices, **OPTIONS)
-    assert result.asked == 20 - len(journal) and set(server.answered.values()) == {1}
+    assert result.sent == 20 - len(journal) and set(server.answered.values()) == {1}
     assert result.cost == pytest.approx(result.spent)
 
 
@@ -450,7 +450,7 @@ def test_a_local_teacher_killed_and_run_again_ends_in_the_same_bytes(tmp_path):
     lines = journal.read_bytes().splitlines(keepends=True)
     (tmp_path / "data.jsonl.journal").write_bytes(b"".join(lines[:7]) + lines[7][:30])
     result = attar.collect(prompts, out, **options)
-    assert result.asked == 13 and out.read_bytes() == plain.read_bytes()
+    assert result.sent == 13 and out.read_bytes() == plain.read_bytes()
 
 
 @pytest.mark.slow
@@ -468,6 +468,6 @@ def test_attars_own_server(tmp_path, prompts, monkeypatch):
             prompts, out, teacher=f"{url}/v1", key_env="ATTAR_TEST_KEY", concurrency=8, **options
         )
         attar.collect(prompts, again, teacher=f"{url}/v1", key_env="ATTAR_TEST_KEY", concurrency=1, **options)
-    assert first.answers == 20 < first.asked
+    assert first.answers == 20 < first.sent
     rows = [[row | {"created": None} for row in rows_of(path)] for path in (out, again)]
     assert rows[0] == rows[1] and len({row["messages"][-1]["content"] for row in rows[0]}) > 10

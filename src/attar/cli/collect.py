@@ -66,7 +66,7 @@ def _answer(result: Any) -> Answer:
         ("requests", f"{result.requests:,}"),
         ("answers", f"{result.answers:,}"),
         ("refused", f"{result.refused:,}"),
-        ("asked in this run", f"{result.asked:,}"),
+        ("sent in this run", f"{result.sent:,}"),
         ("prompt tokens", f"{result.prompt_tokens:,}"),
         ("answer tokens", f"{result.answer_tokens:,}"),
     ]

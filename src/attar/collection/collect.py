@@ -52,7 +52,7 @@ class CollectionResult:
     Attributes:
         answers: in the journal, of this collection's requests.
         refused: requests that the teacher gave no answer to.
-        asked: requests sent in this run.
+        sent: requests of this run.
         cost: of the answers, by the prices given; None without prices.
         spent: by all runs into this journal.
     """
@@ -61,7 +61,7 @@ class CollectionResult:
     requests: int
     answers: int
     refused: int
-    asked: int
+    sent: int
     prompt_tokens: int
     answer_tokens: int
     cost: float | None
@@ -98,10 +98,10 @@ def collect(
         KeyboardInterrupt: after Ctrl-C, when the answers on their way have come.
     """
     _check_out(out, prompts, force)
-    asked = _teacher(teacher, settings, cluster)
-    lineage = (asked.lineage(),)
+    source = _teacher(teacher, settings, cluster)
+    lineage = (source.lineage(),)
     check_licences(lineage, settings.licence, progress, student=False)
-    requests = _requests(prompts, asked, settings)
+    requests = _requests(prompts, source, settings)
     filter_rows([], settings.filters)  # a file of theirs that cannot be read is refused now
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(_journal_path(out)) as journal:
@@ -109,14 +109,14 @@ def collect(
         progress.log(before.text())
         tally = RunTally()
         if not offline:
-            tally = _ask(asked, requests, journal, settings, before.spent, progress)
+            tally = _ask(source, requests, journal, settings, before.spent, progress)
         rows = [journal.row(request.id) for request in requests if request.id in journal]
         if not rows:
             raise DataError(f"{out}: no request has an answer", hint=_first(tally.refused))
         spent = _spent(journal, settings)
     counts = _counts(requests, rows, len(tally.refused), settings)
     summary = _write(out, rows, lineage, settings, {"prompts": prompts.name, **counts}, progress)
-    return CollectionResult(path=out, asked=tally.sent, spent=spent, filters=summary, **counts)
+    return CollectionResult(path=out, sent=tally.sent, spent=spent, filters=summary, **counts)
 
 
 def plan_collection(
@@ -127,9 +127,9 @@ def plan_collection(
     Raises:
         AttarError: as :func:`collect`, before its first request.
     """
-    asked = _teacher(teacher, settings)
-    check_licences([asked.lineage()], settings.licence, SILENT, student=False)
-    requests = _requests(prompts, asked, settings)
+    source = _teacher(teacher, settings)
+    check_licences([source.lineage()], settings.licence, SILENT, student=False)
+    requests = _requests(prompts, source, settings)
     filter_rows([], settings.filters)
     return _estimate(requests, Journal(_journal_path(out)), settings)
 
@@ -151,7 +151,7 @@ def filter_collection(
     out.parent.mkdir(parents=True, exist_ok=True)
     counts = _counts(rows, [row for row in rows if "messages" in row], 0, settings)
     summary = _write(out, rows, lineage, settings, {"data": data.name, **counts}, progress)
-    return CollectionResult(path=out, asked=0, spent=0.0, filters=summary, **counts)
+    return CollectionResult(path=out, sent=0, spent=0.0, filters=summary, **counts)
 
 
 def _check_out(out: Path, source: Path, force: bool) -> None:

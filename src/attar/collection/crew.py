@@ -167,15 +167,19 @@ class Crew:
         if failures == endpoint.attempts:
             self.tally.given_up.append((request, failure.message))
             return True
-        asked = failure.retry_after or 0.0
+        retry_after = failure.retry_after or 0.0
         waited = time.monotonic() - self._last_answer if failure.limited else 0.0
-        if max(asked, waited) > endpoint.longest_wait_s:
+        if max(retry_after, waited) > endpoint.longest_wait_s:
             hint = "run the same command again later, or allow it with --longest-wait-s"
-            waits = f"asks to wait {asked:.0f} s" if asked > waited else f"answers nothing for {waited:.0f} s"
+            waits = (
+                f"asks to wait {retry_after:.0f} s"
+                if retry_after > waited
+                else f"answers nothing for {waited:.0f} s"
+            )
             self.stop(EndpointError(f"{self._teacher.name} {waits}: {failure.message}", hint=hint))
             return True
-        if asked:
-            self._limits.pause(asked)
+        if retry_after:
+            self._limits.pause(retry_after)
         return False
 
     async def _sleep(self, seconds: float) -> bool:

@@ -150,12 +150,16 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(row, dict) and isinstance(row.get("id"), str) and _is_chat(row.get("messages"))
-    return row if whole else None
+    complete = isinstance(row, dict) and isinstance(row.get("id"), str) and _is_chat(row.get("messages"))
+    return row if complete else None
 
 
 def _is_chat(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(isinstance(one, dict) for one in messages)
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) for message in messages)
+    )
 
 
 def _is_begun(line: bytes) -> bool:

@@ -64,10 +64,12 @@ def measure_rates(seconds: float = 0.1) -> Rates:
     matrix = np.full((size, size), 0.5, dtype=np.float32)
     many, few = np.full(1 << 20, 0.5, dtype=np.float32), np.full(256, 0.5, dtype=np.float32)
     result, product = np.empty_like(many), np.empty_like(matrix)
-    one = 2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix, out=product), seconds, repeat=20)
+    per_thread = (
+        2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix, out=product), seconds, repeat=20)
+    )
     alone = free_share(1)
     return Rates(
-        one * threads() * free_share(threads()),
+        per_thread * threads() * free_share(threads()),
         many.size * _per_second(lambda: np.exp(many, out=result), seconds) * alone,
         _per_second(lambda: np.add(few, few), seconds, repeat=100) * alone,
     )

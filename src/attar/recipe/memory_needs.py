@@ -80,9 +80,9 @@ def evaluation_memory(
     """
     row = 4.0 * settings.sequence_length * shape.vocabulary
     logits = max(min(4.0 * settings.tokens * shape.vocabulary, _LOGITS), row)
-    whole = BASE_MEMORY + (4 * shape.parameters if reference else shape.bytes) + 2 * logits
-    if whole <= free:
-        return whole
+    needed = BASE_MEMORY + (4 * shape.parameters if reference else shape.bytes) + 2 * logits
+    if needed <= free:
+        return needed
     head = 4.0 * shape.vocabulary * shape.hidden
     return BASE_MEMORY + max(4 * shape.blocks / shape.layers, head + 2 * logits)
 
@@ -96,10 +96,10 @@ def check_memory(verb: str, model: Any, settings: Any) -> None:
     """
     import torch
 
-    whole = isinstance(settings, LearnSettings) or (
+    trains_all = isinstance(settings, LearnSettings) or (
         isinstance(settings, PruneSettings) and PRUNE_COSTS[settings.method].passes > 0
     )
-    if not whole or torch.cuda.is_available():
+    if not trains_all or torch.cuda.is_available():
         return
     source = shape_of(open_checkpoint(model))
     result = after(StageEntry(1, verb, verb, ORIGINAL, None, settings, ""), source)

@@ -131,8 +131,8 @@ def _pruned(method: str, options: Any, shape: Shape) -> Shape:
         case "heads":
             return shape.scaled(attention=keep)
         case "query-heads":  # q and o, of whose sizes the header says only the sum with k and v
-            own = min(2.0 * shape.layers * shape.hidden**2 / shape.attention, 1.0)
-            return shape.scaled(attention=1.0 - own * (1.0 - keep))
+            share = min(2.0 * shape.layers * shape.hidden**2 / shape.attention, 1.0)
+            return shape.scaled(attention=1.0 - share * (1.0 - keep))
         case "neurons":
             return shape.scaled(mlp=keep)
         case "layers":

@@ -273,7 +273,7 @@ class Engine:
         """A step begins: masks that the last ones had no time for, and the ends that they show."""
         events: list[Event] = []
         if self.grammars is not None and any(state.guided for state in self._requests.values()):
-            self._masks.begin([one.request.payer for one in self.scheduler.running], self._pass_s)
+            self._masks.begin([sequence.request.payer for sequence in self.scheduler.running], self._pass_s)
         for sequence in list(self._held.values()):
             if sequence.finished or self._masks.open(sequence.request.payer):
                 del self._held[sequence.id]
@@ -406,7 +406,8 @@ def _sample_rows(
         return []
     try:
         selected = logits if rows == list(range(len(logits))) else logits[rows]
-        return list(sample(selected, [one.row() for one in completions], [one.key() for one in completions]))
+        params = [completion.row() for completion in completions]
+        return list(sample(selected, params, [completion.key() for completion in completions]))
     except Exception as error:
         if len(completions) == 1:
             return [error]

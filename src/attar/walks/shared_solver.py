@@ -51,8 +51,8 @@ class SharedSolver(LinearSolver):
             [sum(weights[name].numel() for name in unit) for unit in units]
         )
         owner_of = {name: owner for unit, owner in zip(units, owners, strict=True) for name in unit}
-        own = {name: weight for name, weight in weights.items() if owner_of[name] == self.processes.rank}
-        solved = self.solver.solve(own, accumulator) if own else {}
+        assigned = {name: weight for name, weight in weights.items() if owner_of[name] == self.processes.rank}
+        solved = self.solver.solve(assigned, accumulator) if assigned else {}
         return {name: self._shared(name, owner_of[name], solved, weights) for name in weights}
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -64,17 +64,17 @@ class SharedSolver(LinearSolver):
     ) -> Solution:
         """The owner's solution of a Linear, on every process."""
         device = weights[name].device
-        own = solved.get(name)
+        solution = solved.get(name)
         head: list[Any] = [None]
-        if own is not None:
+        if solution is not None:
             head = [
-                ({key: (tuple(t.shape), t.dtype) for key, t in own.tensors.items()}, own.report),
+                ({key: (tuple(t.shape), t.dtype) for key, t in solution.tensors.items()}, solution.report),
             ]
         distributed.broadcast_object_list(head, src=owner)
         shapes, report = head[0]
         tensors: dict[str, Tensor] = {}
         for key, (shape, dtype) in shapes.items():
-            sent = own.tensors[key].to(device).contiguous() if own else None
+            sent = solution.tensors[key].to(device).contiguous() if solution else None
             tensors[key] = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent
             distributed.broadcast(tensors[key].view(-1).view(torch.uint8), src=owner)
         weight = self.restore(name, tensors) if tensors else weights[name]

@@ -115,8 +115,8 @@ def _script(text: str) -> str | None:
     if count * 2 <= total or (name != "latin" and count < 2):
         return None
     other, letters = _OWN_LETTERS.get(name, ("", ""))
-    own = sum(text.count(letter) for letter in letters)
-    return other if own * 50 > count else name
+    script_letters = sum(text.count(letter) for letter in letters)
+    return other if script_letters * 50 > count else name
 
 
 def _by_words(text: str) -> str | None:

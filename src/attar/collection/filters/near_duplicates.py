@@ -61,11 +61,11 @@ def repeated(sets: Sequence[Hashes], similarity: float) -> list[int]:
     minima = np.zeros((len(sets), SIGNATURE), np.uint32)  # the low halves of the signatures
     originals = []
     for number, values in enumerate(sets):
-        own = signature(values) if len(values) else np.zeros(0, np.uint64)
-        bands = _bands(own, rows) if len(values) else []
+        minhash = signature(values) if len(values) else np.zeros(0, np.uint64)
+        bands = _bands(minhash, rows) if len(values) else []
         proposed = [bucket.get(band, []) for bucket, band in zip(buckets, bands, strict=False)]
         candidates = np.array(sorted(set().union(*proposed)), np.int64)
-        minima[number, : len(own)] = own.astype(np.uint32)
+        minima[number, : len(minhash)] = minhash.astype(np.uint32)
         near = candidates[(minima[candidates] == minima[number]).sum(1) >= least_equal(similarity)]
         original = next((int(other) for other in near if jaccard(values, sets[other]) >= similarity), -1)
         originals.append(original)

@@ -39,10 +39,10 @@ class ClusterTeacher(LocalTeacher):
         from attar.cluster.ray_workers import check_resources, connect
 
         self._ray = connect(self._cluster.on)
-        asked = self._cluster.resources
-        check_resources(self._ray, asked, self._cluster.jobs)
-        options: dict[str, Any] = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
-        options |= {"memory": asked.memory_bytes} if asked.memory_bytes else {}
+        resources = self._cluster.resources
+        check_resources(self._ray, resources, self._cluster.jobs)
+        options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+        options |= {"memory": resources.memory_bytes} if resources.memory_bytes else {}
         options |= {"max_concurrency": self._settings.endpoint.concurrency}
         self._class = self._ray.remote(**options)(_TeacherActor)
         self._actors = [self._start() for _ in range(self._cluster.jobs)]

@@ -172,10 +172,10 @@ class EndpointTeacher:
             self._check_redirect(response.status_code, response.request.url, response.headers["location"])
         response.stream = _bounded(response.stream, _BYTES + _BYTES_A_TOKEN * self._most_tokens)
 
-    def _check_redirect(self, status: int, asked: Any, location: str) -> None:
+    def _check_redirect(self, status: int, address: Any, location: str) -> None:
         try:
-            target = asked.join(location)
-            same = (target.scheme, target.host, target.port) == (asked.scheme, asked.host, asked.port)
+            target = address.join(location)
+            same = (target.scheme, target.host, target.port) == (address.scheme, address.host, address.port)
         except Exception:  # no address; what the client raises depends on its version
             same = False
         if not same:
@@ -211,8 +211,8 @@ class EndpointTeacher:
         """Text without the key, and without halves of surrogate pairs."""
         if not isinstance(value, str):
             raise TypeError(f"{type(value).__name__} where text was expected")
-        whole = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._redactor.answer(whole)
+        decoded = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._redactor.answer(decoded)
 
     def _status_failure(self, error: Any) -> TeacherFailure:
         status: int = error.status_code

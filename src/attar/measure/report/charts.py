@@ -142,7 +142,9 @@ def uneven_zeros(stages: list[StageRecord]) -> list[Series]:
     """Fractions of zeros of the stages with one parent in which layers differ."""
     series = [Series(stage.name, _numbers(stage, "sparsity")) for stage in stages]
     return [
-        one for one in series if one.values and max(one.values.values()) - min(one.values.values()) > EVEN
+        curve
+        for curve in series
+        if curve.values and max(curve.values.values()) - min(curve.values.values()) > EVEN
     ]
 
 
@@ -155,13 +157,13 @@ def series_of(stages: list[StageRecord]) -> list[Series]:
     series = [Series(stage.name, _numbers(stage, "error")) for stage in stages]
     rounded = (errors for stage in stages if (errors := _numbers(stage, "rtn_error")))
     series.append(Series("round to nearest", next(rounded, {})))
-    if not any(one.values for one in series):
+    if not any(curve.values for curve in series):
         series = [
             Series(f"{stage.name} (error of the weights)", _numbers(stage, "weight_error"))
             for stage in stages
         ]
-    known = [one for one in series if one.values]
-    return sorted(known, key=lambda one: -sum(one.values.values()) / len(one.values))
+    known = [curve for curve in series if curve.values]
+    return sorted(known, key=lambda curve: -sum(curve.values.values()) / len(curve.values))
 
 
 def _numbers(stage: StageRecord, key: str) -> dict[str, float]:
@@ -181,24 +183,26 @@ def split_name(name: str) -> tuple[int | None, str]:
 
 def _group(parent: str, series: list[Series], several: bool, what: str) -> Markup:
     kinds: dict[str, None] = {}
-    for one in series:
-        kinds.update(dict.fromkeys(split_name(name)[1] for name in one.values))
-    high = max(error for one in series for error in one.values.values())
+    for curve in series:
+        kinds.update(dict.fromkeys(split_name(name)[1] for name in curve.values))
+    high = max(error for curve in series for error in curve.values.values())
     panels = [_panel(kind, series, high, what) for kind in kinds]
     heading = el("h3", f"from {parent}") if several else None
-    legend = html_legend([LegendEntry(f"s{number % SERIES}", one.label) for number, one in enumerate(series)])
+    legend = html_legend(
+        [LegendEntry(f"s{number % SERIES}", curve.label) for number, curve in enumerate(series)]
+    )
     return join(heading, legend, el("div", panels, class_="panels"))
 
 
 def _panel(kind: str, series: list[Series], high: float, what: str) -> Markup:
-    tables = [_by_block(one, kind) for one in series]
+    tables = [_by_block(curve, kind) for curve in series]
     blocks = sorted({block for table in tables for block in table})
     left, right, top, bottom = 42.0, PANEL_WIDTH - 8.0, 30.0, PANEL_HEIGHT - 26.0
     y = from_zero([high], bottom, top)
     x = fit([float(block) for block in blocks], left, right, margin=0.07)
     lines = [
-        _series_line(one.label, table, x, y, number % SERIES)
-        for number, (one, table) in enumerate(zip(series, tables, strict=True))
+        _series_line(curve.label, table, x, y, number % SERIES)
+        for number, (curve, table) in enumerate(zip(series, tables, strict=True))
         if table
     ]
     numbers = [

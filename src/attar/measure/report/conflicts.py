@@ -76,7 +76,7 @@ class ConflictTable:
         values = self.values[measure].get((slot, part))
         return values[index] if values else None
 
-    def whole(self, measure: str, index: int) -> ConflictValue:
+    def overall(self, measure: str, index: int) -> ConflictValue:
         """The number of the whole model."""
         return self.value(measure, None, "all", index)
 
@@ -227,12 +227,12 @@ def _groups(table: ConflictTable) -> list[tuple[list[LegendEntry], list[Panel]]]
 
 def _shown_pairs(table: ConflictTable) -> list[int]:
     """All pairs, or the ones with the lowest cosine where there are too many, in their order."""
-    ranked = sorted(range(len(table.pairs)), key=lambda index: _or(table.whole("cosine", index), 2.0))
+    ranked = sorted(range(len(table.pairs)), key=lambda index: _or(table.overall("cosine", index), 2.0))
     return sorted(ranked[:MOST_PAIRS])
 
 
 def _shown_models(table: ConflictTable) -> list[int]:
-    ranked = sorted(range(len(table.labels)), key=lambda model: -_or(table.whole("overruled", model), -1.0))
+    ranked = sorted(range(len(table.labels)), key=lambda model: -_or(table.overall("overruled", model), -1.0))
     return sorted(ranked[:MOST_MODELS])
 
 
@@ -273,7 +273,7 @@ def _heading(title: str, note: str) -> Markup:
 
 
 def _whole_words(table: ConflictTable, index: int) -> str:
-    cosine, signs = table.whole("cosine", index), table.whole("agreement", index)
+    cosine, signs = table.overall("cosine", index), table.overall("agreement", index)
     words = [f"cosine {round(cosine, 2) + 0.0:.2f}" if cosine is not None else "cosine unknown"]
     words += [f"signs agree in {100 * signs:.0f} %"] if signs is not None else []
     return ", ".join(words)

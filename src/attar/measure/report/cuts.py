@@ -113,7 +113,7 @@ def _line(noun: str, points: Sequence[tuple[float, float, CutRow]], x: Axis, y: 
 def _layers(stage: StageRecord, rows: Sequence[CutRow]) -> Markup:
     """A row for each amount, a column for each layer: the darker, the larger the KL of that cut alone."""
     amounts = list(dict.fromkeys((row["structure"], row["kept"], row["of"]) for row in rows))
-    amounts.sort(key=lambda one: (list(NAMES).index(one[0]), -one[1]))
+    amounts.sort(key=lambda amount: (list(NAMES).index(amount[0]), -amount[1]))
     layers = sorted({int(row["layer"]) for row in rows})
     cell = min((WIDTH - LABEL - 8) / len(layers), 30.0)
     high, top = 18.0, 26.0
@@ -129,8 +129,8 @@ def _layers(stage: StageRecord, rows: Sequence[CutRow]) -> Markup:
             el("rect", el("title", words), x=left, y=down, **size, class_="point", fill_opacity=opacity)
         )
     names = [
-        text(LABEL - 8, top + (number + 0.7) * high, _amount_words(*one), anchor="end", class_="tick")
-        for number, one in enumerate(amounts)
+        text(LABEL - 8, top + (number + 0.7) * high, _amount_words(*amount), anchor="end", class_="tick")
+        for number, amount in enumerate(amounts)
     ]
     bottom = top + len(amounts) * high
     every = -(-len(layers) // 12)

@@ -163,11 +163,11 @@ def _zero_line(frame: Frame) -> list[list[PixelPoint]]:
 
 def _smaller(run: RunRecord, frame: Frame) -> Markup:
     """Along the top: how many times smaller than the original."""
-    whole = (run.original.number("bytes") or 0.0) / 1e6
+    original_mb = (run.original.number("bytes") or 0.0) / 1e6
     parts: list[Markup] = []
     for factor in (1, 2, 4, 8, 16, 32, 64):
-        if whole and frame.x.low <= whole / factor <= frame.x.high:
-            x = frame.x(whole / factor)
+        if original_mb and frame.x.low <= original_mb / factor <= frame.x.high:
+            x = frame.x(original_mb / factor)
             parts.append(line(x, frame.top - 4, x, frame.top, class_="tick-mark"))
             parts.append(
                 text(

@@ -37,9 +37,9 @@ def sweep_table(sweep: SweepRecord) -> str:
     if sweep.settings:
         lines.append(f"The runs differ in {', '.join(sweep.settings)}; their folders have the whole names.")
     lines += [
-        f"failed: {sweep.labels[one.name]}: {one.message.replace(f'{one.name}/', '', 1)}"
-        for one in sweep.runs
-        if one.last is None
+        f"failed: {sweep.labels[run.name]}: {run.message.replace(f'{run.name}/', '', 1)}"
+        for run in sweep.runs
+        if run.last is None
     ]
     return "\n".join(lines)
 
@@ -47,7 +47,7 @@ def sweep_table(sweep: SweepRecord) -> str:
 def sweep_page(sweep: SweepRecord) -> str:
     """The whole page."""
     run = sweep.as_run()
-    failed = [one for one in sweep.runs if one.last is None]
+    failed = [run for run in sweep.runs if run.last is None]
     count = f"{len(sweep.runs)} run{'s' if len(sweep.runs) > 1 else ''}" + (
         f", {len(failed)} failed" if failed else ""
     )
@@ -90,8 +90,8 @@ def sweep_page(sweep: SweepRecord) -> str:
         ]
     if failed:
         rows = [
-            el("div", el("dt", sweep.labels[one.name]), el("dd", one.message.replace(f"{one.name}/", "", 1)))
-            for one in failed
+            el("div", el("dt", sweep.labels[run.name]), el("dd", run.message.replace(f"{run.name}/", "", 1)))
+            for run in failed
         ]
         parts.append(el("section", el("h2", "Failed"), el("dl", rows, class_="failed")))
     return document(f"{title} · {recipe}", parts, foot(__version__))
