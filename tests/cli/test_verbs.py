@@ -99,6 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr("attar.recipe.stages.load", load)
     monkeypatch.setattr("attar.verbs.load", load)
+    monkeypatch.setattr("attar.verbs.is_dense", lambda model: False)  # there is no model
     return seen
 
 

@@ -16,8 +16,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ("steps=2", "batch_size=2", "sequence_length=24", "precision=fp32")
 GROUPS = ("group_size=16",)
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.fixture
 def run(tmp_path):
     """Run a recipe on a tiny teacher with a few steps; the cards of its stages, by their names."""
