@@ -243,6 +243,7 @@ def test_a_fault_found_by_the_stage_names_the_option(
         "attar.recipe.stages.load", lambda path: refuse if ":quantize" in path else stages_load(path)
     )
     monkeypatch.setattr("attar.verbs.load", lambda path: lambda model, *more: model)
+    monkeypatch.setattr("attar.verbs.is_dense", lambda model: False)
     assert call(["quantize", "m", "-o", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: --group-size is 128, but must be a divisor of 96")
 
