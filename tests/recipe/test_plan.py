@@ -152,6 +152,18 @@ def test_runs_beside_it_tell_the_speed_of_stages_that_the_run_has_not_done(
     assert step.time.least == step.time.most
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0, 0, 10**400])
+def test_a_time_that_cannot_be_corrects_nothing(
+    plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path, seconds: float
+) -> None:
+    run()
+    for receipt in (tmp_path / "run" / "receipts").glob("*.json"):
+        rewrite(receipt, estimated=10.0, seconds=seconds, evaluation_seconds=seconds)
+    (tmp_path / "run").rename(tmp_path / "earlier")
+    time = plan().time
+    assert time.seconds == time.plain and "About" in plan_text(plan())
+
+
 def test_an_unsure_plan_shows_a_range(plan: Callable[..., RecipePlan]) -> None:
     result = plan()
     low, high = plan_dict(result)["seconds_range"]

@@ -19,6 +19,7 @@ EVALUATE = "evaluate"
 """Kind of an evaluation."""
 
 _RECEIPTS_BESIDE = 200  # of other runs, the newest
+_LONGEST = 1e9  # seconds: a receipt that says more is damaged
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ def _errors(paths: Iterable[Path]) -> dict[str, list[float]]:
 
 def _times(receipt: Receipt) -> list[tuple[str, float]]:
     """Kinds and time over estimate of a stage and its evaluation."""
-    times = []
-    if receipt.finished and receipt.kind and receipt.estimated > 0 and receipt.seconds > 0:
-        times.append((receipt.kind, receipt.seconds / receipt.estimated))
-    if receipt.evaluation_estimated > 0 and receipt.evaluation_seconds > 0:
-        times.append((EVALUATE, receipt.evaluation_seconds / receipt.evaluation_estimated))
-    return times
+    stage = (receipt.kind, receipt.seconds, receipt.estimated)
+    evaluation = (EVALUATE, receipt.evaluation_seconds, receipt.evaluation_estimated)
+    pairs = [stage, evaluation] if receipt.finished and receipt.kind else [evaluation]
+    return [
+        (kind, seconds / estimated)
+        for kind, seconds, estimated in pairs
+        if 0 < seconds < _LONGEST and 0 < estimated < _LONGEST
+    ]

@@ -140,7 +140,7 @@ class _RecipePlanner:
     def plan(self) -> RecipePlan:
         root = self.original.fingerprint()
         keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
-        rates, history = measure_rates(), History() if self.fresh else read_history(self.out)
+        rates, history = measure_rates(), read_history(self.out)
         data: dict[str, str] = {}
         steps = []
         for entry in self.recipe.stages:
