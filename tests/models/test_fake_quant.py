@@ -8,7 +8,13 @@ import torch
 from attar.errors import CheckpointError, ModelError
 from attar.formats.rules import ActivationRule
 from attar.models.anatomy.discover import discover
-from attar.models.fake_quant import on_keys_and_values, quantize_activation, round_cache, round_inputs
+from attar.models.fake_quant import (
+    cache_argument,
+    on_keys_and_values,
+    quantize_activation,
+    round_cache,
+    round_inputs,
+)
 from attar.models.loading.load import load_model, save_model
 from tests import tiny_models
 from tests.quantization.packing import pack, save
@@ -114,7 +120,7 @@ def test_keys_and_values_are_seen_as_they_enter_the_cache(family):
         model(input_ids=rows, use_cache=False)
         first = dict(seen)
         seen.clear()
-        cache = model(input_ids=rows, use_cache=True).past_key_values
+        cache = model(input_ids=rows, use_cache=True)[cache_argument(model)]
     for index in range(3):
         heads = discover(model).blocks[index].attention.kv_heads
         assert first[index][0].shape[:3] == (2, heads, 6)
@@ -146,10 +152,11 @@ def test_decoding_step_by_step_gives_the_logits_of_the_whole():
         round_cache(model.get_submodule(block.attention.name), FP8_TOKEN)
     rows = tiny_models.tokens(model, batch=1, length=8)
     whole, cache, steps = tiny_models.logits(model, rows), None, []
+    name = cache_argument(model)
     with torch.no_grad():
         for index in range(8):
-            out = model(input_ids=rows[:, index : index + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(input_ids=rows[:, index : index + 1], use_cache=True, **{name: cache})
+            cache = out[name]
             steps.append(out.logits)
     assert torch.allclose(torch.cat(steps, 1), whole, atol=1e-6)
     assert model.generate(rows, max_new_tokens=3, do_sample=False).shape == (1, 11)

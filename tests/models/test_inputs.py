@@ -7,6 +7,7 @@ from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.adapters import add_adapters
 from attar.distillation.stage import linears_of
+from attar.models.fake_quant import CACHES
 from attar.models.inputs import model_inputs
 from tests import tiny_models
 
@@ -23,7 +24,7 @@ def test_no_cache_is_made_and_logits_stay(family):
         asked = {"input_ids": batch.inputs, "attention_mask": batch.mask.long()}
         with torch.no_grad():
             outputs, plain = model(**model_inputs(model, batch)), model(**asked)
-        assert getattr(outputs, "past_key_values", None) is None
+        assert all(getattr(outputs, name, None) is None for name in CACHES)
         mask = batch.mask
         torch.testing.assert_close(outputs.logits[mask], plain.logits[mask], rtol=1e-5, atol=1e-5)
 
@@ -34,4 +35,4 @@ def test_adapters_make_no_cache():
     adapted = add_adapters(model, linears_of(model), 2)
     asked = model_inputs(adapted, Examples.of_text(torch.arange(12)[None]))
     assert asked["use_cache"] is False
-    assert adapted(**asked).past_key_values is None
+    assert all(getattr(adapted(**asked), name, None) is None for name in CACHES)

@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from attar.errors import ModelError
 from attar.formats.rules import ActivationRule
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""What attention modules call the cache among their arguments."""
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""What models and attention modules call the argument for a cache; the first since transformers 5.24."""
 
 KVTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``change(keys, values)``, each (batch, heads, tokens, width): what takes their place."""
@@ -137,6 +137,12 @@ def round_cache(
     return on_keys_and_values(attention, change)
 
 
+def cache_argument(module: nn.Module) -> str | None:
+    """The name of a module's argument for a cache; None: the module takes none."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
 def on_keys_and_values(attention: nn.Module, change: KVTransform) -> RemovableHandle:
     """Let a function see and replace keys and values on their way into an attention module's cache (whether
     there is one or not). Calibration looks with a ``change`` that returns what it got.
@@ -144,8 +150,7 @@ def on_keys_and_values(attention: nn.Module, change: KVTransform) -> RemovableHa
     Raises:
         ModelError: the module takes no cache.
     """
-    signature = inspect.signature(attention.forward)
-    name = next((name for name in CACHES if name in signature.parameters), None)
+    signature, name = inspect.signature(attention.forward), cache_argument(attention)
     if name is None:
         raise ModelError(
             f"{type(attention).__name__} takes no cache of keys and values", hint="leave kv_cache at none"

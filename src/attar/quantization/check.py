@@ -15,6 +15,7 @@ from torch import Tensor
 from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.formats.readers import Decoded
+from attar.models.fake_quant import CACHES, cache_argument
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
@@ -152,9 +153,10 @@ def _samples(
 def _continue(model: Any, batch: Tensor) -> list[int]:
     """Greedy tokens after a prompt (1, S), with a KV cache."""
     tokens, cache, generated = batch.to(next(model.parameters()).device), None, []
+    name = cache_argument(model) or CACHES[0]
     with torch.no_grad():
         for _ in range(SAMPLED):
-            output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+            output = model(input_ids=tokens, use_cache=True, **{name: cache})
+            tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output[name]
             generated.append(int(tokens))
     return generated
