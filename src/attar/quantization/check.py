@@ -63,8 +63,17 @@ def check_result(
     note = held_out_note(tokenizer, batches, text.shared, texts)
     results["held_out"] = not note
     results["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
-    compared = _compare(original, written, batches, settings, work, progress)
-    samples = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
+    device = pick_device(settings.device)
+    compared = compare(
+        original,
+        Decoded(written),
+        batches,
+        work=work / "compare",
+        device=device,
+        prepare=partial(round_activations, written),
+        progress=progress,
+    )
+    samples = _samples(original, written, batches[0][:1, :PROMPT], device, progress)
     if compared.kl is not None and compared.blind is not None:
         output = check_model(
             compared.kl,
@@ -114,33 +123,13 @@ def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) 
     )
 
 
-def _compare(
-    original: Checkpoint,
-    written: Checkpoint,
-    batches: Sequence[Tensor],
-    settings: QuantizeSettings,
-    work: Path,
-    progress: Progress,
-) -> Comparison:
-    return compare(
-        original,
-        Decoded(written),
-        batches,
-        work=work / "compare",
-        device=pick_device(settings.device),
-        prepare=partial(round_activations, written),
-        progress=progress,
-    )
-
-
 def _samples(
-    original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings, progress: Progress
+    original: Checkpoint, written: Checkpoint, prompt: Tensor, device: str, progress: Progress
 ) -> dict[str, Any]:
     """Greedy continuations of a held-out text, if the model is small enough to be loaded whole; the
     original's only if the result repeats a token."""
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
-    device = pick_device(settings.device)
     with progress.task("sample", total=1) as task:
         sample = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
         original_sample = []

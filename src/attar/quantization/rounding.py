@@ -77,7 +77,16 @@ def round_layers(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     batches, hessian = task.batches(), None
     if isinstance(options, YAQASettings):
-        hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
+        hessian = OutputHessian(
+            task.checkpoint,
+            task.plan,
+            batches,
+            task.work,
+            task.progress,
+            rounds=options.rounds,
+            seed=settings.seed,
+            device=torch.device(pick_device(settings.device)),
+        )
         if task.processes.first:
             hessian.collect(precision)
         task.processes.wait()

@@ -41,6 +41,7 @@ from attar.quantization.settings import (
     VERSION,
     AWQSettings,
     GPTQSettings,
+    MethodSettings,
     QATSettings,
     QuantizeSettings,
     SparseGPTQSettings,
@@ -75,7 +76,7 @@ def quantize(
     """
     checkpoint = admit(model, progress, text=settings.check_tokens > 0)
     settings = _with_zeros(settings, checkpoint, progress)
-    ordered = _stores_order(settings)
+    ordered = _stores_order(settings.rounding)
     first = plan(checkpoint, settings.storage, group_order=ordered)  # refuses before any work is done
     for layer in first.sites.values():
         if settings.amount is not None:
@@ -156,9 +157,8 @@ def _with_zeros(settings: QuantizeSettings, checkpoint: Checkpoint, progress: Pr
     return replace(settings, storage=replace(settings.storage, keep_zeros=keep))
 
 
-def _stores_order(settings: QuantizeSettings) -> bool:
+def _stores_order(options: MethodSettings) -> bool:
     """Whether groups follow the order of importance, stored with each column's group."""
-    options = settings.rounding
     return isinstance(options, AWQSettings | GPTQSettings) and options.act_order == "group"
 
 

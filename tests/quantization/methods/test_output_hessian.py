@@ -77,7 +77,8 @@ def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch
     chosen, batches = plan(checkpoint, SETTINGS.storage), batches_of(checkpoint, SETTINGS)
 
     def saved_model():
-        return curvature.OutputHessian(checkpoint, chosen, batches, SETTINGS, tmp_path / "work", Heard())
+        options = {"rounds": SETTINGS.rounding.rounds, "seed": SETTINGS.seed, "device": torch.device("cpu")}
+        return curvature.OutputHessian(checkpoint, chosen, batches, tmp_path / "work", Heard(), **options)
 
     saved_model().collect()
     name = "model.layers.1.mlp.down_proj"

@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
-from attar.models.loading.device import free_memory, pick_device, resolve
+from attar.models.loading.device import free_memory, resolve
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
-from attar.quantization.settings import QuantizeSettings, YAQASettings
 from attar.sensitivity.kronecker import collect
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ class OutputHessian:
         checkpoint: the dense model, which must fit in memory in float32.
         batches: int64 (B, S) calibration batches.
         work: its work folder; one file for each Linear is kept there.
+        rounds: power iterations for the factors.
+        seed: of the labels.
     """
 
     def __init__(
@@ -42,15 +43,16 @@ class OutputHessian:
         checkpoint: Checkpoint,
         plan: QuantizationPlan,
         batches: Sequence[Tensor],
-        settings: QuantizeSettings,
         work: Path,
         progress: Progress,
+        *,
+        rounds: int,
+        seed: int,
+        device: torch.device,
     ) -> None:
-        assert isinstance(settings.rounding, YAQASettings)
-        self.checkpoint, self.rounds, self.seed = checkpoint, settings.rounding.rounds, settings.seed
+        self.checkpoint, self.rounds, self.seed, self.device = checkpoint, rounds, seed, device
         self.layers = list(plan.sites.values())
-        self.batches = batches[: max(ROWS // settings.calibration.batch_size, 1)]
-        self.device = torch.device(pick_device(settings.device))
+        self.batches = batches[: max(ROWS // len(batches[0]), 1)]
         self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:

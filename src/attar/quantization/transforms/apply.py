@@ -67,49 +67,40 @@ def apply_transforms(
     """The checkpoint to round and the report of each transform; without any, the checkpoint itself. The first
     of several processes makes it, in a work folder that they share."""
     with processes.main_process_first():
-        return _transformed(checkpoint, settings, assigned, work, progress)
-
-
-def _transformed(
-    checkpoint: Checkpoint,
-    settings: QuantizeSettings,
-    assigned: Mapping[str, str] | None,
-    work: Path,
-    progress: Progress,
-) -> tuple[Checkpoint, list[dict[str, Any]]]:
-    reports = []
-    source, device, options = checkpoint, pick_device(settings.device), settings.transform
-    if options.rotate:
-        folder = work / "rotated"
-        source = transform(
-            source,
-            "rotate",
-            folder=folder,
-            work=work / "rotate",
-            untie=options.untie,
-            seed=settings.seed,
-            device=device,
-            progress=progress,
-        )
-        reports.append(read_json(folder / REPORT))
-    if settings.smoothing != "none":
-        folder = work / "smoothed"
-        layers = plan(source, settings.storage, assigned, dtype=stored_precision(checkpoint)).sites.values()
-        rules = [layer.scheme.activations for layer in layers]
-        source = transform(
-            source,
-            settings.smoothing,
-            folder=folder,
-            work=work / "smooth",
-            batches=batches_of(source, settings),
-            grids={layer.module: layer.grid for layer in layers},
-            activations=activation_grid(rules[0]) if settings.smoothing == "smoothquant" else None,
-            alpha=None if options.alpha < 0 else options.alpha,
-            device=device,
-            progress=progress,
-        )
-        reports.append(read_json(folder / REPORT))
-    return source, reports
+        reports = []
+        source, device, options = checkpoint, pick_device(settings.device), settings.transform
+        if options.rotate:
+            folder = work / "rotated"
+            source = transform(
+                source,
+                "rotate",
+                folder=folder,
+                work=work / "rotate",
+                untie=options.untie,
+                seed=settings.seed,
+                device=device,
+                progress=progress,
+            )
+            reports.append(read_json(folder / REPORT))
+        if settings.smoothing != "none":
+            folder = work / "smoothed"
+            chosen = plan(source, settings.storage, assigned, dtype=stored_precision(checkpoint))
+            layers = chosen.sites.values()
+            rules = [layer.scheme.activations for layer in layers]
+            source = transform(
+                source,
+                settings.smoothing,
+                folder=folder,
+                work=work / "smooth",
+                batches=batches_of(source, settings),
+                grids={layer.module: layer.grid for layer in layers},
+                activations=activation_grid(rules[0]) if settings.smoothing == "smoothquant" else None,
+                alpha=None if options.alpha < 0 else options.alpha,
+                device=device,
+                progress=progress,
+            )
+            reports.append(read_json(folder / REPORT))
+        return source, reports
 
 
 def activation_grid(rule: ActivationRule | None) -> Grid | None:
