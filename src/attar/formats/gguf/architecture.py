@@ -102,6 +102,10 @@ class ConfigRule:
     default: Any
 
 
+SILU_RULE = ConfigRule("hidden_act", SILU, "silu")
+NO_BIAS = ConfigRule("attention_bias", (False,), False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A family of models.

@@ -1,4 +1,5 @@
-"""The families with experts: rows of the table of architectures (families.py says what a row is).
+"""The families with experts, and Granite without: rows of the table of architectures (families.py says what a
+row is).
 
 llama.cpp, ``build_moe_ffn`` (src/llama-graph.cpp): scores of the router by softmax or sigmoid, the highest
 chosen (within the best groups of experts), their scores perhaps divided by their sum and scaled. A family
@@ -13,7 +14,8 @@ from dataclasses import replace
 
 from attar.formats.gguf.architecture import (
     LLAMA_ROPES,
-    SILU,
+    NO_BIAS,
+    SILU_RULE,
     Architecture,
     ConfigCount,
     ConfigRule,
@@ -37,17 +39,9 @@ from attar.formats.gguf.modules import (
     stacked_experts,
 )
 
-_SILU = ConfigRule("hidden_act", SILU, "silu")
-_NO_BIAS = ConfigRule("attention_bias", (False,), False)
 _EVERY_BLOCK = (
     ConfigRule("decoder_sparse_step", (1,), 1),
     ConfigRule("mlp_only_layers", ([], None), []),
-)
-_GRANITE = (
-    ("embedding_scale", "embedding_multiplier"),
-    ("residual_scale", "residual_multiplier"),
-    ("attention.scale", "attention_multiplier"),
-    ("logit_scale", "logits_scaling"),
 )
 
 
@@ -64,7 +58,7 @@ MIXTRAL = Architecture(
     ),
     defaults={"epsilon": 1e-5, "kv_heads": 8, "rope_theta": 1e6},
     counts=expert_counts("num_local_experts", total=8, used=2),
-    rules=(_SILU,),
+    rules=(SILU_RULE,),
     ropes=LLAMA_ROPES,
     window="all",
 )
@@ -98,7 +92,7 @@ QWEN2_MOE = Architecture(
         ),
     ),
     rules=(
-        _SILU,
+        SILU_RULE,
         *_EVERY_BLOCK,
         ConfigRule("qkv_bias", (True,), True),
         ConfigRule("norm_topk_prob", (False,), False),
@@ -122,8 +116,8 @@ QWEN3_MOE = Architecture(
     defaults={"epsilon": 1e-6, "kv_heads": 4},
     counts=(*expert_counts("num_experts", total=128, used=8), expert_neurons("moe_intermediate_size", 768)),
     rules=(
-        _SILU,
-        _NO_BIAS,
+        SILU_RULE,
+        NO_BIAS,
         *_EVERY_BLOCK,
         ConfigRule("norm_topk_prob", (True,), False),
         ConfigRule("use_sliding_window", (False,), False),
@@ -146,8 +140,8 @@ OLMOE = Architecture(
     defaults={"epsilon": 1e-5},
     counts=expert_counts("num_experts", total=64, used=8),
     rules=(
-        _SILU,
-        _NO_BIAS,
+        SILU_RULE,
+        NO_BIAS,
         ConfigRule("clip_qkv", (None,), None),
         ConfigRule("norm_topk_prob", (False,), False),
     ),
@@ -200,7 +194,7 @@ GLM4_MOE = Architecture(
         ConfigCount("used_groups", "expert_group_used_count", ("topk_group",), 1),
     ),
     fixed=(("expert_gating_func", SIGMOID),),
-    rules=(_SILU,),
+    rules=(SILU_RULE,),
     extras=(
         ("expert_weights_scale", "routed_scaling_factor"),
         ("expert_weights_norm", "norm_topk_prob"),
@@ -208,15 +202,15 @@ GLM4_MOE = Architecture(
     further_blocks=True,
 )
 
-GRANITE_MOE = Architecture(
-    family="granitemoe",
-    arch="granitemoe",
-    model_class="GraniteMoeForCausalLM",
+
+GRANITE = Architecture(
+    family="granite",
+    arch="granite",
+    model_class="GraniteForCausalLM",
     outer=outside(),
     blocks=(
-        *attention(pair=True),
-        router("layers.{}.block_sparse_moe.router.layer"),
-        *stacked_experts("layers.{}.block_sparse_moe", "input_linear", "output_linear", leaf=".weight"),
+        *attention(bias="attention_bias", out_bias="attention_bias", pair=True),
+        *gated_mlp("mlp_bias"),
         *pre_norms(),
     ),
     defaults={
@@ -226,10 +220,29 @@ GRANITE_MOE = Architecture(
         "attention_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
-    counts=expert_counts("num_local_experts", total=8, used=2),
-    rules=(_SILU, _NO_BIAS),
-    extras=_GRANITE,
+    rules=(SILU_RULE,),
+    extras=(
+        ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"),
+        ("attention.scale", "attention_multiplier"),
+        ("logit_scale", "logits_scaling"),
+    ),
     ropes=LLAMA_ROPES,
+)
+
+GRANITE_MOE = replace(
+    GRANITE,
+    family="granitemoe",
+    arch="granitemoe",
+    model_class="GraniteMoeForCausalLM",
+    blocks=(
+        *attention(pair=True),
+        router("layers.{}.block_sparse_moe.router.layer"),
+        *stacked_experts("layers.{}.block_sparse_moe", "input_linear", "output_linear", leaf=".weight"),
+        *pre_norms(),
+    ),
+    counts=expert_counts("num_local_experts", total=8, used=2),
+    rules=(SILU_RULE, NO_BIAS),
 )
 
 GRANITE_MOE_SHARED = replace(
@@ -307,7 +320,7 @@ GPT_OSS = Architecture(
         expert_neurons("intermediate_size", 2880),
     ),
     rules=(
-        _SILU,
+        SILU_RULE,
         ConfigRule("attention_bias", (True,), True),
         ConfigRule("swiglu_limit", (7.0,), 7.0),
         ConfigRule("swiglu_alpha", (1.702,), 1.702),

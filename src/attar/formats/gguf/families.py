@@ -11,12 +11,13 @@ from __future__ import annotations
 from attar.formats.gguf.architecture import (
     GELU,
     LLAMA_ROPES,
-    SILU,
+    NO_BIAS,
+    SILU_RULE,
     Architecture,
     ConfigRule,
     ModuleMapping,
 )
-from attar.formats.gguf.expert_families import EXPERT_FAMILIES
+from attar.formats.gguf.expert_families import EXPERT_FAMILIES, GRANITE
 from attar.formats.gguf.modules import (
     around_norms,
     attention,
@@ -28,8 +29,6 @@ from attar.formats.gguf.modules import (
     pre_norms,
 )
 
-SILU_RULE = ConfigRule("hidden_act", SILU, "silu")
-NO_BIAS = ConfigRule("attention_bias", (False,), False)
 CAUSAL = ConfigRule("use_bidirectional_attention", (None, False), None)
 
 _LLAMA_BLOCK = (
@@ -321,29 +320,6 @@ OLMO2 = Architecture(
     defaults={"epsilon": 1e-5},
     rules=(SILU_RULE, NO_BIAS),
     square=True,
-)
-
-GRANITE = Architecture(
-    family="granite",
-    arch="granite",
-    model_class="GraniteForCausalLM",
-    outer=outside(),
-    blocks=_LLAMA_BLOCK,
-    defaults={
-        "epsilon": 1e-6,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
-    rules=(SILU_RULE,),
-    extras=(
-        ("embedding_scale", "embedding_multiplier"),
-        ("residual_scale", "residual_multiplier"),
-        ("attention.scale", "attention_multiplier"),
-        ("logit_scale", "logits_scaling"),
-    ),
-    ropes=LLAMA_ROPES,
 )
 
 SMOLLM3 = Architecture(

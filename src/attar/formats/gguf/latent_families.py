@@ -7,7 +7,14 @@ keys turned, so that llama.cpp multiplies queries instead of keys and caches the
 
 from __future__ import annotations
 
-from attar.formats.gguf.architecture import SILU, Architecture, ConfigCount, ConfigRule, ModuleMapping
+from attar.formats.gguf.architecture import (
+    NO_BIAS,
+    SILU_RULE,
+    Architecture,
+    ConfigCount,
+    ConfigRule,
+    ModuleMapping,
+)
 from attar.formats.gguf.modules import (
     CORRECTION,
     SIGMOID,
@@ -22,9 +29,6 @@ from attar.formats.gguf.modules import (
     router,
     shared_expert,
 )
-
-_SILU = ConfigRule("hidden_act", SILU, "silu")
-_NO_BIAS = ConfigRule("attention_bias", (False,), False)
 
 _LATENT_ATTENTION = (
     ModuleMapping("blk.{}.attn_q", "layers.{}.self_attn.q_proj", ("q", "hidden"), lacks="q_rank"),
@@ -84,8 +88,8 @@ DEEPSEEK_V2 = Architecture(
     ),
     fixed=(("expert_gating_func", SOFTMAX),),
     rules=(
-        _SILU,
-        _NO_BIAS,
+        SILU_RULE,
+        NO_BIAS,
         ConfigRule("mlp_bias", (False,), False),
         ConfigRule("topk_method", ("greedy",), "greedy"),
     ),
@@ -110,7 +114,7 @@ DEEPSEEK_V3 = Architecture(
         *_latent_counts(1536),
     ),
     fixed=(("expert_gating_func", SIGMOID),),
-    rules=(_SILU, _NO_BIAS, ConfigRule("rope_interleave", (True,), True)),
+    rules=(SILU_RULE, NO_BIAS, ConfigRule("rope_interleave", (True,), True)),
     extras=(
         ("expert_weights_scale", "routed_scaling_factor"),
         ("expert_weights_norm", "norm_topk_prob"),
