@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attar.checkpoint.atomic import save_tensors, write_config
+from attar.checkpoint.draft_head import published_target
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
-from attar.checkpoint.published_head import published_target
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits, compare
 from attar.errors import AttarError, ModelError, NumericsError

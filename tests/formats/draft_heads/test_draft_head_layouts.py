@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from attar.checkpoint.published_head import published_head, published_layout
+from attar.checkpoint.draft_head import published_head, published_layout
 from attar.errors import AttarError, CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadContent, HeadTarget
 from attar.formats.draft_heads.table import HEAD_LAYOUTS

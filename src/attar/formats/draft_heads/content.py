@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.checkpoint.published_head import OURS
+from attar.checkpoint.draft_head import OURS
 from attar.errors import CheckpointError, ModelError
 
 

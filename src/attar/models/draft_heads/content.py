@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from attar.checkpoint.draft_head import published_layout
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.parts import part_of
-from attar.checkpoint.published_head import published_layout
 from attar.errors import CheckpointError, ModelError
 from attar.formats.draft_heads.content import HeadContent, HeadTarget
 from attar.formats.draft_heads.table import HEAD_LAYOUTS

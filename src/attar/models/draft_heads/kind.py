@@ -6,8 +6,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from attar.checkpoint.draft_head import ARCHITECTURE as ARCHITECTURE
-from attar.checkpoint.published_head import MODEL_TYPE as MODEL_TYPE
-from attar.checkpoint.published_head import published_layout, published_target
+from attar.checkpoint.draft_head import MODEL_TYPE as MODEL_TYPE
+from attar.checkpoint.draft_head import published_layout, published_target
 from attar.errors import ModelError
 
 if TYPE_CHECKING:
