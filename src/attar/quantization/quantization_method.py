@@ -60,6 +60,8 @@ class RoundedModel:
         input_scales: learned static scales of inputs, by module name.
         precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
             were none.
+        norms: learned norms and biases, float32, by stored name.
+        tuning: what the card says of the tuning; empty where there was none.
     """
 
     codes: CodeSource
@@ -67,6 +69,8 @@ class RoundedModel:
     input_scales: Mapping[str, float] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
     precision: str = ""
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

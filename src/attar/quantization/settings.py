@@ -147,6 +147,20 @@ class CalibrationSettings:
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuningSettings:
+    """What is learned after the rounding, at the same bytes."""
+
+    tune: int = _option(
+        0,
+        "steps in which scales and norms learn end to end from the original, on fresh text; the codes stay. "
+        "16 to 32 pay at 4 bits and below; 0: none",
+    )
+
+    def __post_init__(self) -> None:
+        check_range("tune", self.tune, 0, 2**20, "0 (none) or more")
+
+
 def _scales() -> Any:
     return _option(
         "auto",
@@ -332,6 +346,7 @@ class QuantizeSettings:
     transform: TransformSettings = field(
         default_factory=TransformSettings, metadata={"title": "Before the rounding"}
     )
+    tuning: TuningSettings = field(default_factory=TuningSettings, metadata={"title": "After the rounding"})
     calibration: CalibrationSettings = field(
         default_factory=CalibrationSettings, metadata={"title": "Calibration"}
     )
@@ -350,6 +365,8 @@ class QuantizeSettings:
         if getattr(self.rounding, "act_order", "off") == "group" and self.method not in GROUP_ORDERED:
             allowed = f"off or static with {self.method}; group goes with {listed(GROUP_ORDERED)}"
             raise SettingsError("act_order", "group", allowed)
+        if getattr(self.rounding, "act_order", "off") == "group" and self.tuning.tune:
+            raise SettingsError("act_order", "group", "off or static with --tune")
 
     @property
     def amount(self) -> Sparsity | None:

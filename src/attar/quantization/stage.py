@@ -47,6 +47,7 @@ from attar.quantization.settings import (
     SparseGPTQSettings,
 )
 from attar.quantization.transforms.apply import apply_transforms
+from attar.quantization.tuning import training_rows, tuned
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
@@ -109,6 +110,8 @@ def quantize(
         scales = static_scales(source, chosen, settings, output.shared, progress, output.processes)
         task = RoundingTask(source, chosen, settings, output.shared, progress, processes=output.processes)
         rounded = METHODS[settings.method].walk(task)
+        if settings.tuning.tune:
+            rounded = tuned(task, rounded)
         write(
             source,
             chosen,
@@ -120,6 +123,7 @@ def quantize(
             input_scales={**scales.inputs, **rounded.input_scales},
             kv_scales=scales.caches,
             dtype=dtype,
+            norms=rounded.norms,
         )
         output.exit_unless_rank0()
         copy_companions(checkpoint.path, output.folder)
@@ -129,6 +133,8 @@ def quantize(
             details["rarest_expert"] = {"name": rarest[0], "tokens": rarest[1]}
         if isinstance(settings.rounding, SparseGPTQSettings) and settings.rounding.amount is not None:
             details["zeros"] = _chosen_zeros(settings.rounding.amount, chosen, reports)
+        if rounded.tuning:
+            details["tuning"] = dict(rounded.tuning)
         if rounded.precision:
             details["precision"] = rounded.precision
         if rounded.curve:
@@ -179,6 +185,8 @@ def _records(
     if isinstance(settings.rounding, QATSettings):
         reads.append(("train", settings.rounding.steps * sizes.batch_size))
     tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
+    if settings.tuning.tune:
+        reads.append(("train", training_rows(settings, length)[1]))
     return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]
 
 

@@ -63,6 +63,7 @@ def write(
     input_scales: Mapping[str, float] | None = None,
     kv_scales: Mapping[str, tuple[float, float]] | None = None,
     dtype: torch.dtype | None = None,
+    norms: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the packed checkpoint: its config and its tensors.
 
@@ -74,6 +75,7 @@ def write(
         kv_scales: of keys and values, by the name of the attention module.
         dtype: of every floating-point tensor that stays dense, where a transform has left them in another
             one; None: as they are.
+        norms: in place of the checkpoint's, by stored name; in the same types.
 
     Raises:
         NumericsError: a scale is missing, or neither finite nor positive.
@@ -115,6 +117,8 @@ def write(
         if name == chosen.embedding:
             return {**_embedding(chosen, name, cast(load())), **cache_scales}
         other = load()
+        if norms is not None and name in norms:
+            other = norms[name].to(other.dtype).view_as(other)
         check_finite(name, other, checkpoint.path)
         return {name: cast(other), **cache_scales}
 

@@ -100,11 +100,11 @@ def learn(
     """
     if train not in TRAINED:
         raise SettingsError("train", train, " or ".join(TRAINED))
-    linears = {name: _linear(model, name) for name in grids}
+    linears = {name: linear_of(model, name) for name in grids}
     inputs = _calibrated(model, activations or {}, grids, rows)
     model.requires_grad_(others)
-    quantizers = {name: _attach(linears[name], grids[name], (start or {}).get(name), train) for name in grids}
-    hooks = [_round_inputs(_linear(model, name), quantizer) for name, quantizer in inputs.items()]
+    quantizers = {name: attach(linears[name], grids[name], (start or {}).get(name), train) for name in grids}
+    hooks = [_round_inputs(linear_of(model, name), quantizer) for name, quantizer in inputs.items()]
     options: dict[str, Any] = {"held_out": held_out, "progress": progress, "what": "qat"}
     try:
         history = run(model, loss, rows, settings, work=work, masks=_stored(masks or {}, linears), **options)
@@ -220,7 +220,7 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
         return scale, None if self.shift is None else self.zero + self.shift
 
 
-def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train: str) -> WeightQuantizer:
+def attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train: str) -> WeightQuantizer:
     """Parametrize a Linear's weight with a quantizer; given codes first move the weight into their cells."""
     fixed, transposed = train == "scales", not isinstance(module, nn.Linear)
     parameter: Any = module.weight
@@ -279,7 +279,7 @@ def _calibrated(
     """A quantizer for each module with a rule; static scales are initialized from the first rows."""
     seen = {name: ActivationRange(rule) for name, rule in rules.items() if not rule.dynamic}
     hooks = [
-        _linear(model, name).register_forward_pre_hook(lambda _, args, to=range_: to.add(args[0]))
+        linear_of(model, name).register_forward_pre_hook(lambda _, args, to=range_: to.add(args[0]))
         for name, range_ in seen.items()
     ]
     device = next(model.parameters()).device
@@ -301,7 +301,7 @@ def _codes(rule: ActivationRule, storage: torch.dtype) -> IntGrid | Float8Grid:
     return Float8Grid("e4m3fn", storage=storage)
 
 
-def _linear(model: nn.Module, name: str) -> nn.Module:
+def linear_of(model: nn.Module, name: str) -> nn.Module:
     try:
         module: nn.Module = model.get_submodule(name)
     except AttributeError:
