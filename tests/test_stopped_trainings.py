@@ -25,6 +25,7 @@ CASES = {
     "head": ("distill", {**TRAINING, "head": "eagle"}),
     "joint head": ("distill", {**TRAINING, "head": "medusa", "joint": 0.5}),
     "qat": ("quantize", {**QUANTIZE, "method": "qat", "steps": STEPS}),
+    "tuning": ("quantize", {**QUANTIZE, "method": "rtn", "scheme": "W2A16", "tune": STEPS}),
     "autoround": ("quantize", {**QUANTIZE, "method": "autoround", "iterations": STEPS}),
     "block reconstruction": (
         "prune",

@@ -1,0 +1,66 @@
+"""The phase of tuning in the verb: codes of the rounding, tuned scales and norms in the file, or neither."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import attar
+from attar.errors import SettingsError
+from attar.quantization import tuning
+from attar.quantization.settings import quantize_settings
+from tests import tiny_models
+
+TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 6 for i in range(120)]
+SMALL = {
+    "scheme": "W2A16",
+    "group_size": 32,
+    "samples": 4,
+    "batch_size": 2,
+    "sequence_length": 32,
+    "check_tokens": 0,
+    "data": TEXTS,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuning") / "model"
+    return tiny_models.save(tiny_models.build("smollm"), folder, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain") / "out"
+    attar.quantize(model, out, **SMALL)
+    return load_file(out / "model.safetensors")
+
+
+def test_codes_are_those_of_the_rounding_and_scales_and_norms_are_tuned(model, plain, tmp_path):
+    out = attar.quantize(model, tmp_path / "out", tune=12, **SMALL)
+    tensors, told = load_file(tmp_path / "out/model.safetensors"), out.card.details["tuning"]
+    assert told["taken"] and told["after"] < told["before"]
+    changed = {name for name, tensor in plain.items() if not torch.equal(tensor, tensors[name])}
+    assert {name.rpartition(".")[2] for name in changed} == {"weight_scale", "weight"}
+    assert all("norm" in name for name in changed if name.endswith(".weight"))
+    assert {name: (t.dtype, t.shape) for name, t in plain.items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors.items()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.isfinite(loaded(torch.arange(5, 20)[None]).logits).all()
+    texts = [text["split"] for text in out.card.details.get("texts", [])]
+    assert not texts or "train" in texts
+
+
+def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "RATES", {2: 5.0})
+    out = attar.quantize(model, tmp_path / "out", tune=3, **SMALL)
+    assert out.card.details["tuning"]["taken"] is False
+    for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
+        assert torch.equal(tensor, plain[name]), name
+
+
+def test_groups_in_order_are_refused():
+    with pytest.raises(SettingsError, match="act_order"):
+        quantize_settings(tune=4, act_order="group")
