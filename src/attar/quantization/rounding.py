@@ -90,7 +90,8 @@ def round_layers(task: RoundingTask) -> RoundedModel:
         if task.processes.first:
             hessian.collect(precision)
         task.processes.wait()
-    solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
+    keep, first = settings.storage.keep_zeros, settings.calibration.first_tokens
+    solver = LayerSolver(layers, method, options, keep, hessian, first)
     swept = sweep_linears(task.checkpoint, batches, solver, _sweep_options(task, layers, precision))
     return _swept(task, swept)
 

@@ -122,6 +122,11 @@ class CalibrationSettings:
     samples: int = _option(128, "calibration sequences")
     sequence_length: int = _option(512, "tokens in a calibration sequence, at most the context")
     batch_size: int = _option(8, "sequences in one pass")
+    first_tokens: float = _option(
+        1.0,
+        "how many times the first 16 tokens of a row count, which every later one reads (awq, gptq, gptaq, "
+        "qronos, yaqa); 8 pays where rows are long",
+    )
     precision: str = _option(
         "auto",
         "arithmetic of the calibration passes; auto: bf16 where it is fast",
@@ -142,6 +147,7 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("moe_floor", self.moe_floor, 0.0, 1e6, "0 (none) or more")
+        check_range("first_tokens", self.first_tokens, 0.0, 1e6, "0 or more")
         for name in ("samples", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
