@@ -372,7 +372,7 @@ except SystemExit as end:
 REFUSED = [
     (["quantize", "--group-size", "100"], "--group-size is 100"),
     (["quantize", "--group-size", "-7"], "--group-size is -7"),
-    (["quantize", "--scheme", "W5"], "--scheme is 'W5'"),
+    (["quantize", "--scheme", "W9"], "--scheme is 'W9'"),
     (["quantize", "--scheme", "q4_k_m"], "attar export"),
     (["quantize", "--bits", "99"], "--bits is 99"),
     (["quantize", "--method", "rtn", "--steps", "5"], "--steps"),
