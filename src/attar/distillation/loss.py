@@ -55,14 +55,14 @@ class DistillationLoss:
     def __call__(self, model: Any, batch: Examples) -> Tensor:
         intermediates = Intermediates.all_of(feature.intermediates for feature in self.features)
         target = None if self.signal is None else self.signal.target(batch, intermediates)
-        whole = getattr(target, "whole", False)
+        unchunked = getattr(target, "unchunked", False)
         routed = self.routers if torch.is_grad_enabled() else None  # held-out losses compare predictions
         recording: AbstractContextManager[list[Tensor]] = routed.recording() if routed else nullcontext([])
         with recording as logits:
-            student = run_model(model, batch, intermediates, None if whole else self.head)
+            student = run_model(model, batch, intermediates, None if unchunked else self.head)
         total = torch.zeros((), dtype=torch.float32, device=student.mask.device)
         if self.weight:
-            total = self.weight * student.mean(self._chunk_loss(target, batch.labels), whole=whole)
+            total = self.weight * student.mean(self._chunk_loss(target, batch.labels), unchunked=unchunked)
         with torch.autocast(student.mask.device.type, enabled=False):  # small, and differences of large sums
             for feature in self.features:
                 assert target is not None and target.outputs is not None, "features need a teacher that runs"

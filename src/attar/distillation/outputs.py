@@ -42,12 +42,12 @@ class Intermediates:
     @classmethod
     def all_of(cls, parts: Iterable[Intermediates]) -> Intermediates:
         """What all of them ask for together; all compare the same positions."""
-        asked = list(parts)
+        requested = list(parts)
         return cls(
-            states=any(one.states for one in asked),
-            attentions=any(one.attentions for one in asked),
-            qkv=any(one.qkv for one in asked),
-            tokens=asked[0].tokens if asked else "all",
+            states=any(part.states for part in requested),
+            attentions=any(part.attentions for part in requested),
+            qkv=any(part.qkv for part in requested),
+            tokens=requested[0].tokens if requested else "all",
         )
 
     def compared(self, batch: Examples) -> Tensor:
@@ -96,16 +96,16 @@ class ModelOutputs:
         chosen = self.predictions[part]
         return chosen if self.head is None else self.head.logits(chosen)
 
-    def mean(self, chunk_loss: ChunkLoss, *, whole: bool = False) -> Tensor:
+    def mean(self, chunk_loss: ChunkLoss, *, unchunked: bool = False) -> Tensor:
         """The mean of a loss over the predictions, differentiable; with a head the logits never exist at
         once.
 
         Args:
-            whole: the loss takes all predictions in one chunk; they are logits then.
+            unchunked: the loss takes all predictions in one chunk; they are logits then.
         """
         if self.head is not None:
             return head_loss(self.predictions, self.head, chunk_loss)
-        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if whole else None)
+        return mean_of_chunks(chunk_loss, self.predictions, len(self.predictions) if unchunked else None)
 
 
 def run_model(
@@ -118,15 +118,15 @@ def run_model(
         head: of the model (:func:`attar.models.head.head_of`): then the pass makes no logits.
     """
     batch = batch.trimmed()
-    asked = model_inputs(student_of(model), batch)
+    arguments = model_inputs(student_of(model), batch)
     if intermediates.states:
-        asked["output_hidden_states"] = True
+        arguments["output_hidden_states"] = True
     if intermediates.attentions:
-        asked["output_attentions"] = True
+        arguments["output_attentions"] = True
     with ExitStack() as recorders:
         qkv = recorders.enter_context(recording_qkv(student_of(model))) if intermediates.qkv else []
         head_inputs = [] if head is None else recorders.enter_context(without_logits(model))
-        outputs = model(**asked)
+        outputs = model(**arguments)
     if head is None:
         predictions = outputs.logits[batch.predicted]
     else:

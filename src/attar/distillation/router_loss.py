@@ -63,7 +63,8 @@ class RouterLoss:
         """The weighted losses of each router's logits (T, E), mean over routers; ``mask`` bool (T,) tells the
         real tokens."""
         parts = [
-            self.balance * load_balance(one[mask], self.active) + self.z * z_loss(one[mask]) for one in logits
+            self.balance * load_balance(layer_logits[mask], self.active) + self.z * z_loss(layer_logits[mask])
+            for layer_logits in logits
         ]
         return torch.stack(parts).mean()
 

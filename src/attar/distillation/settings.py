@@ -299,8 +299,8 @@ class LearnSettings(TrainSettings):
     @property
     def rollout_temperature(self) -> float:
         """Temperature at which rows are generated."""
-        own = self.rollouts.rollout_temperature
-        return self.temperature if own is None else own
+        temperature = self.rollouts.rollout_temperature
+        return self.temperature if temperature is None else temperature
 
     @property
     def soft_loss(self) -> str:

@@ -80,10 +80,10 @@ class StudentSettings:
 
     def _check_alone(self, name: str, *allowed: str) -> None:
         """Raise where an option is set that ``name`` decides."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in (name, *allowed) and value != one.default:
-                raise SettingsError(one.name, value, f"left out with {name} {getattr(self, name)}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name not in (name, *allowed) and value != option.default:
+                raise SettingsError(option.name, value, f"left out with {name} {getattr(self, name)}")
 
     @property
     def is_narrower(self) -> bool:

@@ -114,7 +114,7 @@ class BlockRunner:
                 stack.enter_context(closing(stream.passes))
             for number, part in enumerate(parts):
                 holder = part.holder
-                held = [self._of_experts(one, holder, number) for one in streams] if holder else []
+                held = [self._of_experts(stream, holder, number) for stream in streams] if holder else []
                 for group in part.groups:
                     if held:
                         accumulator, more = self._filled_of_expert(solver, group, held)

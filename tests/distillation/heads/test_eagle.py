@@ -214,4 +214,4 @@ def test_chains_are_compared_with_the_target_at_each_position(kind):
     wanted = torch.tensor(rows)
     torch.testing.assert_close(table.acceptance, wanted[..., 0], rtol=1e-4, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(table.agreement, wanted[..., 1], equal_nan=True)
-    assert 0 < int(table.whole.sum()) < len(rows)
+    assert 0 < int(table.complete.sum()) < len(rows)

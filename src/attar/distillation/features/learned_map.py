@@ -36,8 +36,8 @@ class LearnedMap(nn.Module):  # type: ignore[misc]
     def __init__(self, pairs: Sequence[tuple[int, int]], teacher: int) -> None:
         super().__init__()
         self.shape = (len(pairs), teacher)
-        rest = (1.0 - FIRST) / max(teacher - 1, 1)
-        theta = torch.full(self.shape, math.log(rest) / SCALE)
+        others = (1.0 - FIRST) / max(teacher - 1, 1)
+        theta = torch.full(self.shape, math.log(others) / SCALE)
         for i, j in pairs:
             theta[i, j] = math.log(FIRST) / SCALE
         self.theta = nn.Parameter(theta.flatten())  # a vector: the optimizers treat matrices otherwise

@@ -53,8 +53,8 @@ def block_mask(anchors: Tensor, length: int, block: int) -> Tensor:
     first = anchors.repeat_interleave(block, 1)[..., None]
     context = torch.arange(length, device=anchors.device) < first
     number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
-    own = (number[:, None] == number[None, :]).expand(len(anchors), -1, -1)
-    return torch.cat([context, own], -1)
+    same_block = (number[:, None] == number[None, :]).expand(len(anchors), -1, -1)
+    return torch.cat([context, same_block], -1)
 
 
 def run_blocks(drafter: BlockDrafter, target: TargetPass, anchors: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from attar.models.head import Head
 HIGHEST_RANK = 256  # of the Markov head, by default
 
 
-def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) -> BlockDrafter:
+def make(target: Any, target_head: Head, options: BlockSettings, chosen: Tensor | None) -> BlockDrafter:
     """A drafter before its first step, its sizes those of the target's own layers.
 
     Args:
@@ -47,7 +47,7 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
     Raises:
         ModelError: a reduced vocabulary, and a head with a bias.
     """
-    blocks, (V, H) = len(discover(target).blocks), own.weight.shape
+    blocks, (V, H) = len(discover(target).blocks), target_head.weight.shape
     common: dict[str, Any] = {
         "hidden": H,
         "vocabulary": V,
@@ -69,15 +69,15 @@ def make(target: Any, own: Head, options: BlockSettings, chosen: Tensor | None) 
     with torch.no_grad():
         drafter.mask_embedding.normal_(std=float(target.get_input_embeddings().weight.float().std()))
         if chosen is not None:
-            if own.bias is not None:
+            if target_head.bias is not None:
                 raise ModelError(
                     f"{target.config.model_type}: a reduced draft_vocabulary, and a head with a bias"
                 )
             set_vocabulary(drafter, chosen)
-            drafter.lm_head.weight.copy_(own.weight.detach()[chosen.to(own.weight.device)])
+            drafter.lm_head.weight.copy_(target_head.weight.detach()[chosen.to(target_head.weight.device)])
     if options.start == "target":
         start_block_drafter(drafter, target)
-    drafter.to(own.weight.device)
+    drafter.to(target_head.weight.device)
     return drafter
 
 
@@ -160,8 +160,8 @@ def _compared(
     return total, weights, accepted, agreed, confidence, counts
 
 
-def _head(drafter: BlockDrafter, own: Head) -> Head:
+def _head(drafter: BlockDrafter, target_head: Head) -> Head:
     """The frozen head of the drafter's logits."""
     if not drafter.config.draft_vocabulary:
-        return own
-    return Head(drafter.lm_head.weight.detach(), None, own.scale, own.softcap)
+        return target_head
+    return Head(drafter.lm_head.weight.detach(), None, target_head.scale, target_head.softcap)

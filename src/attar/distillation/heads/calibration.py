@@ -57,7 +57,7 @@ def fit_temperatures(logits: Tensor, acceptance: Tensor) -> tuple[float, ...]:
 def fit_bias(logits: Tensor, acceptance: Tensor) -> tuple[float, tuple[float, ...]]:
     """b and T_1..T_K; arguments as above."""
     fitted = [(float(b), fit_temperatures(logits + b, acceptance)) for b in BIASES]
-    return min(fitted, key=lambda one: sum(survival_errors(logits + one[0], acceptance, one[1])))
+    return min(fitted, key=lambda fit: sum(survival_errors(logits + fit[0], acceptance, fit[1])))
 
 
 def survival_errors(logits: Tensor, acceptance: Tensor, temperatures: tuple[float, ...]) -> list[float]:

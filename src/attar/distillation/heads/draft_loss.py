@@ -134,16 +134,16 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
         accepted = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
         agreed = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            h, own = hidden.detach().to(product), head.to(product)
+            h, cast_head = hidden.detach().to(product), head.to(product)
             pair = None
             if latent is not None and bias is not None:
                 pair = latent.detach().to(product), bias.detach().to(product)
             goal = replace(targets, head=targets.head.to(product))
-            rows = max(1, BYTES // (4 * max(len(own.weight), len(goal.head.weight))))
+            rows = max(1, BYTES // (4 * max(len(cast_head.weight), len(goal.head.weight))))
             for start in range(0, len(hidden), rows):
                 part = slice(start, min(start + rows, len(hidden)))
-                z = own.logits(h[part])
-                base = z.clone() if own.softcap else z
+                z = cast_head.logits(h[part])
+                base = z.clone() if cast_head.softcap else z
                 if pair is not None:
                     z.addmm_(pair[0][part], pair[1].T)
                 values, accepted[part], agreed[part] = _weighted_loss_and_grad(
@@ -151,7 +151,7 @@ class _DraftLoss(torch.autograd.Function):  # type: ignore[misc]
                 )
                 total += values.sum(dtype=torch.float64)
                 if learns:
-                    _add_products(gradients, part, own, base, z, pair)
+                    _add_products(gradients, part, cast_head, base, z, pair)
         ctx.gradients, ctx.types = gradients, [None if x is None else x.dtype for x in sources]
         ctx.mark_non_differentiable(accepted, agreed)
         return total.to(wide), accepted, agreed
@@ -187,7 +187,7 @@ def _weighted_loss_and_grad(
 def _add_products(
     gradients: list[Tensor | None],
     part: slice,
-    own: Head,
+    head: Head,
     base: Tensor,
     dz: Tensor,
     pair: tuple[Tensor, Tensor] | None,
@@ -203,4 +203,4 @@ def _add_products(
         dlatent[part] = dz @ pair[1]
         dbias += dz.T @ pair[0][part]
     if dhidden is not None:
-        dhidden[part] = own.backward(base, dz) @ own.weight
+        dhidden[part] = head.backward(base, dz) @ head.weight

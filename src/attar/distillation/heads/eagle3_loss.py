@@ -34,9 +34,9 @@ from attar.models.draft_heads.vocabulary import set_vocabulary, tokens_of
 from attar.models.head import Head
 
 
-def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None) -> Eagle3Head:
+def make(target: Any, target_head: Head, settings: Eagle3Settings, chosen: Tensor | None) -> Eagle3Head:
     """The head before its first step, the sizes of its layers those of the target's own."""
-    V, H = own.weight.shape
+    V, H = target_head.weight.shape
     config = Eagle3Config(
         hidden=H,
         vocabulary=V,
@@ -52,7 +52,7 @@ def make(target: Any, own: Head, settings: Eagle3Settings, chosen: Tensor | None
     )
     head = Eagle3Head(config)
     set_vocabulary(head, chosen)
-    head.start_from(own.weight.detach().cpu().float() * own.scale)
+    head.start_from(target_head.weight.detach().cpu().float() * target_head.scale)
     if settings.start == "target":
         start_eagle3(head, target)
     return head
@@ -90,9 +90,9 @@ def _divergence(head: Eagle3Head, target: TargetPass, where: Tensor, j: int) -> 
     return chunk_loss
 
 
-def _logits(own: Head, final: Tensor, tokens: Tensor | None) -> Tensor:
+def _logits(target_head: Head, final: Tensor, tokens: Tensor | None) -> Tensor:
     """The target's logits (n, v) of final states (n, H), over some tokens."""
-    logits = own.logits(final.to(own.weight.dtype))
+    logits = target_head.logits(final.to(target_head.weight.dtype))
     return logits if tokens is None else logits[:, tokens]
 
 

@@ -33,10 +33,10 @@ from attar.models.head import Head
 LENGTH = 512  # tokens of a row that ``noise`` is for
 
 
-def make(target: Any, own: Head, settings: EagleSettings, chosen: Tensor | None) -> EagleHead:
+def make(target: Any, target_head: Head, settings: EagleSettings, chosen: Tensor | None) -> EagleHead:
     """The head before its first step, the sizes of its layers those of the target's own."""
     assert chosen is None, "it drafts with its target's head"
-    vocabulary, hidden = own.weight.shape
+    vocabulary, hidden = target_head.weight.shape
     config = EagleConfig(
         hidden=hidden,
         vocabulary=vocabulary,

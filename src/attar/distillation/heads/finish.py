@@ -35,8 +35,8 @@ def _calibrate(head: Any, chains: DraftedChains) -> dict[str, Any]:
     """Give a head with a confidence its temperatures, and their bias. What the card says of them."""
     if chains.confidence is None:
         return {}
-    whole = chains.whole
-    bias, temperatures, details = calibrate(chains.confidence[whole], chains.acceptance[whole])
+    complete = chains.complete
+    bias, temperatures, details = calibrate(chains.confidence[complete], chains.acceptance[complete])
     with torch.no_grad():
         head.confidence_head.proj.bias += bias
     head.config = replace(head.config, temperatures=temperatures)

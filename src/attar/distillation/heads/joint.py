@@ -53,14 +53,14 @@ class JointLearner(nn.Module):  # type: ignore[misc]
         self,
         base: Any,
         heads: MedusaHeads,
-        own: Head,
+        target_head: Head,
         options: MedusaSettings,
         steps: int,
         original: tuple[FinalStates, Head] | None,
         passes: int = 1,
     ) -> None:
         super().__init__()
-        self.base, self.heads, self.own, self.options = base, heads, own, options
+        self.base, self.heads, self.target_head, self.options = base, heads, target_head, options
         self.steps, self.passes, self.original = steps, passes, original
         # where a killed run is, with any number of processes
         self.register_buffer("step", torch.zeros((), dtype=torch.float64))
@@ -74,14 +74,14 @@ class JointLearner(nn.Module):  # type: ignore[misc]
             self.step += 1 / self.passes
         final = final_states(self.base, batch)
         embedding = self.base.get_input_embeddings().weight
-        target = TargetPass(batch, final[:, :, None], final, self.own, embedding)
+        target = TargetPass(batch, final[:, :, None], final, self.target_head, embedding)
         heads = medusa.loss(self.heads, target, self.options)
         return self._model_loss(batch, final) + weight * heads
 
     def _model_loss(self, batch: Examples, final: Tensor) -> Tensor:
         """The mean over the tokens that count."""
         if self.original is None:
-            return text_loss(final, batch, self.own)
+            return text_loss(final, batch, self.target_head)
         where, (states, head) = batch.targets != PADDING, self.original
         with torch.no_grad():
             wanted = states(batch)[where]
@@ -90,11 +90,11 @@ class JointLearner(nn.Module):  # type: ignore[misc]
             logits = head.logits(wanted[part].to(head.weight.dtype))
             return blockwise(forward_kl.loss_and_grad, z, logits, out=z)
 
-        return head_loss(final[where], self.own, divergence)
+        return head_loss(final[where], self.target_head, divergence)
 
     def output_weights(self) -> Iterator[Tensor]:
         """Matrices that make logits, which the optimizers treat as a head."""
-        yield self.own.weight
+        yield self.target_head.weight
         yield from self.heads.output_weights()
 
     def rate_scales(self) -> dict[int, float]:
@@ -106,11 +106,13 @@ class JointLearner(nn.Module):  # type: ignore[misc]
         self.base.gradient_checkpointing_enable(**options)
 
 
-def text_loss(final: Tensor, batch: Examples, own: Head) -> Tensor:
+def text_loss(final: Tensor, batch: Examples, target_head: Head) -> Tensor:
     """The mean cross-entropy of the next tokens, of final states (B, S, H)."""
     where = batch.targets != PADDING
     labels = batch.targets[where]
-    return head_loss(final[where], own, lambda z, part: blockwise(hard.loss_and_grad, z, labels[part], out=z))
+    return head_loss(
+        final[where], target_head, lambda z, part: blockwise(hard.loss_and_grad, z, labels[part], out=z)
+    )
 
 
 def schedule(t: float, together: JointSettings) -> float:
@@ -125,7 +127,7 @@ def final_states(model: Any, batch: Examples) -> Tensor:
     return states[-1]
 
 
-def original_of(base: Any, own: Head, adapted: bool) -> tuple[FinalStates, Head]:
+def original_of(base: Any, target_head: Head, adapted: bool) -> tuple[FinalStates, Head]:
     """The model as it is now: with its adapters off, or a copy."""
     if adapted:
 
@@ -133,7 +135,9 @@ def original_of(base: Any, own: Head, adapted: bool) -> tuple[FinalStates, Head]
             with base.disable_adapter():
                 return final_states(base, batch)
 
-        return without_adapters, own
+        return without_adapters, target_head
     frozen = copy.deepcopy(base).requires_grad_(False).eval()
     head = frozen.get_output_embeddings()
-    return lambda batch: final_states(frozen, batch), Head(head.weight, head.bias, own.scale, own.softcap)
+    return lambda batch: final_states(frozen, batch), Head(
+        head.weight, head.bias, target_head.scale, target_head.softcap
+    )

@@ -46,7 +46,7 @@ HEAD = "head"  # folder of the heads inside the model's
 
 def train_jointly(
     target: Any,
-    own: Head,
+    target_head: Head,
     heads: Any,
     rows: HeadRows,
     settings: DistillSettings,
@@ -68,11 +68,11 @@ def train_jointly(
         base = add_adapters(target, names, rank)
     else:
         base = target.requires_grad_(True)
-    original = original_of(base, own, bool(rank)) if options.together.base_loss == "self" else None
+    original = original_of(base, target_head, bool(rank)) if options.together.base_loss == "self" else None
     if shards():
         raise SettingsError("joint", options.together.joint, "0 with --shard: the heads read the whole model")
     passes = passes_of(settings.accumulate, count())
-    learner = JointLearner(base, heads, own, options, steps, original, passes)
+    learner = JointLearner(base, heads, target_head, options, steps, original, passes)
     before = _held_out_loss(learner, rows.held_out, settings)
     history = train(
         learner,
@@ -102,10 +102,12 @@ def _loss(model: nn.Module, batch: Examples) -> torch.Tensor:
 def _held_out_loss(learner: JointLearner, rows: Examples, settings: DistillSettings) -> float:
     """The model's cross-entropy on rows, in nats a token."""
     learner.eval()
-    total, device = 0.0, learner.own.weight.device
+    total, device = 0.0, learner.target_head.weight.device
     for batch in rows.split(settings.batch_size):
         batch = batch.trimmed().to(device)
-        total += float(text_loss(final_states(learner.base, batch), batch, learner.own)) * batch.count()
+        total += (
+            float(text_loss(final_states(learner.base, batch), batch, learner.target_head)) * batch.count()
+        )
     return total / rows.count()
 
 

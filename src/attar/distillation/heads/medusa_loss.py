@@ -33,9 +33,9 @@ RANKS = 10  # of a head that may be drafted
 POSITIONS = 512  # whose logits exist together
 
 
-def make(target: Any, own: Head, settings: MedusaSettings, chosen: Tensor | None) -> MedusaHeads:
+def make(target: Any, target_head: Head, settings: MedusaSettings, chosen: Tensor | None) -> MedusaHeads:
     """The heads before their first step."""
-    vocabulary, hidden = own.weight.shape
+    vocabulary, hidden = target_head.weight.shape
     config = MedusaConfig(
         hidden=hidden,
         vocabulary=vocabulary,
@@ -47,7 +47,7 @@ def make(target: Any, own: Head, settings: MedusaSettings, chosen: Tensor | None
     )
     heads = MedusaHeads(config)
     set_vocabulary(heads, chosen)
-    heads.start_from(own.weight.detach().cpu().float() * own.scale)
+    heads.start_from(target_head.weight.detach().cpu().float() * target_head.scale)
     return heads
 
 
@@ -117,7 +117,7 @@ def _hard(labels: Tensor) -> ChunkLoss:
 
 def _later(targets: Tensor, k: int) -> Tensor:
     """Targets (B, S) k positions later, where all up to there count."""
-    rest = targets[:, k:]
+    later = targets[:, k:]
     for back in range(k):
-        rest = torch.where(targets[:, back : back + rest.shape[1]] == PADDING, PADDING, rest)
-    return torch.nn.functional.pad(rest, (0, k), value=PADDING)
+        later = torch.where(targets[:, back : back + later.shape[1]] == PADDING, PADDING, later)
+    return torch.nn.functional.pad(later, (0, k), value=PADDING)

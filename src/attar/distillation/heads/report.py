@@ -45,7 +45,7 @@ class DraftedChains:
         )
 
     @property
-    def whole(self) -> Tensor:
+    def complete(self) -> Tensor:
         """bool (n,), chains without NaN."""
         return ~self.acceptance.isnan().any(1)
 
@@ -59,13 +59,13 @@ def expected_tokens_a_pass(acceptance: Tensor) -> float:
 
 def drafting_report(chains: DraftedChains) -> dict[str, Any]:
     """For the card: means at each position, and expected tokens a pass."""
-    whole = chains.whole
+    complete = chains.complete
     return {
-        "chains": int(whole.sum()),
+        "chains": int(complete.sum()),
         "acceptance": _means(chains.acceptance),
         "agreement": _means(chains.agreement),
-        "tokens_a_pass": round(expected_tokens_a_pass(chains.acceptance[whole]), 4),
-        "tokens_a_pass_greedy": round(expected_tokens_a_pass(chains.agreement[whole]), 4),
+        "tokens_a_pass": round(expected_tokens_a_pass(chains.acceptance[complete]), 4),
+        "tokens_a_pass_greedy": round(expected_tokens_a_pass(chains.agreement[complete]), 4),
     }
 
 

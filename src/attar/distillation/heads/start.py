@@ -54,15 +54,15 @@ def start_eagle3(head: Eagle3Head, target: Any) -> None:
 def _start_layer(layer: Any, entering: nn.RMSNorm, block: Block, target: Any) -> None:
     """A layer as a block of the target, with the norm of its residual stream in front of attention; the
     residual stream is the last that attention reads."""
-    own, attention, mlp = layer.self_attn, block.attention, block.mlp
+    self_attn, attention, mlp = layer.self_attn, block.attention, block.mlp
     if len(block.norms) == 2:  # with more, some are behind attention and MLP
         _start_norm(entering, block.norms[0], target)
         _start_norm(layer.post_attention_layernorm, block.norms[1], target)
     parts: list[tuple[nn.Linear, Projection | None]] = [
-        (own.q_proj, attention.q),
-        (own.k_proj, attention.k),
-        (own.v_proj, attention.v),
-        (own.o_proj, attention.o),
+        (self_attn.q_proj, attention.q),
+        (self_attn.k_proj, attention.k),
+        (self_attn.v_proj, attention.v),
+        (self_attn.o_proj, attention.o),
         (layer.mlp.gate_proj, mlp.gate),
         (layer.mlp.up_proj, mlp.up),
         (layer.mlp.down_proj, mlp.down),
@@ -73,10 +73,10 @@ def _start_layer(layer: Any, entering: nn.RMSNorm, block: Block, target: Any) ->
         columns = linear.weight[:, -weight.shape[1] :]
         if columns.shape == weight.shape:
             columns.copy_(weight)
-    if own.shape.head_norms:
-        for norm, linear in ((own.q_norm, own.q_proj), (own.k_norm, own.k_proj)):
+    if self_attn.shape.head_norms:
+        for norm, linear in ((self_attn.q_norm, self_attn.q_proj), (self_attn.k_norm, self_attn.k_proj)):
             norm.weight.fill_((linear.weight * entering.weight).square().sum(1).mean().sqrt())
-        for norm, name in zip((own.q_norm, own.k_norm), attention.norms, strict=False):
+        for norm, name in zip((self_attn.q_norm, self_attn.k_norm), attention.norms, strict=False):
             _start_norm(norm, name, target)
 
 

@@ -79,17 +79,19 @@ def distill_head(
         kind = (source.config.get("architectures") or ["a model"])[0]
         raise ModelError(f"{source.name}: {kind} predicts no next token, so nothing can be drafted for it")
     target = TASKS["causal"].load(source, settings, teacher=True, progress=progress).requires_grad_(False)
-    own = head_of(target)
-    if own is None:
+    target_head = head_of(target)
+    if target_head is None:
         raise ModelError(f"{source.name}: no draft head can read it: its own head is no plain Linear")
-    check_draft_vocabulary(_options(settings).draft_vocabulary, len(own.weight))
+    check_draft_vocabulary(_options(settings).draft_vocabulary, len(target_head.weight))
     parents: dict[str, Any] = {"signals": [source], "data": authors, "text": fingerprint(settings.data)}
     with produce(out, "distill", settings, VERSION, [source], **parents, force=force, key=key) as output:
         rows = write_rows(source, target, settings, output, samples, progress)
-        head, history = _trained_head(target, own, rows, settings, output, progress)
-        model, states = target, TargetStates(target, own, head.config.layers)
+        head, history = _trained_head(target, target_head, rows, settings, output, progress)
+        model, states = target, TargetStates(target, target_head, head.config.layers)
         if settings.joint_steps:
-            model, states, history = train_jointly(target, own, head, rows, settings, output, progress)
+            model, states, history = train_jointly(
+                target, target_head, head, rows, settings, output, progress
+            )
         output.exit_unless_rank0()
         _measure(head, states, rows, settings, output, progress)
         if settings.joint_steps:
@@ -110,18 +112,18 @@ def distill_head(
 
 def _trained_head(
     target: Any,
-    own: Head,
+    target_head: Head,
     rows: HeadRows,
     settings: DistillSettings,
     output: StageOutput,
     progress: Progress,
 ) -> tuple[Any, TrainHistory]:
     """The head after the steps in which the target stays as it is; adds to the details of the card."""
-    device, options, work = own.weight.device, _options(settings), output.work
+    device, options, work = target_head.weight.device, _options(settings), output.work
     precision = resolve(settings.precision, device, work / "train")
-    chosen = choose_tokens(rows.different, len(own.weight), options.draft_vocabulary)
+    chosen = choose_tokens(rows.different, len(target_head.weight), options.draft_vocabulary)
     torch.manual_seed(settings.seed)
-    head = HEAD_MAKERS[settings.head](target, own, options, chosen).to(device)
+    head = HEAD_MAKERS[settings.head](target, target_head, options, chosen).to(device)
     if chosen is not None:
         covered = torch.isin(rows.held_out.labels, chosen).double().mean()
         output.details["draft_vocabulary"] = {"tokens": len(chosen), "held_out_share": float(covered)}
@@ -130,7 +132,7 @@ def _trained_head(
         return head, TrainHistory()
     if precision == "bf16" and not settings.joint_steps:
         round_frozen(target)
-    states = TargetStates(target, own, head.config.layers)
+    states = TargetStates(target, target_head, head.config.layers)
     uses = steps * settings.batch_size * settings.accumulate / len(rows.different)
     row = row_bytes(rows.different.tokens.shape[1], len(head.config.layers), head.config.hidden)
     most = options.cached_bytes(uses) // row

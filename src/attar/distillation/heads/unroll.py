@@ -68,13 +68,13 @@ def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> T
     parts = []
     for start in range(0, S, rows):
         part = slice(start, min(start + rows, S))
-        own = [x[:, part] for x in (*keys[1:], *values[1:])]
+        drafted = [x[:, part] for x in (*keys[1:], *values[1:])]
         before = (keys[0][:, : part.stop], values[0][:, : part.stop])
-        parts.append(checkpoint(_part, start, q[:, part], *before, *own, use_reentrant=False))
+        parts.append(checkpoint(_part, start, q[:, part], *before, *drafted, use_reentrant=False))
     return torch.cat(parts, 1)
 
 
-def _part(start: int, q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
+def _part(start: int, q: Tensor, k: Tensor, v: Tensor, *drafted: Tensor) -> Tensor:
     """Queries (B, n, h, d) of the columns from ``start`` on, keys and values of step 0 up to the last of
     them, and first keys, then values, of later steps at these columns."""
     n, d = q.shape[1], q.shape[-1]
@@ -84,12 +84,12 @@ def _part(start: int, q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
         torch.arange(k.shape[1], device=q.device) <= torch.arange(start, start + n, device=q.device)[:, None]
     )
     scores = scores.masked_fill(~seen, -torch.inf)
-    J = len(own) // 2
-    drafts = [torch.einsum("bnkgd,bnkd->bkgn", q, key)[..., None].to(scores.dtype) for key in own[:J]]
+    J = len(drafted) // 2
+    drafts = [torch.einsum("bnkgd,bnkd->bkgn", q, key)[..., None].to(scores.dtype) for key in drafted[:J]]
     wide = torch.promote_types(scores.dtype, torch.float32)
     p = torch.cat([scores, *drafts], -1).softmax(-1, dtype=wide).to(v.dtype)
     out = torch.einsum("bkgnt,btkd->bnkgd", p[..., : k.shape[1]], v)
-    for step, value in enumerate(own[J:]):
+    for step, value in enumerate(drafted[J:]):
         weights = p[..., k.shape[1] + step].permute(0, 3, 1, 2)
         out = out + weights[..., None] * value[:, :, :, None].to(out.dtype)
     return out.flatten(2)

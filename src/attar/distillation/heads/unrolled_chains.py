@@ -29,12 +29,12 @@ def chains(head: Any, target: TargetPass, settings: Any) -> DraftedChains:
     embedded = F.embedding(target.tokens, target.embedding).to(states.dtype)
     (B, S), K = states.shape[:2], head.config.drafts
     acceptance, agreement = (torch.full((B, S, K), torch.nan, device=states.device) for _ in range(2))
-    whole = torch.ones(B, S, dtype=torch.bool, device=states.device)
+    complete = torch.ones(B, S, dtype=torch.bool, device=states.device)
     for k, a in enumerate(unroll(head, embedded, states, min(K, S))):
-        whole = whole[:, : S - k] & counts[:, 1 + k :]
-        compared = _compared(head, target, a[:, : S - k][whole], target.final[:, 1 + k :][whole])
+        complete = complete[:, : S - k] & counts[:, 1 + k :]
+        compared = _compared(head, target, a[:, : S - k][complete], target.final[:, 1 + k :][complete])
         for values, column in zip((acceptance, agreement), compared, strict=True):
-            values[:, : S - k, k][whole] = column
+            values[:, : S - k, k][complete] = column
     started = counts[:, 1:]
     return DraftedChains(acceptance[started], agreement[started])
 
@@ -44,11 +44,11 @@ def _compared(head: Any, target: TargetPass, a: Tensor, final: Tensor) -> tuple[
     overlap, same = ([torch.empty(0, device=a.device)] for _ in range(2))
     for part, f in zip(*(x.split(chunk_rows(len(x), target.head.weight)) for x in (a, final)), strict=True):
         p = target.head.logits(f.to(target.head.weight.dtype)).float().softmax(-1)
-        q = head.logits(part, _own(target)).float().softmax(-1)
+        q = head.logits(part, _logits_of(target)).float().softmax(-1)
         overlap.append(torch.minimum(p, q).sum(-1))
         same.append((p.argmax(-1) == q.argmax(-1)).float())
     return torch.cat(overlap), torch.cat(same)
 
 
-def _own(target: TargetPass) -> Any:
+def _logits_of(target: TargetPass) -> Any:
     return lambda f: target.head.logits(f.to(target.head.weight.dtype))

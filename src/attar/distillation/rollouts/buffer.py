@@ -58,16 +58,16 @@ class RolloutBuffer:
     def batch(self, number: int, model: Any) -> Examples:
         """See :class:`attar.walks.train.BatchSource`."""
         size = self.settings.batch_size
-        if not self._own(number + 1) - self._own(number):
+        if not self._student_batches(number + 1) - self._student_batches(number):
             return Batches(self.text, size, self.settings.seed)[number]  # type: ignore[no-any-return]
         now = number // self._per_round
-        used = self._own(number) - self._own(now * self._per_round)
+        used = self._student_batches(number) - self._student_batches(now * self._per_round)
         pool = self._pool(now, model)
-        own: Rollouts = Batches(pool, size, self.settings.seed + now + 1)[used]
+        rollouts: Rollouts = Batches(pool, size, self.settings.seed + now + 1)[used]
         loss = self.settings.loss
         if isinstance(loss, MiniLLMSettings) and loss.lm_weight:
-            return joined([own, as_text(Batches(self.text, size, self.settings.seed)[number])])
-        return own
+            return joined([rollouts, as_text(Batches(self.text, size, self.settings.seed)[number])])
+        return rollouts
 
     @property
     def ranks(self) -> int:
@@ -90,14 +90,14 @@ class RolloutBuffer:
         rollouts = self.settings.rollouts
         return max(rollouts.staleness // rollouts.rollout_every, 1)
 
-    def _own(self, micro: int) -> int:
+    def _student_batches(self, micro: int) -> int:
         """How many of the first micro-batches are the student's text."""
         return math.floor(micro * self.settings.student_share + EXACT)
 
     def _written(self, now: int) -> int:
         """Rows that a round writes: each is used about once."""
         last = min((now + 1) * self._per_round, self.settings.steps * self.settings.accumulate)
-        used = self._own(last) - self._own(now * self._per_round)
+        used = self._student_batches(last) - self._student_batches(now * self._per_round)
         return -(-used * self.settings.batch_size // self._kept)
 
     def _pool(self, now: int, model: Any) -> Rollouts:

@@ -51,15 +51,17 @@ class Rollouts(Examples):
         """From rows int64 (N, S), the lengths of their prompts (N,), and the log-probability of each token
         (N, S)."""
         examples = completions(tokens, prompts)
-        behaviour, own = (_shifted(x, examples) for x in (logprobs, logprobs if policy is None else policy))
-        return cls(tokens=tokens, targets=examples.targets, behaviour=behaviour, policy=own)
+        behaviour, policy_logprobs = (
+            _shifted(x, examples) for x in (logprobs, logprobs if policy is None else policy)
+        )
+        return cls(tokens=tokens, targets=examples.targets, behaviour=behaviour, policy=policy_logprobs)
 
 
 def completions(tokens: Tensor, prompts: Tensor) -> Examples:
     """Examples of rows int64 (N, S) whose first ``prompts`` (N,) tokens are given, and not predicted."""
     examples = Examples.of_text(tokens)
-    asked = torch.arange(tokens.shape[1]) < prompts[:, None] - 1
-    return Examples(tokens, examples.targets.masked_fill(asked, PADDING))
+    in_prompt = torch.arange(tokens.shape[1]) < prompts[:, None] - 1
+    return Examples(tokens, examples.targets.masked_fill(in_prompt, PADDING))
 
 
 def _shifted(values: Tensor, examples: Examples) -> Tensor:
@@ -128,7 +130,7 @@ def sample_rows(
             _check(event)
             stop = start + len(event.token_ids)
             rows[index, start:stop] = torch.tensor(event.token_ids, dtype=torch.int64)
-            logprobs[index, start:stop] = torch.tensor([one.logprob for one in event.logprobs])
+            logprobs[index, start:stop] = torch.tensor([token.logprob for token in event.logprobs])
             filled[event.request] = (index, stop)
     return rows, logprobs
 

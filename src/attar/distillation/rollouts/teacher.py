@@ -66,13 +66,13 @@ class RolloutWriter:
         Args:
             text: rows (M, S).
         """
-        own = round(self.settings.teacher_share * count)
-        if not own:
+        generated = round(self.settings.teacher_share * count)
+        if not generated:
             return text
         settings = self.settings
-        prompts = repeated(text, min(settings.rollouts.samples, own))
+        prompts = repeated(text, min(settings.rollouts.samples, generated))
         rollouts = self.after_text(prompts, settings.rollout_temperature, settings.seed, "train")
-        return joined([repeated(rollouts, own), repeated(text, count - own)])
+        return joined([repeated(rollouts, generated), repeated(text, count - generated)])
 
     def held_out_rows(self) -> Examples:
         """About ``HELD_OUT_TOKENS`` tokens generated after held-out text at temperature 1; the same rows
@@ -145,16 +145,16 @@ def write_rows(
     work.mkdir(parents=True, exist_ok=True)
     starts, runner = range(0, len(prompts), ROWS), None
     files = [work / f"{number:06d}.safetensors" for number in range(len(starts))]
-    own = range(processes.rank, len(starts), processes.count)
-    with progress.task("rollouts", total=len(own)) as task:
-        for number in own:
+    assigned = range(processes.rank, len(starts), processes.count)
+    with progress.task("rollouts", total=len(assigned)) as task:
+        for number in assigned:
             start, file = starts[number], files[number]
-            asked = prompts[start : start + ROWS]
-            if not _kept(file, asked):
+            batch = prompts[start : start + ROWS]
+            if not _kept(file, batch):
                 runner = runner or runner_of(teacher, sequences=ROWS, length=length, exact=True)
                 rows, _ = sample_rows(
                     runner,
-                    asked,
+                    batch,
                     length,
                     vocabulary=vocabulary,
                     ends=ends,
@@ -176,4 +176,6 @@ def _kept(file: Path, prompts: Sequence[Sequence[int]]) -> bool:
         return False
     rows = load_file(file)["tokens"][: len(prompts)]
     pairs = zip(rows, prompts, strict=False)
-    return len(rows) == len(prompts) and all(row[: len(one)].tolist() == list(one) for row, one in pairs)
+    return len(rows) == len(prompts) and all(
+        row[: len(prompt)].tolist() == list(prompt) for row, prompt in pairs
+    )

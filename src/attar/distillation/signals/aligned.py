@@ -112,10 +112,10 @@ class GroupTokens:
             return None
         ranges = (group.ours, group.theirs)
         ours, theirs = (part[span.start : span.stop] for part, span in zip(tokens, ranges, strict=True))
-        one, other = (
+        our_rows, their_rows = (
             part[span.start - 1 : span.stop - 1] for part, span in zip(numbers, ranges, strict=True)
         )
-        return None if -1 in one or -1 in other else cls((ours, theirs), (one, other))
+        return None if -1 in our_rows or -1 in their_rows else cls((ours, theirs), (our_rows, their_rows))
 
 
 @dataclass
@@ -160,7 +160,7 @@ class AlignedTarget:
     """The teacher's predictions of a batch in its own tokens, and the groups that are compared.
 
     Attributes:
-        whole: all predictions are needed at once: a group may end in another chunk.
+        unchunked: all predictions are needed at once: a group may end in another chunk.
     """
 
     logits: Tensor
@@ -168,7 +168,7 @@ class AlignedTarget:
     sizes: tuple[int, int]
     values: GroupValues
     outputs: ModelOutputs | None = None
-    whole: bool = True
+    unchunked: bool = True
 
     def loss_and_grad(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """See :class:`attar.distillation.signals.target.SoftTarget`, for all predictions: a group's loss is
@@ -178,13 +178,13 @@ class AlignedTarget:
         gradient = torch.zeros_like(z)
         known = gradient[:, : student.shape[1]]
         with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-            for one in self.comparisons:
-                for start in range(0, len(one.ours.last), GROUPS):
+            for comparison in self.comparisons:
+                for start in range(0, len(comparison.ours.last), GROUPS):
                     block = slice(start, start + GROUPS)
-                    ours, theirs = one.ours.chosen(block), one.theirs.chosen(block)
+                    ours, theirs = comparison.ours.chosen(block), comparison.theirs.chosen(block)
                     rows, local = _own_rows(ours)
                     x = student[rows].detach().requires_grad_()
-                    losses = self.values(x, t, local, theirs, one.matching)
+                    losses = self.values(x, t, local, theirs, comparison.matching)
                     (dz,) = torch.autograd.grad(losses.sum(), x)
                     values[ours.last] = losses.detach().to(values.dtype)
                     known[rows] += dz

@@ -46,6 +46,6 @@ def sparse_weights(likely: Tensor, draws: int) -> Tensor:
         draws: N.
     """
     likely = likely.float()
-    rest = (1.0 - likely.sum(1, keepdim=True)).clamp(min=0.0) / max(draws, 1)
-    weights = torch.cat([likely, rest.expand(-1, draws)], 1)
+    drawn = (1.0 - likely.sum(1, keepdim=True)).clamp(min=0.0) / max(draws, 1)
+    weights = torch.cat([likely, drawn.expand(-1, draws)], 1)
     return weights / weights.sum(1, keepdim=True)

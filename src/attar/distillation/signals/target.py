@@ -39,7 +39,7 @@ class SignalSource:
 
 
 class SoftTarget(Protocol):
-    """A teacher's answer to a batch. One with ``whole = True`` is asked for all predictions at once."""
+    """A teacher's answer to a batch. A target with ``unchunked = True`` gets all predictions at once."""
 
     @property
     def outputs(self) -> ModelOutputs | None:

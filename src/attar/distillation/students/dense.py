@@ -164,10 +164,10 @@ def _shared(teacher: Any, mixture: Mixture) -> Projections:
 
 def _config(teacher: Any, neurons: int) -> dict[str, Any]:
     """The dense sibling's config."""
-    own = named_config(teacher).to_dict()
-    kind, architecture = SIBLINGS[own["model_type"]]
+    teacher_config = named_config(teacher).to_dict()
+    kind, architecture = SIBLINGS[teacher_config["model_type"]]
     dense = CONFIG_MAPPING[kind]
     known = {*dense().to_dict(), "head_dim"} - {"architectures", "model_type", "layer_types"}
-    fields = {key: value for key, value in own.items() if key in known}
+    fields = {key: value for key, value in teacher_config.items() if key in known}
     config: dict[str, Any] = dense(**{**fields, "intermediate_size": neurons}).to_dict()
-    return {**config, "architectures": [architecture], "sliding_window": own.get("sliding_window")}
+    return {**config, "architectures": [architecture], "sliding_window": teacher_config.get("sliding_window")}

@@ -88,8 +88,10 @@ def chosen_units(teacher: Any, plan: StudentPlan, text: ScoringText | None) -> C
         layers = tuple(sorted(order[:stay].tolist()))
     if not plan.is_narrower:
         return CutPlan(layers=layers)
-    asked = {name: units for name, units in RANKED.items() if name in plan.sizes.cut_structures(plan.full)}
-    ranking = rank_units(teacher, anatomy, asked, batches, no_loss, text.work, **passes)
+    structures = {
+        name: units for name, units in RANKED.items() if name in plan.sizes.cut_structures(plan.full)
+    }
+    ranking = rank_units(teacher, anatomy, structures, batches, no_loss, text.work, **passes)
     units = cut_plan_of(anatomy, plan.full, plan.sizes, ranking, layers)
     return CutPlan(units.heads, units.neurons, units.hidden, layers)
 

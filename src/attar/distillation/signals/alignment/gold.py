@@ -111,7 +111,8 @@ def gold_values(
         Q, P = _with(Q, _complement(Q)), _with(P, _complement(P))
     elif len(matching.rests[0]):  # else the distributions are those of the matched tokens
         Q, P = (
-            _with(x, _sum(y, rest)) for x, y, rest in zip((Q, P), (log_q, log_p), matching.rests, strict=True)
+            _with(x, _sum(y, unmatched))
+            for x, y, unmatched in zip((Q, P), (log_q, log_p), matching.rests, strict=True)
         )
     values = differentiable(objective, T * Q, T * P, T)
     if matching.rests is not None and len(matching.rests[0]):

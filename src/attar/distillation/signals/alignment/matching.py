@@ -105,6 +105,6 @@ def _text(table: Mapping[int, TokenBytes], token: int) -> bytes:
 
 def _without(matched: Tensor, size: int) -> Tensor:
     """Numbers below ``size`` that are not matched."""
-    rest = torch.ones(size, dtype=torch.bool)
-    rest[matched] = False
-    return rest.nonzero()[:, 0]
+    unmatched = torch.ones(size, dtype=torch.bool)
+    unmatched[matched] = False
+    return unmatched.nonzero()[:, 0]

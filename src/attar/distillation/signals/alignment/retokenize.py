@@ -127,9 +127,9 @@ class Retokenizer:
         """The teacher's tokens of a text that begins at a byte, with the bytes that they cover."""
         blank = self._blank_in_front and text.startswith(" ")
         tokens, characters = self._encode(text[1:] if blank else text)
-        content, whole = self._content(tokens), text.encode()
+        content, encoded = self._content(tokens), text.encode()
         added = len(BLANK) if self._blank_in_front and not blank else 0
-        if content[added:] != whole:  # a normalizer changed the text: by characters then
+        if content[added:] != encoded:  # a normalizer changed the text: by characters then
             yield from self._character_spans(text, tokens, characters, int(blank), offset)
             return
         position = offset - added

@@ -38,9 +38,9 @@ def groups_of(ours: Sequence[ByteSpan], theirs: Sequence[ByteSpan]) -> list[Span
     """
     edges = sorted(_edges(ours) & _edges(theirs))
     return [
-        SpanGroup(one, other)
-        for one, other in zip(_between(edges, ours), _between(edges, theirs), strict=True)
-        if one and other
+        SpanGroup(our_span, their_span)
+        for our_span, their_span in zip(_between(edges, ours), _between(edges, theirs), strict=True)
+        if our_span and their_span
     ]
 
 
