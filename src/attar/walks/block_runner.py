@@ -1,8 +1,10 @@
-"""One block of a sweep with the hidden states before it: groups of Linears, their solutions, outputs."""
+"""One block of a sweep with the hidden states before it: groups of Linears, outputs, and the file of its
+solutions (safetensors: tensors named ``module/short``, reports in the header)."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -10,8 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from attar.checkpoint import atomic
 from attar.checkpoint.processes import Processes
 from attar.errors import NumericsError
 from attar.interruption import Interruption, StateFile
@@ -22,7 +26,6 @@ from attar.models.loading.experts import Experts
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
 from attar.walks.offloaded_model import BlockCall, HiddenStates, on_meta
 from attar.walks.passes import BlockPasses
-from attar.walks.solution_files import read_solutions, write_solutions
 from attar.walks.solvers import BlockSolver, BlockView, LinearSolver, Solution
 
 
@@ -263,3 +266,31 @@ def _put(module: Any, weight: Tensor, tensors: dict[str, Tensor]) -> None:
     weight_of(module).copy_(weight)
     if "bias" in tensors:
         module.bias.copy_(tensors["bias"])
+
+
+def write_solutions(file: Path, solutions: dict[str, Solution]) -> None:
+    """Write the solutions of one block."""
+    tensors = {
+        f"{name}/{short}": tensor.clone(memory_format=torch.contiguous_format)
+        for name, solution in solutions.items()
+        for short, tensor in solution.tensors.items()
+    }
+    reports = [{"name": name, **solution.report} for name, solution in solutions.items()]
+    atomic.save_tensors(file, tensors, {"reports": json.dumps(reports)})
+
+
+def read_solutions(file: Path) -> dict[str, dict[str, Tensor]]:
+    """The solution tensors of a block file, by module."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118  (not a dict)
+            name, _, short = key.rpartition("/")
+            tensors.setdefault(name, {})[short] = opened.get_tensor(key)
+    return tensors
+
+
+def read_reports(file: Path) -> list[dict[str, Any]]:
+    """The reports of a block file."""
+    with safe_open(file, framework="pt") as opened:
+        reports: list[dict[str, Any]] = json.loads(opened.metadata()["reports"])
+    return reports

@@ -38,12 +38,11 @@ from attar.interruption import interruptible
 from attar.models.loading.device import free_memory, trim_memory
 from attar.models.loading.experts import Experts
 from attar.progress import SILENT, Progress
-from attar.walks.block_runner import BlockRunner, SweepState
+from attar.walks.block_runner import BlockRunner, SweepState, read_reports, read_solutions
 from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
 from attar.walks.shared_solver import SharedSolver
-from attar.walks.solution_files import read_reports, read_solutions
 from attar.walks.solvers import BlockSolver, LinearSolver
 
 AfterBlocks = Callable[[OffloadedModel, Sequence[Tensor], HiddenStates, Processes], None]
