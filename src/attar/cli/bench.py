@@ -51,7 +51,7 @@ def build_bench(verb: str) -> Any:
             read_settings(EngineSettings, verb, other_options),
             read_settings(BenchSettings, verb, other_options),
         )
-        if methods.asked:
+        if methods.requested:
             batches = cases.batch if values.get("batch") else (1,)
             return _profile(values, methods, cases, engine, batches, progress)
         _refuse_without_methods(values, [*profile_options, "picture"])

@@ -242,9 +242,12 @@ class DraftModel:
         for draft, count, _ in parts:
             start = self.tables.length(draft.request.sequence)
             tokens += draft.ids[start : start + count]
-        spans = [self.tables.span(draft.request.sequence, count, int(whole)) for draft, count, whole in parts]
+        spans = [
+            self.tables.span(draft.request.sequence, count, int(is_complete))
+            for draft, count, is_complete in parts
+        ]
         rows = self.runner.run(StepInput(tokens, tuple(spans), self.tables.manager.copies()))
-        complete = [draft for draft, _, whole in parts if whole]
+        complete = [draft for draft, _, is_complete in parts if is_complete]
         for draft, count, _ in parts:
             start = self.tables.length(draft.request.sequence)
             certain = draft.ids[: draft.certain] if start < draft.certain else ()

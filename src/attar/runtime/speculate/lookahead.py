@@ -102,16 +102,16 @@ class LookaheadWindow:
     def add_to(self, tree: DraftBuilder) -> None:
         """Add the cells to the tree, column by column; unless all fit, the window does not advance."""
         above = tree.add(self.rows[0], [kind_of(WINDOW, 1)] * self.columns)
-        whole = len(above) == self.columns
+        complete = len(above) == self.columns
         for row in self.rows[1:]:
-            if not whole:
+            if not complete:
                 break
             below = [
                 tree.add([token], [kind_of(WINDOW, 2)], node) for token, node in zip(row, above, strict=True)
             ]
-            whole = all(below)
+            complete = all(below)
             above = [node for nodes in below for node in nodes]
-        self.cells = above if whole else []
+        self.cells = above if complete else []
 
     def advance(self, accepted: int, choices: Sequence[int]) -> None:
         """Advance after a pass with ``accepted`` drafts and the token after them.
@@ -174,12 +174,12 @@ class LookaheadProposer:
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Advance the windows."""
-        for one in feedback:
-            if one.sequence in self._windows:
-                window = self._windows[one.sequence]
-                if one.draft is None:
+        for verified in feedback:
+            if verified.sequence in self._windows:
+                window = self._windows[verified.sequence]
+                if verified.draft is None:
                     window.cells = []  # proposed, but not run
-                window.advance(len(one.tokens) - 1, one.choices)
+                window.advance(len(verified.tokens) - 1, verified.choices)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""

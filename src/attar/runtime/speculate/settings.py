@@ -120,6 +120,6 @@ class ProfileSettings:
             raise SettingsError("fixed", True, "given with drafts, which says how many")
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether any method is measured."""
         return bool(self.speculate or self.draft)

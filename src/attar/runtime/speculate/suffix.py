@@ -142,10 +142,10 @@ class SuffixProposer:
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Adapt the size of the next drafts to what was run."""
-        for one in feedback:
-            running = self._running.get(one.sequence)
+        for verified in feedback:
+            running = self._running.get(verified.sequence)
             if running is not None:
-                running.reach = NEAR + 2 * len(one.draft or ())
+                running.reach = NEAR + 2 * len(verified.draft or ())
 
     def forget(self, sequence: int) -> None:
         """A sequence ended, or was preempted."""

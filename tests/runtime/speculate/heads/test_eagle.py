@@ -53,7 +53,7 @@ def drafted(chain, tokens, following, sequence=0):
 def test_drafts_are_those_of_a_slow_loop(head):
     tokens, states = context(head, LENGTH)
     chain, slow = EagleChain(drafter(head)), SlowEagle(copy.deepcopy(head).double())
-    own, following = chain.drafter.own, [3, 7, 1]
+    own, following = chain.drafter.target_tensors, [3, 7, 1]
     embedded = own.embed(torch.tensor([*tokens, *following])).double()
     chain.read(0, tokens, 0, states)
     logits = drafted(chain, tokens, following)
@@ -70,7 +70,7 @@ def test_drafts_are_those_of_a_slow_loop(head):
 def test_training_is_drafting(head):
     tokens, states = context(head, LENGTH)
     chain, at = EagleChain(drafter(head)), 5  # decided tokens
-    embedded = chain.drafter.own.embed(torch.tensor(tokens))[None]
+    embedded = chain.drafter.target_tensors.embed(torch.tensor(tokens))[None]
     steps = list(unroll(head, embedded, head.project(states)[None], 4))
     chain.read(0, tokens[:at], 0, states[: at - 1])
     logits = drafted(chain, tokens[:at], tokens[at : at + 3])

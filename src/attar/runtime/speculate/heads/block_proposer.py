@@ -38,11 +38,11 @@ class BlockHead:
         own: the target's embedding and head.
     """
 
-    def __init__(self, drafter: BlockDrafter, own: OwnTensors) -> None:
+    def __init__(self, drafter: BlockDrafter, target_tensors: OwnTensors) -> None:
         shape = drafter.config.shape
         if drafter.config.draft_vocabulary:
-            own = replace(own, product=drafter.lm_head)
-        self.drafter, self.own = drafter, own
+            target_tensors = replace(target_tensors, product=drafter.lm_head)
+        self.drafter, self.target_tensors = drafter, target_tensors
         self.cache = HeadCache(shape.depth, shape.kv_heads, shape.head_dim)
         self._rows: dict[int, int] = {}  # of this round's drafts, by sequence
         self._hidden = torch.empty(0)  # (R, K, H)
@@ -66,7 +66,7 @@ class BlockHead:
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
         contexts = [[part.to(device) for part in self.cache.read(sequence)] for sequence in sequences]
         ids = [draft.ids[draft.certain - 1] for draft in drafts]
-        anchors = self.own.embed(torch.tensor(ids, device=device)).to(device)
+        anchors = self.target_tensors.embed(torch.tensor(ids, device=device)).to(device)
         first = torch.tensor([[draft.certain - 1] for draft in drafts], device=device)
         positions = first + torch.arange(config.block, device=device)
 
@@ -117,7 +117,11 @@ class BlockHead:
             size = config.draft_vocabulary or config.vocabulary
             count = max(1, BYTES // (4 * size * len(self._hidden)))
             hidden = self._hidden[:, k : k + count]
-            z = self.own.logits(hidden.flatten(0, 1)).to(hidden.device).unflatten(0, hidden.shape[:2])
+            z = (
+                self.target_tensors.logits(hidden.flatten(0, 1))
+                .to(hidden.device)
+                .unflatten(0, hidden.shape[:2])
+            )
             self._logits = {k + slot: z[:, slot] for slot in range(hidden.shape[1])}
         return self._logits[k]
 
@@ -134,6 +138,6 @@ class ConfidentBlockHead(BlockHead):
         return chances
 
 
-def block_head(drafter: BlockDrafter, own: OwnTensors) -> BlockHead:
+def block_head(drafter: BlockDrafter, target_tensors: OwnTensors) -> BlockHead:
     """The chain head of a drafter."""
-    return (ConfidentBlockHead if drafter.config.confidence else BlockHead)(drafter, own)
+    return (ConfidentBlockHead if drafter.config.confidence else BlockHead)(drafter, target_tensors)

@@ -122,10 +122,10 @@ class ChainProposer:
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Learn how right the chances were: the next request has the tokens, and their states are in the
         pool."""
-        for one in feedback if self._drafted else ():
-            draft = self._drafted.pop(one.sequence, None)
+        for verified in feedback if self._drafted else ():
+            draft = self._drafted.pop(verified.sequence, None)
             if draft is not None:
-                self.correction.note(one.sequence, draft.tokens, draft.chances, one.tokens)
+                self.correction.note(verified.sequence, draft.tokens, draft.chances, verified.tokens)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""

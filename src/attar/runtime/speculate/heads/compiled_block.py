@@ -154,8 +154,8 @@ class CompiledBlockHead(BlockHead):
     begun; of the others it has the states and logits, and the rest is a :class:`BlockHead`'s.
     """
 
-    def __init__(self, drafter: BlockDrafter, own: OwnTensors, program: DraftProgram) -> None:
-        super().__init__(drafter, own)
+    def __init__(self, drafter: BlockDrafter, target_tensors: OwnTensors, program: DraftProgram) -> None:
+        super().__init__(drafter, target_tensors)
         self.contexts = DraftContexts(program)
         markov = drafter.markov_head
         self._draws = markov is None or markov.kind == "plain"
@@ -190,7 +190,7 @@ class CompiledBlockHead(BlockHead):
 
     def _draw(self, rounds: Sequence[_Round]) -> None:
         """Complete the chains, each up to its first end token, with q where they are drawn from it."""
-        drafted = self.contexts.program.draft([_with_rules(*one) for one in rounds])
+        drafted = self.contexts.program.draft([_with_rules(*draft_round) for draft_round in rounds])
         for index, (draft, _, row) in enumerate(rounds):
             tokens = drafted.tokens[index, : drafted.counts[index]].tolist()
             count = next((k + 1 for k, token in enumerate(tokens) if token in draft.ends), len(tokens))
@@ -211,7 +211,9 @@ class ConfidentCompiledHead(CompiledBlockHead, ConfidentBlockHead):
 _Round = tuple[GrowingDraft, DraftSpan, SamplingRow | None]
 
 
-def compiled_block_head(drafter: BlockDrafter, own: OwnTensors, target: Compiled) -> CompiledBlockHead | None:
+def compiled_block_head(
+    drafter: BlockDrafter, target_tensors: OwnTensors, target: Compiled
+) -> CompiledBlockHead | None:
     """The head of a compiled target; None where the library does not run it."""
     context = target.context or target.capacity * target.block_size
     weights = drafter_weights(drafter, target.weights, context)
@@ -219,7 +221,7 @@ def compiled_block_head(drafter: BlockDrafter, own: OwnTensors, target: Compiled
         return None
     program = target.drafting(weights)
     head_class = ConfidentCompiledHead if drafter.config.confidence else CompiledBlockHead
-    return head_class(drafter, own, program)
+    return head_class(drafter, target_tensors, program)
 
 
 def _with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -> DraftSpan:

@@ -30,11 +30,11 @@ class ConfidenceCorrection:
 
     def factors(self, sequence: int, depths: int) -> list[float]:
         """c of depths 1..``depths``."""
-        own, factors = self._own.get(sequence, {}), list[float]()
+        sequence_counts, factors = self._own.get(sequence, {}), list[float]()
         for depth in range(1, depths + 1):
             accepted, expected = self._all.get(depth, NEVER)
             pooled = (accepted + PRIOR) / (expected + PRIOR)
-            accepted, expected = own.get(depth, NEVER)
+            accepted, expected = sequence_counts.get(depth, NEVER)
             factors.append((accepted + OWN_PRIOR * pooled) / (expected + OWN_PRIOR))
         return factors
 
@@ -48,8 +48,8 @@ class ConfidenceCorrection:
                 counted: the counts are shared by all sequences.
             tokens: that were decided: no draft behind them can be judged.
         """
-        own = self._own.setdefault(sequence, {})
-        for counts, decay in ((self._all, DECAY), (own, OWN_DECAY)):
+        sequence_counts = self._own.setdefault(sequence, {})
+        for counts, decay in ((self._all, DECAY), (sequence_counts, OWN_DECAY)):
             for depth, (accepted, expected) in counts.items():
                 counts[depth] = decay * accepted, decay * expected
             for depth, (draft, chance, token) in enumerate(zip(drafted, chances, tokens, strict=False), 1):

@@ -49,7 +49,7 @@ class GrowingTree:
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens of a path."""
-        return [self.tokens[one] for one in self.path(node)]
+        return [self.tokens[ancestor] for ancestor in self.path(node)]
 
     def grow(self, log_q: Tensor) -> None:
         """Add the likeliest tokens after each leaf.

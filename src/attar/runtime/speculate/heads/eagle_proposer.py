@@ -82,16 +82,16 @@ class EagleDrafter:
         own: the target's embedding and head.
     """
 
-    def __init__(self, head: Any, own: OwnTensors) -> None:
+    def __init__(self, head: Any, target_tensors: OwnTensors) -> None:
         shape = head.config.shape
-        self.head, self.own, self.shape = head, own, shape
+        self.head, self.target_tensors, self.shape = head, target_tensors, shape
         self.cache = HeadCache(shape.depth, shape.kv_heads, shape.head_dim)
         self._last: dict[int, Tensor] = {}
 
     def read(self, sequence: int, tokens: Sequence[int], start: int, states: Tensor) -> None:
         """States (count, m, H) of decided positions from ``start`` on, with the tokens after them."""
         after = torch.tensor(list(tokens[start + 1 : start + 1 + len(states)]))
-        e, g = self.own.embed(after), self.head.project(states)
+        e, g = self.target_tensors.embed(after), self.head.project(states)
         if self.shape.depth == 1:  # all but the last are keys and values alone
             turn = rotary(torch.arange(start, start + len(e) - 1, device=e.device), self.shape)
             x, _ = self.head.inputs(e[:-1], g[:-1])
@@ -141,12 +141,14 @@ class EagleDrafter:
                 heads.append(attend_both(q[rows], (keys[layer], values[layer]), drafts, level.seen))
             return torch.cat(heads)
 
-        out: Tensor = self.head.run(self.own.embed(tokens), self.head.fed_back(states), turn, attend)
+        out: Tensor = self.head.run(
+            self.target_tensors.embed(tokens), self.head.fed_back(states), turn, attend
+        )
         return out
 
     def logits(self, outputs: Tensor) -> Tensor:
         """float32 (R, V) of what entries made (R, H); -inf: cannot be drafted."""
-        logits: Tensor = self.head.logits(outputs, self.own.logits)
+        logits: Tensor = self.head.logits(outputs, self.target_tensors.logits)
         return logits.float()
 
     def forget(self, sequence: int) -> None:
@@ -172,10 +174,12 @@ def attend_both(
     q = (q * d**-0.5).unflatten(1, (past[0].shape[1], -1)).transpose(0, 1).flatten(1, 2)  # (K, R h / K, d)
     scores = [q @ past[0].movedim(0, -1)]
     if drafts is not None:
-        own = q @ drafts[0].movedim(0, -1)
+        draft_scores = q @ drafts[0].movedim(0, -1)
         if seen is not None:
-            own = own.unflatten(1, (R, -1)).masked_fill(~seen[None, :, None], -torch.inf).flatten(1, 2)
-        scores.append(own)
+            draft_scores = (
+                draft_scores.unflatten(1, (R, -1)).masked_fill(~seen[None, :, None], -torch.inf).flatten(1, 2)
+            )
+        scores.append(draft_scores)
     p = torch.cat(scores, -1).softmax(-1)
     t = past[0].shape[0]
     out = p[..., :t] @ past[1].transpose(0, 1)
@@ -205,8 +209,10 @@ class EagleChain:
     def begin(self, drafts: Sequence[GrowingDraft]) -> None:
         """A round of drafts begins."""
         requests = [draft.request for draft in drafts]
-        self._entries = {one.sequence: self.drafter.entries(one.sequence, one.tokens) for one in requests}
-        self._outputs = {one.sequence: self.drafter.last(one.sequence) for one in requests}
+        self._entries = {
+            request.sequence: self.drafter.entries(request.sequence, request.tokens) for request in requests
+        }
+        self._outputs = {request.sequence: self.drafter.last(request.sequence) for request in requests}
 
     def logits(self, drafts: Sequence[GrowingDraft]) -> Tensor:
         """float32 (R, V) of the next token of each draft."""

@@ -115,7 +115,7 @@ class EagleTreeProposer(ChainProposer):
         """A tree for each request, a chain where drafts are drawn."""
         chains = [request for request in requests if isinstance(request.rules, DraftRules)]
         trees = [request for request in requests if not isinstance(request.rules, DraftRules)]
-        drawn = super().propose([replace(one, most=min(one.most, one.depth)) for one in chains])
+        drawn = super().propose([replace(chain, most=min(chain.most, chain.depth)) for chain in chains])
         drafts = dict(zip(map(id, chains), drawn, strict=True))
         drafts |= dict(zip(map(id, trees), self._trees(trees), strict=True))
         return [drafts[id(request)] for request in requests]

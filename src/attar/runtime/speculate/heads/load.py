@@ -42,9 +42,9 @@ def _eagle(head: Any, context: ContextReader, target: Loaded) -> Proposer:
 
 
 def _block(head: Any, context: ContextReader, target: Loaded) -> Proposer:
-    own, runner = own_tensors(target.runner, target.name), target.runner
-    compiled = compiled_block_head(head, own, runner) if isinstance(runner, Compiled) else None
-    chain = compiled or block_head(head, own)
+    target_tensors, runner = own_tensors(target.runner, target.name), target.runner
+    compiled = compiled_block_head(head, target_tensors, runner) if isinstance(runner, Compiled) else None
+    chain = compiled or block_head(head, target_tensors)
     return ChainProposer(chain, context, name=head.config.kind, ends=target.ends)
 
 

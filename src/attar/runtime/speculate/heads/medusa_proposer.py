@@ -48,14 +48,14 @@ class MedusaProposer:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """A tree for each request, at most ``depth`` deep."""
-        asked = [index for index, request in enumerate(requests) if request.most > 0 and request.depth > 0]
+        drafting = [index for index, request in enumerate(requests) if request.most > 0 and request.depth > 0]
         drafts: list[Draft | None] = [None] * len(requests)
-        if not asked:
+        if not drafting:
             return drafts
-        deepest = max(min(requests[index].depth, self.deepest) for index in asked)
-        h = torch.stack([self.context.last(requests[index])[-1] for index in asked])
+        deepest = max(min(requests[index].depth, self.deepest) for index in drafting)
+        h = torch.stack([self.context.last(requests[index])[-1] for index in drafting])
         ranked = [self._ranked(h, k) for k in range(deepest)]
-        for row, index in enumerate(asked):
+        for row, index in enumerate(drafting):
             request = requests[index]
             shape = self._shape(min(request.depth, deepest))
             draft = shape.draft([tokens[row] for tokens in ranked], self.ends)
@@ -106,8 +106,8 @@ class TreeShape:
     def draft(self, ranked: Sequence[Sequence[int]], ends: frozenset[int]) -> Draft | None:
         """The draft of the likeliest tokens of each head; nothing follows an end, and a rank that a small
         vocabulary lacks is left out."""
-        whole = all(rank < len(ranked[k]) for k, rank in self.head_ranks)
-        if whole:
+        complete = all(rank < len(ranked[k]) for k, rank in self.head_ranks)
+        if complete:
             tokens = tuple(ranked[k][rank] for k, rank in self.head_ranks)
             if ends.isdisjoint(tokens):
                 return Draft(tokens, self.parents, kinds=self.kinds) if tokens else None

@@ -40,13 +40,13 @@ def measure_rounds(
         requests = _PrivateRequests(width, len(context.pool.states) // width, context.block_size)
         if requests.length < 1:
             break
-        one, levels = _shortest(proposer, requests, 1, clock)
-        whole, deepest = _shortest(proposer, requests, depth, clock)
-        step[width] = max(whole - one, 0.0) / max(deepest - levels, 1)
-        begin[width] = max(one - levels * step[width], 0.0)
+        shallow, levels = _shortest(proposer, requests, 1, clock)
+        deep, deepest = _shortest(proposer, requests, depth, clock)
+        step[width] = max(deep - shallow, 0.0) / max(deepest - levels, 1)
+        begin[width] = max(shallow - levels * step[width], 0.0)
         _forget(proposer, width)
         if width == 1:
-            reading = max(_seconds(proposer, requests(1), clock) - one, 0.0) / requests.length
+            reading = max(_seconds(proposer, requests(1), clock) - shallow, 0.0) / requests.length
             _forget(proposer, width)
     return DraftTimes(step, begin, reading, context.window)
 
@@ -79,9 +79,9 @@ def _shortest(
     """The shortest of some rounds, and their depth."""
     times = []
     for _ in range(1 + ROUNDS):
-        asked = requests(depth)
+        batch = requests(depth)
         began = clock()
-        drafts = proposer.propose(asked)
+        drafts = proposer.propose(batch)
         times.append(clock() - began)
     return min(times[1:]), max((_levels(draft) for draft in drafts), default=1)
 
