@@ -200,6 +200,6 @@ class Faults:
         live = engine.scheduler._live
         self._wrap(speculator, "verify", "verify", lambda output, *rest: [output.sequence.id])
         self._wrap(speculator, "note", "note", lambda *rest: [*live])
-        self._wrap(speculator, "plan", "plan", lambda planned, *rest: [one.id for one, _ in planned])
+        self._wrap(speculator, "add_drafts", "plan", lambda plan, *rest: [entry[0].id for entry in plan])
         self._wrap(speculator.proposer, "propose", "propose", lambda wishes: [one.sequence for one in wishes])
         self._wrap(speculator.proposer, "observe", "observe", lambda news: [one.sequence for one in news])

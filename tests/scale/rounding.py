@@ -45,9 +45,9 @@ def target(folder):
 
 def start_and_stop(target, out):
     """A quantization whose first process dies after two blocks; the other one hears of it."""
-    from attar.walks import sweep
+    from attar.walks import block_runner
 
-    written, write = [], sweep._write
+    written, write = [], block_runner.write_solutions
 
     def dying(file, solutions):
         if len(written) == 2:
@@ -55,7 +55,7 @@ def start_and_stop(target, out):
         write(file, solutions)
         written.append(file)
 
-    sweep._write = dying
+    block_runner.write_solutions = dying
     try:
         quantize(target, out, "gptq")
     except (KeyboardInterrupt, RuntimeError):
@@ -65,10 +65,10 @@ def start_and_stop(target, out):
 
 def go_on(target, out, before):
     """The same one to its end, which writes no block that is there."""
-    from attar.walks import sweep
+    from attar.walks import block_runner
 
-    written, write = [], sweep._write
-    sweep._write = lambda file, solutions: (written.append(str(file)), write(file, solutions))
+    written, write = [], block_runner.write_solutions
+    block_runner.write_solutions = lambda file, solutions: (written.append(str(file)), write(file, solutions))
     quantize(target, out, "gptq")
     assert not set(written) & set(before)
     assert bool(written) == (not rank())

@@ -91,10 +91,11 @@ def test_units_are_reconstructed_before_the_cut(tmp_path, method):
 
 
 def test_layers_after_a_gap_are_reconstructed(tmp_path, monkeypatch):
-    skipped, plain = [], walk.sweep
-    monkeypatch.setattr(
-        walk, "sweep", lambda *args, **more: skipped.append(more["skip"]) or plain(*args, **more)
-    )
+    skipped = []
+    for name in ("sweep_linears", "sweep_blocks"):
+        plain = getattr(walk, name)
+        noted = lambda *given, plain=plain: skipped.append(given[-1].skip) or plain(*given)  # noqa: E731
+        monkeypatch.setattr(walk, name, noted)
     folder = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=4), tmp_path / "model")
     outs = {
         kind: pruned(folder, tmp_path / kind, method="layers", ratio=0.25, reconstruct=kind)
@@ -142,23 +143,25 @@ class Killed(Exception):  # noqa: N818  (no error)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("died_in", ["reconstruct-linear", "reconstruct-block"])
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
-    from attar.walks import sweep
+    from attar.walks import block_runner
 
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
     options = {"method": "wanda", "sparsity": "2:4", "reconstruct": "block"}
     whole = pruned(folder, tmp_path / "whole", **options)
-    plain = sweep._write
+    plain = block_runner.write_solutions
 
     def dying(file, solutions):
         if file.parent.name == died_in and file.name == "block-00001.safetensors":
             raise Killed
         plain(file, solutions)
 
-    monkeypatch.setattr(sweep, "_write", dying)
+    monkeypatch.setattr(block_runner, "write_solutions", dying)
     with pytest.raises(Killed):
         pruned(folder, tmp_path / "out", **options)
     written = []
-    monkeypatch.setattr(sweep, "_write", lambda file, s: written.append(str(file)) or plain(file, s))
+    monkeypatch.setattr(
+        block_runner, "write_solutions", lambda file, s: written.append(str(file)) or plain(file, s)
+    )
     resumed = pruned(folder, tmp_path / "out", **options)
     assert not any("/blocks/" in file or f"{died_in}/block-00000" in file for file in written)
     assert any(f"{died_in}/block-00001" in file for file in written)

@@ -294,7 +294,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     from attar.checkpoint.open import open_checkpoint
 
-    checkpoint = open_checkpoint(getattr(model, "whole", model))  # of a view with single experts, too
+    checkpoint = open_checkpoint(getattr(model, "stacked", model))  # of a view with single experts, too
     refuse_draft_head(checkpoint)
     return checkpoint
 
