@@ -59,7 +59,7 @@ class HeadOracle(Oracle):
         self, head: Proposer, texts: Sequence[Sequence[int]], chance: float, vocabulary: int
     ) -> None:
         super().__init__(texts, chance, None, vocabulary)
-        self.head, self.free, self.name = head, False, f"{head.name}, a {chance}"
+        self.head, self.is_free_of_compute, self.name = head, False, f"{head.name}, a {chance}"
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         self.head.propose(requests)

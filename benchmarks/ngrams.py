@@ -146,7 +146,7 @@ class NgramProposer:
         shared: table of other sequences; None: none.
     """
 
-    name, free, draws, learns_tree = "ngram", True, False, False
+    name, is_free_of_compute, samples_from_q, needs_full_tree = "ngram", True, False, False
 
     def __init__(
         self,

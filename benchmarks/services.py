@@ -107,7 +107,7 @@ class Steady:
         step: run for each draft, as a draft model would be.
     """
 
-    free, draws, learns_tree, confident, trees = False, False, False, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree, confident, trees = False, False, False, False, False
     name, most, branches = "oracle", MOST, 1
 
     def __init__(

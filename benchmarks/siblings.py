@@ -34,8 +34,8 @@ class FixedChain(DraftPolicy):
         super().__init__(Latency({1: 1.0, 32: 1.05}, {1: 0.1}), most=32)
         self.count = count
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=float("inf")):
-        chosen = super().choose(sequences, limits, prompt_tokens, branches, free)
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
+        chosen = super().choose(sequences, limits, prompt_tokens, branches)
         return [
             {kind for kind in kinds if kind % LEVELS <= self.count} | set(range(1, self.count + 1))
             for kinds in chosen

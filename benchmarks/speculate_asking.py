@@ -59,7 +59,7 @@ def _speculator(loaded: Any, pauses: bool) -> Any:
     assert speculator is not None
     speculator.proposer = SuffixProposer(factor=0.0)
     if not pauses:
-        speculator.policy.budget, speculator.policy.asking = LossBudget(math.inf), math.inf
+        speculator.policy.budget, speculator.policy.share = LossBudget(math.inf), math.inf
     return speculator
 
 

@@ -35,7 +35,7 @@ class Oracle:
         vocabulary: of the wrong tokens.
     """
 
-    draws, learns_tree = False, False
+    samples_from_q, needs_full_tree = False, False
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Oracle:
     ) -> None:
         self.texts, self.chance, self.step = [list(text) for text in texts], chance, step
         self.vocabulary, self._draws = vocabulary, random.Random(seed)
-        self.name, self.free = "oracle", step is None
+        self.name, self.is_free_of_compute = "oracle", step is None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         return [self._proposed(request) for request in requests]

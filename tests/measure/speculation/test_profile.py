@@ -27,7 +27,7 @@ TOKENS = 24
 class Knows:
     """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number."""
 
-    name, free, draws, learns_tree = "knows", False, False, False
+    name, is_free_of_compute, samples_from_q, needs_full_tree = "knows", False, False, False
     branches, confident, trees = 1, False, False
 
     def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:

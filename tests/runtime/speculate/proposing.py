@@ -21,17 +21,17 @@ class Eager(DraftPolicy):
     """Takes everything, so that tests do not hang on times."""
 
     def __init__(self) -> None:
-        super().__init__(Latency(), asking=math.inf)
+        super().__init__(Latency(), share=math.inf)
 
     open = True  # type: ignore[assignment]
 
-    def passes_to_skip(self, batch, proposing, free=True):
+    def passes_to_skip(self, batch, proposing, is_lookup=True):
         return 0
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
         return [{kind_of(0, depth) for depth in range(1, limit + 1)} for limit in limits]
 
-    def select(self, sequences, drafts, prompt_tokens=0, whole=False):
+    def select(self, sequences, drafts, prompt_tokens=0, complete=False):
         return list(drafts)
 
     def trim(self, sequences, drafts, prompt_tokens=0):
@@ -46,7 +46,7 @@ class Oracle:
         chains: chains, and no trees.
     """
 
-    name, free, draws, learns_tree = "oracle", True, False, False
+    name, is_free_of_compute, samples_from_q, needs_full_tree = "oracle", True, False, False
     most, branches, confident, trees = 8, 1, False, False
 
     def __init__(self, texts, *, right=0.7, size=6, vocabulary=50, chains=False, seed=0):
@@ -93,7 +93,7 @@ class Oracle:
 class Drawer(Oracle):
     """Chains drawn from a q that has little to do with the target; it must be verified with q."""
 
-    name, free, draws = "drawer", False, True
+    name, is_free_of_compute, samples_from_q = "drawer", False, True
 
     def tree(self, wish: DraftRequest) -> Draft | None:
         if not wish.most:

@@ -143,7 +143,7 @@ def test_completions_are_those_of_plain_decoding(eager: bool) -> None:
     want = completions(engine(Looping(blocks=400)), REQUESTS)
     texts = [p + list(text) for (p, _), row in zip(REQUESTS, want, strict=True) for text in row]
     for head in (Oracle(texts, right=0.6, chains=True), Counting([])):
-        head.free = False
+        head.is_free_of_compute = False
         proposer = CombinedProposer(head, SuffixProposer())  # type: ignore[arg-type]
         if eager:
             subject = speculator(proposer, most=8, verification="coupled")

@@ -188,7 +188,9 @@ def test_a_doubtful_row_gives_the_last_draft() -> None:
     for seed in range(10):
         tokens = [seed, *PROMPTS[0]]
         for rules in (exact(tokens, seed=seed), text(tokens, GREEDY)):
-            (draft,) = DraftModel(FakeRunner(), doubt=0.2).propose([DraftRequest(0, tokens, 8, rules=rules)])
+            (draft,) = DraftModel(FakeRunner(), min_confidence=0.2).propose(
+                [DraftRequest(0, tokens, 8, rules=rules)]
+            )
             assert draft is not None
             for depth in range(len(draft)):
                 logits = logits_after([*tokens, *draft.tokens[:depth]])[None]

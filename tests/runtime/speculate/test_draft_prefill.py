@@ -1,12 +1,12 @@
-"""Which texts a draft model should read, and what is charged for it."""
+"""Which sequences a draft model should prefill, and what is charged for it."""
 
 import pytest
 
-from attar.runtime.speculate.draft import kind_of
-from attar.runtime.speculate.draft_prefill import CATCH_UP, DraftPrefill
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET
 from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.proposer import DraftFeedback
 
 
 def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
@@ -32,40 +32,26 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
         (1.0, 900, 0, False),
     ],
 )
-def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, remaining, worth):
-    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, remaining) is worth
+def test_a_prefill_pays_where_drafts_gain_more_than_that(a, tokens, remaining, worth):
+    assert drafting(a=a).prefill_pays(0, 4, tokens, remaining) is worth
 
 
-def test_what_was_read_is_not_read_again():
-    reading, policy = DraftPrefill(), drafting(a=0.0)
-    assert not reading.pays(policy, 0, 4, 600, 1000)
-    assert reading.begin([0, 1], [4, 0], [600, 600]), "the second was not asked"
-    assert reading.pays(policy, 0, 4, 600 + CATCH_UP, 1000) and not reading.pays(policy, 1, 4, 600, 1000)
-    assert not reading.begin([0], [4], [600 + CATCH_UP])
-    assert reading.begin([0], [4], [601 + 2 * CATCH_UP]), "it grew while nobody asked"
-    reading.forget(0)
-    reading.forget(7)
-    assert not reading.pays(policy, 0, 4, 601 + 2 * CATCH_UP, 1000)
+def test_without_known_times_every_sequence_is_prefilled():
+    assert DraftPolicy(Latency()).prefill_pays(0, 4, 10_000, 10)
 
 
-def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
-    assert DraftPrefill().pays(drafting(a=0.0), 0, 0, 10_000, 10)
-    assert DraftPrefill().pays(DraftPolicy(Latency()), 0, 4, 10_000, 10)
-
-
-def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
+def test_where_nothing_would_be_left_to_draft_with_nothing_is_prefilled():
     policy = drafting(a=1.0)
     policy.budget.left = BUDGET / 2 + 0.9
-    assert not DraftPrefill().pays(policy, 0, 4, 600, 1000)
+    assert not policy.prefill_pays(0, 4, 600, 1000)
     policy.budget.left = BUDGET / 2 + 1.0
-    assert DraftPrefill().pays(policy, 0, 4, 600, 1000)
+    assert policy.prefill_pays(0, 4, 600, 1000)
 
 
 def test_half_a_budget_at_most_is_charged():
-    reading, policy = DraftPrefill(), drafting()
-    reading.charge(policy, 1, 0.5)
-    assert policy.budget.left == BUDGET - 0.5
-    reading.charge(policy, 1, 100.0)
-    assert policy.budget.left == BUDGET / 2 - 0.5 and policy.open
-    reading.charge(policy, 1, 100.0)
-    assert not policy.open
+    policy, step = drafting(), drafting().latency.draft(1)
+    for seconds, left in ((0.5, BUDGET - 0.5), (100.0, BUDGET / 2 - 0.5)):
+        policy.note([DraftFeedback(0, Draft.chain([7]), (), [7])], 1.0, seconds, steps=1, prefilled=True)
+        assert policy.budget.left == pytest.approx(left, abs=0.2) and policy.open
+    policy.note([DraftFeedback(0, None, (), [7])], 1.0, 100.0, prefilled=True)
+    assert not policy.open and policy.latency.draft(1) == step, "a prefill is no step"

@@ -11,7 +11,7 @@ from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Verdict
 from attar.runtime.speculate.residual import without
 from attar.runtime.speculate.tree import walk
-from attar.runtime.speculate.verify import follow
+from attar.runtime.speculate.verify import verify_greedy
 from tests.runtime.speculate import wrong
 from tests.runtime.speculate.laws import (
     Judge,
@@ -31,7 +31,7 @@ FORKED = (0, 0, 1, 1, 2)
 
 def drawn(draft: Draft, p, noise) -> Verdict:  # type: ignore[no-untyped-def]
     """Coupled verification, the target's draws being chances."""
-    return follow(draft, lambda node: noise.token(draft.depths[node], p(node)))
+    return verify_greedy(draft, lambda node: noise.token(draft.depths[node], p(node)))
 
 
 def fixed(parents: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[Draft, float]]:

@@ -118,7 +118,7 @@ def test_only_what_may_follow_is_a_sibling() -> None:
 def test_doubt_and_ends_stop_the_chain_as_before() -> None:
     for seed in range(6):
         rules = exact(seed=seed)
-        for settings in ({"doubt": 0.2}, {"ends": list(range(0, 50, 3))}):
+        for settings in ({"min_confidence": 0.2}, {"ends": list(range(0, 50, 3))}):
             chain, tree = (drafted(rules, most=8, wide=wide, **settings) for wide in (False, True))
             assert tree.tokens[: len(chain)] == chain.tokens and tree.depths[-1] <= len(chain)
 

@@ -71,7 +71,7 @@ def law(name: str) -> np.ndarray:
 class Every(Eager):
     """Runs chains of two and all their siblings, so that the verifier has trees to walk."""
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
         return [
             {kind_of(rank, depth) for rank in range(branches) for depth in range(1, min(limit, 2) + 1)}
             for limit in limits

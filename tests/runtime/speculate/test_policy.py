@@ -11,7 +11,7 @@ from attar.runtime.speculate.acceptance import FIRST, AcceptanceRates
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS, LossBudget
-from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, TRIALS, WAIT, DraftPolicy
+from attar.runtime.speculate.policy import MAX_SKIPPED_PASSES, PLAIN_EVERY, SHARE, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
 MOST = 16
@@ -114,7 +114,7 @@ def test_trials_alone_lose_little():
     trials = sum(count > 0 for (count,) in world.drafted[50:])
     assert trials >= 3, "it keeps looking"
     lost = sum(world.time(1 + count) - 1 for (count,) in world.drafted)
-    assert lost < c * (math.log2(c / TRIALS) + 1) + TRIALS * 3000 + 4, "and 4 for what FIRST promised"
+    assert lost < c * (math.log2(c / SHARE) + 1) + SHARE * 3000 + 4, "and 4 for what FIRST promised"
 
 
 def test_it_follows_a_change_of_regime():
@@ -176,15 +176,16 @@ def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
     assert max(gaps) == PLAIN_EVERY + 1
 
 
-@pytest.mark.parametrize("seconds", [ASKING / 2, 0.05, 0.5])
-def test_asking_in_vain_is_paid_by_pauses_and_what_they_cannot_pay_is_charged(seconds):
+@pytest.mark.parametrize("seconds", [SHARE / 2, 0.05, 0.5, 4.0])
+def test_empty_proposals_take_their_share_of_the_time_and_what_the_budget_has(seconds):
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     passes, asked = 0, 0.0
-    while passes < 300 and policy.open:
+    while passes < 900:
         policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=seconds)
-        passes, asked = passes + 1 + policy.passes_to_skip(1, seconds), asked + seconds
-    assert policy.open == (seconds < 0.1) == (policy.budget.left == BUDGET)
-    assert asked <= ASKING * passes + (0 if policy.open else BUDGET)
+        passes, asked = passes + 1 + policy.passes_to_skip(1, seconds), asked + min(seconds, BUDGET / 2)
+    assert policy.open and asked > 0.9 * min(seconds * passes, 0.5 * SHARE * passes)
+    assert asked <= (SHARE * passes + seconds if seconds < 0.1 else LOSS * passes + BUDGET)
+    assert (policy.budget.left == BUDGET) == (seconds < 0.1)
 
 
 def test_drafts_are_charged_with_the_time_that_passes_take_in_the_mean():
@@ -205,11 +206,13 @@ def test_what_a_confident_proposer_would_not_draft_counts_as_rejected():
     for turn in range(400):
         sure = turn % 2 == 0
         draft, path = (Draft.chain([7, 7]), (1, 2)) if sure else (None, ())
-        feedback = DraftFeedback(0, draft, path, [7] * (len(path) + 1), doubted=2 if sure else 0)
+        feedback = DraftFeedback(
+            0, draft, path, [7] * (len(path) + 1), stopped_by_confidence=2 if sure else 0
+        )
         policy.note([feedback], 1.0, drafting=0.01)
     first, second, third = policy.acceptance.rates(0, 0, 3)
     assert first == pytest.approx(0.5, abs=0.05) and second > 0.9 and third < 0.1
-    policy.note([DraftFeedback(0, Draft.chain([7, 7]), (1,), [7, 7], doubted=2)], 1.0)
+    policy.note([DraftFeedback(0, Draft.chain([7, 7]), (1,), [7, 7], stopped_by_confidence=2)], 1.0)
     assert policy.acceptance.rates(0, 0, 3)[2] == pytest.approx(third, abs=0.05), "its turn did not come"
 
 
@@ -234,10 +237,10 @@ def test_trees_are_cut_to_the_nodes_that_pay():
 def test_a_whole_tree_is_run_or_not():
     policy = DraftPolicy(Latency({1: 1.0, 32: 1.5}), MOST)
     draft = Draft(tuple(range(24)), (0,) * 24)
-    assert policy.select([0], [draft], whole=True) == [draft]
+    assert policy.select([0], [draft], complete=True) == [draft]
     for _ in range(300):
         policy.note([DraftFeedback(0, draft, (), [1])], 1.5)
-    assert sum(policy.select([0], [draft], whole=True) != [None] for _ in range(20)) <= 1
+    assert sum(policy.select([0], [draft], complete=True) != [None] for _ in range(20)) <= 1
 
 
 def test_every_child_of_an_accepted_node_teaches_and_no_other():
@@ -296,7 +299,7 @@ def test_a_pass_stakes_half_of_the_budget():
     assert lengths[:3] == [5, 2, 1] and policy.budget.open and policy.budget.left > 0
 
 
-def test_a_closed_budget_says_how_long_it_stays_so() -> None:
+def test_a_closed_budget_is_skipped_until_it_opens() -> None:
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     budget = policy.budget
     assert (budget.closed_passes, policy.passes_to_skip(1, 0.0), policy.passes_to_skip(0, 0.0)) == (0, 0, 0)
@@ -304,11 +307,8 @@ def test_a_closed_budget_says_how_long_it_stays_so() -> None:
     budget.note(100, 100)
     assert 0 < budget.left < REOPENS * BUDGET and not budget.open, "closed, though something is in it"
     passes = math.ceil((REOPENS * BUDGET - budget.left) / LOSS)
-    assert budget.closed_passes == policy.passes_to_skip(1, 0.0) == policy.passes_to_skip(0, 9.0) == passes
-    budget.note(passes - 1, passes - 1)
-    assert not budget.open
-    budget.note(1, 1)
-    assert budget.open and policy.passes_to_skip(1, 0.0) == 0
+    assert budget.closed_passes == passes
+    assert policy.passes_to_skip(1, 0.0) == passes and budget.open and policy.passes_to_skip(1, 0.0) == 0
 
 
 def rejecting(loss):
@@ -324,35 +324,26 @@ def test_one_that_runs_a_model_is_asked_when_the_next_trial_is_due():
     policy, asking = rejecting(0.3), 0.12
     gaps = []
     for _ in range(6):
-        rested = 0
+        start = policy.passes
         while drafted(policy, [0], [1]) == [0]:
-            pause = policy.passes_to_skip(1, asking, free=False)
-            assert pause <= int(asking / ASKING), "as many as pay for asking"
-            rested += 1 + pause
-        gaps.append(rested)
+            policy.note([DraftFeedback(0, None, (), [1])], 1.0)
+            policy.passes_to_skip(1, asking, is_lookup=False)
+        gaps.append(policy.passes - start)
         policy.note([DraftFeedback(0, Draft.chain([7]), (), [7])], 1.0, drafting=0.3)
-    assert gaps == [0, 1, 3, 7, 15, 31], "a failure doubles the gap, of which pauses are a part"
-    assert policy.passes_to_skip(1, asking) == PAUSE, "a free one looks at the text"
+    assert gaps == [0, 2, 4, 8, 16, 32], "a failure doubles the gap, of which skipped passes are a part"
+    assert policy.passes_to_skip(1, asking) == MAX_SKIPPED_PASSES, "one that looks at the text"
 
 
-def test_a_trial_that_the_budget_refuses_waits_until_it_holds_what_may_be_lost():
+def test_a_trial_that_the_budget_refuses_runs_once_the_budget_holds_its_loss():
     policy = rejecting(1.0)
-    policy.budget.hold_rounds(1.0)
+    policy.budget.ensure_capacity(1.0)
     policy.budget.note(policy.budget.left - 1.0, 0.0)
-    assert drafted(policy, [0], [1]) == [0]
-    pause = policy.passes_to_skip(1, 0.3, free=False)
-    assert pause == pytest.approx((2 * 1.0 - policy.budget.left) / LOSS, abs=1)
-    policy.budget.note(pause, pause)
-    assert drafted(policy, [0], [1]) == [1], "asking has not eaten what plain passes bring"
-    assert policy.passes_to_skip(1, 0.3, free=False) < 50
-
-
-def test_a_refused_trial_keeps_no_other_sequence_waiting_for_long():
-    policy = rejecting(7.0)
-    policy.budget.hold_rounds(7.0)
-    policy.budget.note(policy.budget.left - 1.0, 0.0)
-    assert drafted(policy, [0], [1]) == [0] and policy.budget.passes_until(7.0) > 4 * WAIT
-    assert policy.passes_to_skip(1, 0.01, free=False) == WAIT
+    passes = 0
+    while drafted(policy, [0], [1]) == [0]:
+        passes += 1
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0)
+    missing = (2 * 1.0 - 1.0) / LOSS
+    assert missing - 1 <= passes < 4 * missing and policy.budget.left > 1.5
 
 
 def test_a_pass_right_after_a_prefill_teaches_no_times():
@@ -392,7 +383,7 @@ def test_a_free_draft_is_tried_however_often_it_has_failed():
 
     for _ in range(1500):
         turn(False)
-    assert sum(turn(True) for _ in range(4 * round(0.1 / TRIALS))) > 0
+    assert sum(turn(True) for _ in range(4 * round(0.1 / SHARE))) > 0
 
 
 def test_a_block_is_paid_once_and_a_step_for_each_depth():
@@ -418,7 +409,7 @@ def test_what_begins_a_round_is_charged_and_learnt(begin):
     latency = Latency({1: 1.0, 16: 1.2}, {1: 0.05}, begin={1: begin})
     policy = DraftPolicy(latency, MOST)
     assert drafted(policy, [0])[0] > 1
-    assert (policy.least > 0) == (begin < 1), "none pays for three passes: that was a trial"
+    assert (policy.min_chance > 0) == (begin < 1), "none pays for three passes: that was a trial"
     real = 0.8 * (latency.draft(1, first=True) + 3 * latency.draft(1))
     for _ in range(200):
         latency.note_draft(1, real, 4)
@@ -433,9 +424,9 @@ def test_least_is_what_a_draft_takes_at_the_speed_that_is_reached():
             policy.acceptance.note(0, kind_of(0, depth), True)
     (count,) = drafted(policy, [0], [3])
     gain = sum(math.prod(policy.acceptance.rates(0, 0, 3)[:depth]) for depth in (1, 2, 3))
-    assert count == 3 and policy.least == pytest.approx((1 + gain) / 1.3 * 0.1, rel=1e-3)
+    assert count == 3 and policy.min_chance == pytest.approx((1 + gain) / 1.3 * 0.1, rel=1e-3)
     dear = DraftPolicy(Latency({1: 1.0, 11: 90.0}), MOST)
-    assert drafted(dear, [0]) == [0] and dear.least == 0.0
+    assert drafted(dear, [0]) == [0] and dear.min_chance == 0.0
 
 
 def test_trees_that_were_made_are_cut_to_what_pays_and_never_to_nothing():

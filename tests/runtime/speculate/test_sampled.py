@@ -20,7 +20,7 @@ from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.tree import walk
-from attar.runtime.speculate.verify import follow
+from attar.runtime.speculate.verify import verify_greedy
 from tests.runtime.speculate import wrong
 from tests.runtime.speculate.laws import Model, fits, plain_law
 
@@ -106,7 +106,7 @@ def coupled(context: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
     def token(node: int) -> int:
         return noise.token(draft.depths[node], TARGET((*context, *draft.path_tokens(draft.path(node)))))
 
-    return follow(draft, token)
+    return verify_greedy(draft, token)
 
 
 def speak(seed: int, drafter: Drafter, judge: Judge, sample: int = 0) -> tuple[int, ...]:

@@ -86,9 +86,9 @@ def test_a_copy_with_some_layers_is_the_model_without_the_others(family: str) ->
 
 def test_modules_draft_with_half_of_their_layers() -> None:
     target = Loaded(modules(num_hidden_layers=4))
-    draft = load_self_draft("none", target, way="layers", doubt=0.1)
+    draft = load_self_draft("none", target, way="layers", min_confidence=0.1)
     runner = draft.runner
-    assert isinstance(runner, Modules) and runner.pool.geometry.layers == 2 and draft.doubt == 0.1
+    assert isinstance(runner, Modules) and runner.pool.geometry.layers == 2 and draft.min_confidence == 0.1
     assert draft.nbytes == runner.pool.nbytes and runner.capacity == 16 and draft.name == "self"
     model = tiny_models.build("llama3", num_hidden_layers=4)
     prompt = tiny_models.tokens(model, length=9)[0].tolist()

@@ -12,7 +12,7 @@ from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
-from attar.runtime.speculate.siblings import SIBLINGS_EVERY, SiblingRounds, count_siblings, cut_siblings
+from attar.runtime.speculate.siblings import count_siblings, cut_siblings
 
 FLAT, STEEP = {1: 1.0, 32: 1.03}, {1: 1.0, 32: 16.0}
 FIRST, SECOND, THIRD = ((kind_of(rank, 1), kind_of(rank, 2)) for rank in range(3))
@@ -31,11 +31,9 @@ def teach(policy: DraftPolicy, sequence: int, rates: dict[int, float]) -> None:
             policy.acceptance.note(sequence, kind, int(turn * rate) != int((turn + 1) * rate))
 
 
-def siblings(
-    policy: DraftPolicy, sequences: list[int], limits: list[int], free: int | None = None
-) -> list[set[int]]:
+def siblings(policy: DraftPolicy, sequences: list[int], limits: list[int]) -> list[set[int]]:
     """Of the chosen kinds those that are no chain."""
-    chosen = policy.choose(sequences, limits, branches=4, free=free)
+    chosen = policy.choose(sequences, limits, branches=4)
     return [{kind for kind in kinds if kind >= LEVELS} for kinds in chosen]
 
 
@@ -63,8 +61,6 @@ def test_the_most_likely_first_within_the_limit() -> None:
     assert siblings(policy, [0], [2]) == [set()]
     assert siblings(policy, [0], [3]) == [{SECOND[0]}], "S_0 a_2 is more than S_1 a_2"
     assert siblings(policy, [0], [4]) == [set(SECOND)]
-    assert siblings(policy, [0], [8], free=4) == [set(SECOND)], "in the step too"
-    assert siblings(policy, [0], [8], free=1) == [set()]
 
 
 def test_the_time_of_drafting_is_part_of_the_pass() -> None:
@@ -158,10 +154,3 @@ def test_plain_passes_and_other_proposers_teach_nothing() -> None:
     count_siblings(acceptance, plain, {3: tree(1, 2, 3, 4, 5, 6), 4: Draft.chain([1])})
     count_siblings(acceptance, [DraftFeedback(4, Draft.chain([1]), (), (5,))], {4: Draft.chain([1])})
     assert acceptance._all == {}
-
-
-def test_they_are_drafted_now_and_then_where_none_pay() -> None:
-    rounds = SiblingRounds()
-    looks = [rounds.due([{FIRST[0]}]) for _ in range(3 * SIBLINGS_EVERY)]
-    assert looks == [True, *[False] * (SIBLINGS_EVERY - 1)] * 3
-    assert [rounds.due([{FIRST[0], SECOND[0]}]) for _ in range(3)] == [True] * 3

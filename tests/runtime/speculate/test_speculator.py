@@ -14,13 +14,13 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.loss_budget import BUDGET, LOSS, REOPENS
-from attar.runtime.speculate.policy import ASKING, PAUSE, PLAIN_EVERY, DraftPolicy
+from attar.runtime.speculate.policy import MAX_SKIPPED_PASSES, PLAIN_EVERY, SHARE, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.speculative_pass import SpeculationCounts
-from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.speculative_pass import SIBLINGS_EVERY, SpeculationCounts
+from attar.runtime.speculate.speculator import PassState, Speculator
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator
-from tests.runtime.speculate.test_engine import GREEDY, same, truths
+from tests.runtime.speculate.test_engine import GREEDY, alone, same, truths
 from tests.runtime.test_engine import engine, finish, results
 
 
@@ -185,12 +185,14 @@ def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
 
 
 def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
-    cheap, _ = asked_in(40, ASKING / 2)
+    cheap, _ = asked_in(40, SHARE / 2)
     assert all(cheap[:-1]), "the last token needs no drafts"
-    dear, _ = asked_in(40, 4.5 * ASKING)
+    dear, _ = asked_in(40, 4.5 * SHARE)
     assert [index for index, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
-    assert [index for index, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
+    assert [index for index, asked in enumerate(dearest) if asked] == list(
+        range(0, 39, MAX_SKIPPED_PASSES + 1)
+    )
 
 
 def test_a_closed_budget_means_passes_as_without_speculation() -> None:
@@ -206,7 +208,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
     """The first round of each text is charged, with half a budget at most; the others tell a step's time."""
     requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=30))]
     oracle, clock, runner = Oracle(truths(requests), chains=True), Clock(), FakeRunner()
-    oracle.free = False
+    oracle.is_free_of_compute = False
     propose, rounds = oracle.propose, []
     oracle.propose = lambda wishes: (  # type: ignore[method-assign]
         rounds.append(clock.spend(0.1 if rounds else 50.0, propose)(wishes)) or rounds[-1]
@@ -236,10 +238,10 @@ class Mute(Barren):
             self.known[wish.sequence] = len(wish.tokens)
         return [Draft.chain([0]) if len(wish.tokens) >= self.speaks else None for wish in wishes]
 
-    def silent(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
+    def has_draft(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
         self.clock.now += self.seconds
         self.looked.append(len(tokens))
-        return sequence in self.known and len(tokens) < self.speaks
+        return sequence not in self.known or len(tokens) >= self.speaks
 
     def forget(self, sequence: int) -> None:
         self.known.pop(sequence, None)
@@ -270,14 +272,18 @@ def test_a_look_up_that_finds_a_draft_is_proposed_for_in_the_same_pass() -> None
     assert proposer.asked[:3] == [4, 11, 12] and proposer.looked == [5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize(("seconds", "pause"), [(ASKING / 2, 0), (4.5 * ASKING, 4), (0.05, 6), (0.3, PAUSE)])
-def test_look_ups_are_paid_by_pauses_too(seconds: float, pause: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "skipped"),
+    [(SHARE / 2, 0), (4.5 * SHARE, 4), (0.05, 6), (0.3, MAX_SKIPPED_PASSES)],
+)
+def test_look_ups_are_followed_by_skipped_passes_too(seconds: float, skipped: int) -> None:
     proposer = Mute(seconds=seconds)
     policy, _ = decoded_with(proposer, 260)
     gaps = {later - before for before, later in zip(proposer.looked, proposer.looked[1:], strict=False)}
-    assert pause + 1 in gaps and gaps <= {pause + 1, pause + 2}, "one more where a pass is planned"
-    unpaid = len(proposer.looked) * max(seconds - (1 + PAUSE) * ASKING, 0.0)
-    assert policy.budget.left >= BUDGET - unpaid - 1e-6 and (not unpaid or policy.budget.left < BUDGET)
+    assert skipped + 1 in gaps and gaps <= {skipped + 1, skipped + 2}, "one more where a pass is planned"
+    lost = len(proposer.looked) * seconds - LOSS * 260
+    assert policy.budget.left >= BUDGET - max(lost, 0.0) - seconds - LOSS * MAX_SKIPPED_PASSES
+    assert lost < 0 or policy.budget.left < BUDGET
 
 
 def test_a_sequence_that_joins_is_asked_for_at_once() -> None:
@@ -297,32 +303,34 @@ def test_a_sequence_that_joins_is_asked_for_at_once() -> None:
 
 def test_a_look_up_that_fails_ends_speculation_and_no_request(broken_proposers: list[str]) -> None:
     proposer = Mute()
-    proposer.silent = lambda *asked: 1 / 0  # type: ignore[method-assign, assignment]
+    proposer.has_draft = lambda *asked: 1 / 0  # type: ignore[method-assign, assignment]
     _, running = decoded_with(proposer, 12)
     assert isinstance(running.speculator.failure, ZeroDivisionError) and running.scheduler.idle
     assert len(broken_proposers) == 1
     broken_proposers.clear()
 
 
-def test_of_a_pause_only_the_last_pass_is_measured() -> None:
-    """Four passes as without speculation: three are not recorded, the last is recorded as a plain one."""
+def test_skipped_passes_are_not_measured() -> None:
+    """Four passes as without speculation after each empty proposal."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(4.5 * LOSS, proposer.propose)  # type: ignore[method-assign]
     proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     heard, note = [], policy.note
-    policy.note = lambda news, target, draft, prompts, steps, prefilled: (  # type: ignore[method-assign]
-        heard.append((target, draft > 0)) or note(news, target, draft, prompts)
+    policy.note = lambda news, target, *others: (  # type: ignore[method-assign]
+        heard.append(target) or note(news, target, *others)
     )
-    policy.passes_to_skip = lambda batch, proposing, free: 4 if proposing else 0  # type: ignore[method-assign]
+    policy.passes_to_skip = lambda batch, proposing, is_lookup: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
     heard.clear()
+    states = []
     for _ in range(20):
+        states.append(running.speculator.state)  # type: ignore[union-attr]
         running.step()
-    assert heard == [(1.0, True), (1.0, False)] * 4, "nor is what was observed before taken for asking"
+    assert heard == [1.0] * 4, "nor is the time of observing taken for that of a pass"
+    assert states == [PassState.DRAFTING, *[PassState.SKIPPING] * 4] * 4
 
 
 def test_who_gets_drafts_is_asked_again_however_dear() -> None:
@@ -383,7 +391,7 @@ def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
 @pytest.mark.parametrize("asking", [1.0, 1.5, 3.5])
 def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(asking * ASKING, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(asking * SHARE, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     note, credited = policy.budget.note, []
@@ -396,25 +404,49 @@ def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
 
 
 def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
-    """Two seconds after each of two plain passes, and the asking of the third pays for them."""
+    """Two seconds after each of two passes, which the next pays for."""
     clock, runner, messages, proposer = Clock(), FakeRunner(), ToldPolicy(), Barren([])
     proposer.observe = clock.spend(2.0, proposer.observe)  # type: ignore[method-assign]
+    messages.open = False  # type: ignore[assignment]
     running = engine(runner, speculator=Speculator(proposer, messages, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
-    messages.open = False  # type: ignore[assignment]
-    messages.passes_to_skip = lambda batch, proposing, free: 0  # type: ignore[method-assign]
-    for _ in range(2):
+    for _ in range(3):
         running.step()
-    messages.open = True  # type: ignore[assignment]
-    running.step()
-    assert [draft for _, _, draft, _ in messages.passes] == [0.0, 0.0, 4.0]
+    assert [draft for _, _, draft, _ in messages.passes] == [0.0, 2.0, 2.0]
     finish(running)
+
+
+def test_siblings_are_drafted_now_and_then_where_none_pay() -> None:
+    requests = [([1, 2, 3], replace(GREEDY, max_tokens=60))]
+    oracle = Oracle(truths(requests), chains=True)
+    oracle.is_free_of_compute = False
+    wishes = watched(oracle)
+    finish_all = engine(FakeRunner(blocks=200), speculator=speculator(oracle, most=2))
+    same(finish_all, requests)
+    asked = [wish.siblings for wish in wishes]
+    assert 0 < sum(asked) <= len(asked) / SIBLINGS_EVERY + 1
+
+
+def test_a_failure_leaves_plain_passes(broken_proposers: list[str]) -> None:
+    """Whatever fails: nothing is drafted, measured or asked any more, and every request ends as without."""
+    for name in ("propose", "observe", "forget"):
+        requests = [([1, 2, 3], replace(GREEDY, max_tokens=20)), ([4, 5], replace(GREEDY, max_tokens=9))]
+        oracle = Oracle(truths(requests), chains=True)
+        setattr(oracle, name, lambda *asked: 1 / 0)
+        subject = speculator(oracle)
+        running = engine(FakeRunner(blocks=200), speculator=subject)
+        names = {running.add(prompt, params): (prompt, params) for prompt, params in requests}
+        for request, result in results(finish(running), names).items():
+            assert list(result.samples[0].token_ids) == alone(*names[request])
+        assert isinstance(subject.failure, ZeroDivisionError) and subject.state is PassState.PLAIN
+    assert len(broken_proposers) == 3
+    broken_proposers.clear()
 
 
 def test_fixed_numbers_are_drafted_whatever_reading_costs() -> None:
     requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=20))]
     oracle = Oracle(truths(requests), right=0.0, chains=True)
-    oracle.free = False
+    oracle.is_free_of_compute = False
     policy = FixedPolicy(2, Latency({1: 1e-9, 8: 2e-9}, {1: 1.0}, reading=1.0))
     subject = Speculator(oracle, policy, most=2)
     same(engine(FakeRunner(blocks=200), speculator=subject), requests)

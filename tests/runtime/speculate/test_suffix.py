@@ -67,18 +67,18 @@ def test_a_look_up_says_what_a_proposal_would_have() -> None:
     rng = random.Random(2)
     text = [rng.randrange(150) for _ in range(200)]
     asked, looked = SuffixProposer(), SuffixProposer()
-    assert not looked.silent(0, text[:10], 8), "it was not asked for yet"
+    assert looked.has_draft(0, text[:10], 8), "it was not asked for yet"
     answers = set()
     for proposer in (asked, looked):
         ask(proposer, text[40::-1], sequence=7)
         proposer.forget(7)
         ask(proposer, text[:10])
     for end in range(11, 200, 3):
-        draft, silent = ask(asked, text[:end]), looked.silent(0, text[:end], 8)
-        assert silent == (draft is None)
-        again = None if silent else ask(looked, text[:end])
+        draft, proposes = ask(asked, text[:end]), looked.has_draft(0, text[:end], 8)
+        assert proposes == (draft is not None)
+        again = ask(looked, text[:end]) if proposes else None
         assert again == draft or (again.tokens, again.kinds) == (draft.tokens, draft.kinds)  # type: ignore[union-attr]
-        answers.add(silent)
+        answers.add(proposes)
     assert answers == {True, False}
 
 

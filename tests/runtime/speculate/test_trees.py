@@ -36,7 +36,7 @@ COUNT = 24
 class Every(Eager):
     """Chains of three and all siblings, as far as there is free."""
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
         siblings = [kind_of(rank, depth) for depth in range(1, 4) for rank in range(1, 4)]
         kinds = [kind_of(0, depth) for depth in range(1, 4)] + siblings
         return [set(kinds[:limit]) for limit in limits]

@@ -1,11 +1,9 @@
 """Worlds with known times and a known law of acceptance: the speed that the policy reaches in them.
 
-    speed     tokens / (seconds of passes, of asking and of drafting), over that of plain passes
-    law       chance that a draft is accepted if its parent was, by position in the text, depth and rank;
-              the ranks of one parent exclude each other
-    load      factor of the seconds that the policy sees, by pass: other processes
-
-The speculator's pauses are those of ``speculator.py``.
+speed     tokens / (seconds of passes, of asking and of drafting), over that of plain passes
+law       chance that a draft is accepted if its parent was, by position in the text, depth and rank;
+          the ranks of one parent exclude each other
+load      factor of the seconds that the policy sees, by pass: other processes
 """
 
 from __future__ import annotations
@@ -89,9 +87,9 @@ class World:
         latency = Latency(self.times, {1: self.proposing.step} if timed else {}, self.settle, begin=begin)
         self.policy, self.curve = DraftPolicy(latency, len(self.proposing.tree)), Latency(self.times)
         self.random, self.seconds, self.position = random.Random(self.seed), 0.0, 0
-        self.pause = self.resting = self.steps = 0
+        self.skipped = self.steps = 0
         self.chances: list[float] = []
-        self.doubted: int | None = None
+        self.stopped: int | None = None
 
     def speed(self, tokens: int) -> float:
         """Over further tokens."""
@@ -101,27 +99,25 @@ class World:
         return (self.position - start) * self.curve.target(1, 1) / (self.seconds - seconds)
 
     def turn(self) -> None:
-        """A pass, with its proposal and its pauses."""
-        rests, load = self.resting > 0, self.load(len(self.passes))
-        self.resting = max(self.resting - 1, 0)
-        if self.resting and rests:
-            self.position, self.seconds = self.position + 1, self.seconds + self.curve.target(1, 1)
+        """A pass with its proposal, or one that is skipped."""
+        load = self.load(len(self.passes))
+        if self.skipped:
+            self.skipped, self.position = self.skipped - 1, self.position + 1
+            self.seconds += self.curve.target(1, 1)
             self.passes.append(0)
             return
-        if rests:
-            self.policy.budget.note(self.pause - 1, self.pause - 1)
-        self.doubted = None
-        draft, asking = (None, 0.0) if rests else self.proposed()
+        self.stopped = None
+        draft, asking = self.proposed()
         path = [] if draft is None else self.accepted(draft)
-        took = self.curve.target(1, 1 + len(draft or ()))
-        feedback = [DraftFeedback(0, draft, tuple(path), [7] * (len(path) + 1), doubted=self.doubted)]
+        took, tokens = self.curve.target(1, 1 + len(draft or ())), [7] * (len(path) + 1)
+        feedback = DraftFeedback(0, draft, tuple(path), tokens, stopped_by_confidence=self.stopped)
         self.position, self.seconds = self.position + len(path) + 1, self.seconds + took + asking
         self.passes.append(len(draft or ()))
-        steps = self.steps if self.proposing.step else 0
         if self.fixed is None:
-            self.policy.note(feedback, took * load, asking * load, 0, steps)
-            in_vain = 0.0 if draft or self.doubted is not None else asking
-            self.pause = self.resting = self.policy.passes_to_skip(1, in_vain * load, free=not steps)
+            timed = self.proposing.step > 0
+            self.policy.note([feedback], took * load, asking * load, 0, self.steps if timed else 0)
+            empty = 0.0 if draft or self.stopped is not None else asking
+            self.skipped = self.policy.passes_to_skip(1, empty * load, is_lookup=not timed)
 
     def proposed(self) -> tuple[Draft | None, float]:
         """The drafts that are run, and the seconds of asking for them."""
@@ -140,8 +136,8 @@ class World:
         depth = sum(kind < LEVELS for kind in kinds)
         if not depth:
             return None, 0.0
-        if proposing.confidence is not None and self.policy.least > 0:
-            return self.doubting(len(tree))
+        if proposing.confidence is not None and self.policy.min_chance > 0:
+            return self.confident_chain(len(tree))
         self.steps = min(depth, max(map(len, tree)))
         seconds = proposing.asking + self.steps * proposing.step
         if not trees:
@@ -149,17 +145,17 @@ class World:
         nodes = sum(len(path) <= depth for path in tree)
         return self.policy.trim([0], [proposing.drafts(nodes)])[0], seconds
 
-    def doubting(self, most: int) -> tuple[Draft | None, float]:
+    def confident_chain(self, most: int) -> tuple[Draft | None, float]:
         """A chain that ends where it does not pay, by what is known before each token is drawn."""
         survival, self.chances = 1.0, list[float]()
         while len(self.chances) < most:
             chance = self.confident(len(self.chances) + 1)
             survival *= chance
-            if survival < self.policy.least:
+            if survival < self.policy.min_chance:
                 break
             self.chances.append(chance)
         self.steps = len(self.chances)
-        self.doubted = self.steps if self.steps < most else None
+        self.stopped = self.steps if self.steps < most else None
         draft = self.proposing.drafts(self.steps) if self.steps else None
         return draft, self.proposing.asking + self.steps * self.proposing.step
 

@@ -57,7 +57,7 @@ def test_a_slow_reader_is_not_in_the_times():
 class Known:
     """Two drafts in every pass: the text's own next token, and one that is never right."""
 
-    name, free, draws, learns_tree = "known", False, False, False
+    name, is_free_of_compute, samples_from_q, needs_full_tree = "known", False, False, False
     branches, confident, trees = 1, False, False
 
     def __init__(self, text):

@@ -37,7 +37,7 @@ class LocalDrafter:
         self.sent.append(message)
         self.service.receive(self, [message])
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def record_verdict(self, drafted: int, accepted: int) -> None:
         self.verdicts.append((drafted, accepted))
 
     def offer(self, offer: Offer) -> None:
@@ -84,10 +84,10 @@ class Waiting(DraftPolicy):
 
     open = True  # type: ignore[assignment]
 
-    def passes_to_skip(self, batch, proposing, free=True):
+    def passes_to_skip(self, batch, proposing, is_lookup=True):
         return 0
 
-    def select(self, sequences, drafts, prompt_tokens=0, whole=False):
+    def select(self, sequences, drafts, prompt_tokens=0, complete=False):
         return list(drafts)
 
 

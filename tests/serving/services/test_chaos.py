@@ -36,7 +36,7 @@ class Tampered:
 
     def __init__(self, stream, mode, seed):
         self.stream, self.mode, self.random, self.sent = stream, mode, random.Random(seed), []
-        self.greet, self.read = stream.greet, stream.read
+        self.handshake, self.read = stream.handshake, stream.read
 
     async def write(self, messages):
         kind = self.mode["kind"]

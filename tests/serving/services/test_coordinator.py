@@ -259,7 +259,7 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
 
         async def silent(ready, done):
             async with connect(f"127.0.0.1:{port}", TARGET, OPEN) as stream:
-                await stream.greet(hello("coordinator"), "target")
+                await stream.handshake(hello("coordinator"), "target")
                 await stream.write([Submit(f"s{number}", (number,), LONG) for number in range(10)])
                 await stream.write([Offer(77, 1, (2,))])
                 ready.set()
@@ -267,7 +267,7 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
 
         async def rude():
             async with connect(f"127.0.0.1:{port}", TARGET, OPEN) as stream:
-                await stream.greet(hello("coordinator"), "target")
+                await stream.handshake(hello("coordinator"), "target")
                 await stream.write([EventMessage("r", 0)])
                 while True:
                     await stream.read()
@@ -296,7 +296,7 @@ def test_a_coordinator_that_does_not_read_stops_no_other():
 )
 def test_a_target_that_lies_costs_its_own_requests_alone(lie, words):
     async def lying(stream):
-        await stream.greet(hello("target"), "coordinator")
+        await stream.handshake(hello("target"), "coordinator")
         while True:
             for message in await stream.read():
                 if isinstance(message, Submit):

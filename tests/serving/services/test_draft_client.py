@@ -171,7 +171,7 @@ def test_a_service_that_hangs_is_left_out_until_it_answers():
     answers = True
 
     async def hanging(stream):
-        await stream.greet(hello(), "target")
+        await stream.handshake(hello(), "target")
         while True:
             for message in await stream.read():
                 if message.kind == "ping":
@@ -202,7 +202,7 @@ def test_a_service_that_hangs_is_left_out_until_it_answers():
 )
 def test_a_service_that_lies_is_cut(lie):
     async def lying(stream):
-        await stream.greet(hello(), "target")
+        await stream.handshake(hello(), "target")
         while True:
             for message in await stream.read():
                 if isinstance(message, Open):
@@ -215,7 +215,7 @@ def test_a_service_that_lies_is_cut(lie):
 
 def test_a_flood_of_offers_is_cut():
     async def flooding(stream):
-        await stream.greet(hello(), "target")
+        await stream.handshake(hello(), "target")
         while True:
             for message in await stream.read():
                 if isinstance(message, Open):
@@ -231,7 +231,7 @@ def test_a_service_whose_drafts_are_never_accepted_is_paused(monkeypatch):
     monkeypatch.setattr("attar.serving.services.demand.PATIENCE", 10**6)  # it is asked all the time
 
     async def useless(stream):
-        await stream.greet(hello(), "target")
+        await stream.handshake(hello(), "target")
         while True:
             for message in await stream.read():
                 if message.kind == "ping":
@@ -295,7 +295,7 @@ async def hold(port, ended):
     """A stream that greets and then says nothing; leaves why it ended."""
     try:
         async with connect(f"127.0.0.1:{port}", DRAFT, Security()) as stream:
-            await stream.greet(hello("target"), "draft")
+            await stream.handshake(hello("target"), "draft")
             await forever(stream)
     except StreamEnded as error:
         ended.append(str(error))

@@ -38,7 +38,7 @@ class FixedPolicy(DraftPolicy):
     """Always K drafts (``most``): the first K of a tree; all of a tree that the proposer learns from."""
 
     def __init__(self, most: int, latency: Latency | None = None) -> None:
-        super().__init__(latency or Latency(), most, LossBudget(math.inf), asking=math.inf)
+        super().__init__(latency or Latency(), most, LossBudget(math.inf), share=math.inf)
 
     @property
     def open(self) -> bool:
@@ -50,7 +50,6 @@ class FixedPolicy(DraftPolicy):
         limits: Sequence[int],
         prompt_tokens: int = 0,
         branches: int = 1,
-        free: float = math.inf,
     ) -> list[set[int]]:
         return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
@@ -59,9 +58,9 @@ class FixedPolicy(DraftPolicy):
         sequences: Sequence[int],
         drafts: Sequence[Draft | None],
         prompt_tokens: int = 0,
-        whole: bool = False,
+        complete: bool = False,
     ) -> list[Draft | None]:
-        return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
+        return [draft if complete else draft and draft.cut(self.most) for draft in drafts]
 
     def trim(
         self, sequences: Sequence[int], drafts: Sequence[Draft | None], prompt_tokens: int = 0
@@ -101,16 +100,16 @@ class MeteredProposer:
         return self.proposer.name
 
     @property
-    def free(self) -> bool:
-        return self.proposer.free
+    def is_free_of_compute(self) -> bool:
+        return self.proposer.is_free_of_compute
 
     @property
-    def draws(self) -> bool:
-        return self.proposer.draws
+    def samples_from_q(self) -> bool:
+        return self.proposer.samples_from_q
 
     @property
-    def learns_tree(self) -> bool:
-        return self.proposer.learns_tree
+    def needs_full_tree(self) -> bool:
+        return self.proposer.needs_full_tree
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.proposer, name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attar.runtime.speculate.draft import kind_of
+from attar.runtime.speculate.draft import kind_of, kinds_of
+from attar.runtime.speculate.proposer import DraftFeedback
 
 FIRST = 0.6  # a' of a group that was never drafted
 PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of a', in drafts: over all sequences, of one sequence
@@ -26,13 +27,13 @@ class AcceptanceRates:
 
     def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
         """a of levels 1..``levels`` of a group."""
-        everyone, own, rates = self._all, self._own.get(sequence, NONE), list[float]()
+        everyone, counts, rates = self._all, self._own.get(sequence, NONE), list[float]()
         pooled = rate = first
         for level in range(1, levels + 1):
             kind = kind_of(group, level)
             good, drafted = everyone.get(kind, NEVER)
             before, pooled = pooled, (good + PRIOR * pooled) / (drafted + PRIOR)
-            good, drafted = own.get(kind, NEVER)
+            good, drafted = counts.get(kind, NEVER)
             rate = min(max(rate + pooled - before, 0.0), 1.0)
             rate = (good + OWN_PRIOR * rate) / (drafted + OWN_PRIOR)
             rates.append(rate)
@@ -46,6 +47,18 @@ class AcceptanceRates:
         for counts, decay in ((self._all, DECAY), (self._own.setdefault(sequence, {}), OWN_DECAY)):
             good, drafted = counts.get(kind, NEVER)
             counts[kind] = decay * good + accepted, decay * drafted + 1
+
+    def learn(self, feedback: DraftFeedback) -> None:
+        """Count every draft whose parent was accepted, and that which a confident proposer did not draft as
+        rejected: depths are chosen before."""
+        draft, accepted = feedback.draft, {0, *feedback.path}
+        drafts = feedback.stopped_by_confidence
+        if drafts is not None and feedback.path[:drafts] == tuple(range(1, drafts + 1)):
+            self.note(feedback.sequence, kind_of(0, drafts + 1), False)
+        if draft is not None:
+            for node, (parent, kind) in enumerate(zip(draft.parents, kinds_of(draft), strict=True), 1):
+                if parent in accepted:
+                    self.note(feedback.sequence, kind, node in accepted)
 
     def forget(self, sequence: int) -> None:
         self._own.pop(sequence, None)

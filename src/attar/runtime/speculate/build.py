@@ -46,7 +46,7 @@ def make_speculator(
     layers_read(settings.draft, features)
     proposer = _proposer(settings, target, model, options)
     most, times = FREE_DRAFTS, DraftTimes({})
-    if not proposer.free:
+    if not proposer.is_free_of_compute:
         timed = cast(TimedProposer, proposer)
         most, times = timed.most, timed.times()
     most = settings.drafts or most

@@ -41,11 +41,11 @@ class CombinedProposer:
         suffixes: trees that draft for the same requests, in microseconds.
     """
 
-    free, learns_tree = False, False
+    is_free_of_compute, needs_full_tree = False, False
 
     def __init__(self, head: TimedProposer, suffixes: SuffixProposer) -> None:
         self.head, self.suffixes, self.name = head, suffixes, f"{head.name}+{suffixes.name}"
-        self.draws, self.most, self.branches = head.draws, head.most, head.branches
+        self.samples_from_q, self.most, self.branches = head.samples_from_q, head.most, head.branches
         self.confident, self.trees = head.confident, head.trees
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
@@ -66,9 +66,9 @@ class CombinedProposer:
         return self.head.times()
 
 
-def free_part(proposer: Proposer) -> Proposer | None:
+def lookup_part(proposer: Proposer) -> Proposer | None:
     """What takes almost no time to ask: a free proposer, or the trees of a combined one."""
-    return proposer if proposer.free else getattr(proposer, "suffixes", None)
+    return proposer if proposer.is_free_of_compute else getattr(proposer, "suffixes", None)
 
 
 def proposers_of(proposer: Proposer, draft: Draft, path: Sequence[int]) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ With the round's noise (exact) it is a sample from q_i without replacement, in o
 sibling is run: if accepted, it is run in the next round.
 
 A draft ends at an end token, at the model's context, where grammar or numerics leave no token to draw, and
-after a row whose likeliest token has a probability below ``doubt``. That is decided on the row before its
-token is drawn, so which tokens are kept never depends on the draw.
+after a row whose likeliest token has a probability below ``min_confidence``. That is decided on the row
+before its token is drawn, so which tokens are kept never depends on the draw.
 
 A pass has at most ``step_tokens`` tokens: a long prompt is prefilled in chunks, together with the drafts of
 other sequences. Errors of the draft model only cost time: tokens are translated to the target's vocabulary
@@ -58,7 +58,7 @@ class GrowingDraft:
         certain: how many of ``ids`` are not drafts.
         most: K.
         ends: nothing is drafted after one.
-        doubt, branches: see :class:`DraftModel`.
+        min_confidence, branches: see :class:`DraftModel`.
         chances: of each token to be accepted if those before it are, where the proposer says so.
         survival: the product of the chances, each times its factor.
         factors: by which the chance of each depth is corrected; 1 where there is none.
@@ -69,7 +69,7 @@ class GrowingDraft:
     certain: int
     most: int
     ends: frozenset[int]
-    doubt: float
+    min_confidence: float
     branches: int
     tokens: list[int] = field(default_factory=list)
     siblings: list[list[int]] = field(default_factory=list)
@@ -79,13 +79,13 @@ class GrowingDraft:
     survival: float = 1.0
     factors: Sequence[float] = ()
 
-    def doubts(self, chance: float) -> bool:
+    def ends_before(self, chance: float) -> bool:
         """Close the draft if it does not pay that its next token is accepted with this chance: before that
         token is drawn. Says whether it is closed."""
         depth = len(self.chances)
         self.chances.append(chance)
         self.survival *= chance * (self.factors[depth] if depth < len(self.factors) else 1.0)
-        self.open = self.survival >= self.request.least
+        self.open = self.survival >= self.request.min_chance
         return not self.open
 
     def extend(self, logits: Tensor) -> None:
@@ -98,7 +98,7 @@ class GrowingDraft:
             return
         self.tokens.append(token)
         self.siblings.append(others)
-        sure = largest is None or largest >= self.doubt
+        sure = largest is None or largest >= self.min_confidence
         self.open = sure and len(self.tokens) < self.most and token not in self.ends
 
     def draft(self) -> Draft | None:
@@ -118,12 +118,12 @@ class GrowingDraft:
         return Draft(tuple(tokens), tuple(parents), q, "distinct" if q else "fixed", tuple(kinds))
 
     def _chosen(self, logits: Tensor) -> tuple[list[int], float | None]:
-        """The tokens in order, and the probability of the likeliest; None if ``doubt`` does not need it."""
+        """The tokens in order, and the probability of the likeliest; None if ``min_confidence`` is 0."""
         rules = self.request.rules
         row = GREEDY if rules is None else rules.row(self.tokens)
         if rules is None or row.params.greedy:
             x = adjust(logits, [row])
-            return _likeliest(x, self.branches), float(x.softmax(-1).amax()) if self.doubt else None
+            return _likeliest(x, self.branches), float(x.softmax(-1).amax()) if self.min_confidence else None
         p = warp(logits, [row])
         if isinstance(rules, DraftRules):
             self.q.append(p[0].cpu().numpy())
@@ -137,14 +137,14 @@ class DraftModel:
         runner: the draft model, with a KV pool of its own, without eviction.
         vocabulary: mapping between its tokens and the target's; None: they are equal.
         name: for logs and metrics.
-        doubt: a draft ends after a row whose likeliest token has a lower probability; 0: never.
+        min_confidence: a draft ends after a row whose likeliest token has a lower probability; 0: never.
         branches: drafts of a row at most: one of the chain, and its siblings; 1: chains only.
         step_tokens: tokens of a pass at most.
         reuse: whether sequences share prefixes.
         nbytes: memory in addition to the target, for logs; 0: unknown.
     """
 
-    free, draws, learns_tree, confident, trees = False, True, False, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree, confident, trees = False, True, False, False, False
     most = 8
 
     def __init__(
@@ -154,17 +154,19 @@ class DraftModel:
         *,
         name: str = "draft",
         ends: Sequence[int] = (),
-        doubt: float = 0.0,
+        min_confidence: float = 0.0,
         branches: int = BRANCHES,
         step_tokens: int = 2048,
         reuse: bool = True,
         nbytes: int = 0,
     ) -> None:
-        assert 0 <= doubt < 1 and step_tokens >= 1, f"doubt {doubt}, step_tokens {step_tokens}"
+        assert 0 <= min_confidence < 1 and step_tokens >= 1, (
+            f"min_confidence {min_confidence}, step_tokens {step_tokens}"
+        )
         assert branches >= 1, f"branches {branches}"
         self.runner, self.name, self.nbytes = runner, name, nbytes
         self.vocabulary = vocabulary or SameVocabulary(runner.vocabulary, runner.vocabulary)
-        self.ends, self.doubt = frozenset(ends), doubt
+        self.ends, self.min_confidence = frozenset(ends), min_confidence
         self.branches, self.step_tokens = branches, step_tokens
         manager = BlockManager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = DraftTables(manager, runner.forget)
@@ -228,7 +230,7 @@ class DraftModel:
         if not self.tables.open(request.sequence, ids, most - 1, request.salt):
             return None
         branches = self.branches if request.siblings else 1
-        return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
+        return GrowingDraft(request, ids, len(ids), most, self.ends, self.min_confidence, branches)
 
     def _run(self, drafts: Sequence[GrowingDraft]) -> None:
         """Run the tokens that are not in the tables, fewest first; completed sequences get a draft."""

@@ -153,7 +153,7 @@ class LookaheadProposer:
         seed: of the window's first tokens.
     """
 
-    name, free, draws, learns_tree = "lookahead", True, False, True
+    name, is_free_of_compute, samples_from_q, needs_full_tree = "lookahead", True, False, True
 
     def __init__(
         self, columns: int = 5, size: int = 4, guesses: int = 5, ends: Sequence[int] = (), seed: int = 0

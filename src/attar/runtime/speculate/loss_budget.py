@@ -17,29 +17,24 @@ REOPENS = 0.2  # share of the size: reopened at the first gain, it could not pay
 
 
 class LossBudget:
-    """Plain passes that may be lost, ``size`` at most; an empty budget is closed until it is nearly full."""
+    """Plain passes that may be lost, ``size`` at most; an empty budget is closed until it can pay again."""
 
     def __init__(self, size: float = BUDGET) -> None:
         self.size, self.left, self.open = size, size, True
 
     @property
-    def stake(self) -> float:
-        """That a pass may lose: drafts get shorter as the budget does, and seldom empty it."""
+    def max_loss_per_pass(self) -> float:
+        """Half of what is left: drafts get shorter as the budget does, and seldom empty it."""
         return self.left / 2
-
-    def passes_until(self, stake: float) -> int:
-        """Plain passes until a pass may lose so much, or the budget is full."""
-        missing = min(2 * stake, self.size) - self.left
-        return math.ceil(missing / LOSS) if missing > 0 else 0
 
     @property
     def closed_passes(self) -> int:
         """Plain passes until a closed budget opens."""
         return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
 
-    def hold_rounds(self, beginning: float) -> None:
-        """Hold as much as rounds need that cost ``beginning`` plain passes before their first draft."""
-        more = min(BEGINNINGS * beginning, LARGEST) - self.size
+    def ensure_capacity(self, round_cost: float) -> None:
+        """Hold as much as rounds need that cost ``round_cost`` plain passes before their first draft."""
+        more = min(BEGINNINGS * round_cost, LARGEST) - self.size
         if more > 0:
             self.size, self.left = self.size + more, self.left + more
 

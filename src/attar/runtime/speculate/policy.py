@@ -2,22 +2,20 @@
 
     a_l        acceptance rate of level l (``acceptance.py``)
     survival   of a draft: the product of the rates on its path, the tokens that it is expected to add
-    speed      (B + sum of survivals) / (t(B, n) + seconds of the proposer: begin + steps)
+    speed      expected tokens of a pass over its seconds (``expected_pass.py``)
     left       plain passes that may still be lost (``loss_budget.py``)
-    pause      passes without a proposal after one without drafts: its seconds / (asking t(B, B)), PAUSE at
-               most for a free proposer, until the next trial for one that runs a model
 
 The drafts of the batch are sorted by survival. A child's is never above its parent's, so each prefix of the
 list consists of whole paths; the prefix with the highest speed is run. For one sequence and one rate this is
 the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv
-2211.17192, section 3.5). Drafts run only where rejecting all costs at most half of ``left``: T tokens of a
-sequence lose at most ``size`` + LOSS T, and ASKING T by asking in vain. Where none pays, the best
-chain, or a free draft, is tried after ``gap`` passes, which a rejection doubles.
+2211.17192, section 3.5). Drafts run only where rejecting all costs at most half of ``left``, and every second
+of the proposer is charged: T tokens of a sequence lose at most the budget's size + LOSS T.
 
-A proposer that knows more about a draft than rates do, before it is drawn, gets ``least``: a draft with this
-chance of being accepted is worth what the chosen ones take in the mean, at the speed that they reach.
+Where no draft of a sequence pays, its best drafts are tried after ``gap`` passes, which a rejection doubles.
+A proposal without drafts is followed by as many skipped passes as make its time SHARE of theirs.
 
-Letters: B sequences that decode, n tokens of a pass, t seconds (``latency.py``), l level of a kind of draft.
+A proposer that knows more about a draft than rates do, before it is drawn, gets ``min_chance``: a draft with
+this chance of being accepted is worth what the chosen ones take in the mean, at the speed that they reach.
 """
 
 from __future__ import annotations
@@ -25,90 +23,79 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from attar.runtime.speculate.acceptance import AcceptanceRates
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
+from attar.runtime.speculate.expected_pass import Candidate, ExpectedPass
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.loss_budget import LossBudget
+from attar.runtime.speculate.loss_budget import LOSS, LossBudget
 from attar.runtime.speculate.proposer import DraftFeedback
 
-ASKING = 0.0075  # share of the plain time, for proposals without drafts
-PAUSE = 12  # passes without a proposal, at most, after a free proposer had no draft
-WAIT = 128  # while the budget refuses a trial: sequences may come for which drafts pay
-GAIN = 1.02  # times the plain speed, that drafts must reach
-LEAST = 0.01  # survival of a draft that is considered
-TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
+SHARE = LOSS / 2  # of the time: for proposals without drafts, and for trials of one sequence
+MIN_SPEEDUP = 1.02  # over plain decoding, that drafts must reach
+MIN_SURVIVAL = 0.01  # of a draft that is considered
+MAX_SKIPPED_PASSES = 12  # after a proposal without drafts: text that turns repetitive is noticed
 PLAIN_EVERY = 128  # passes with drafts until a plain one is measured again
 
 Ints = Sequence[int]
 
 
-class Candidate(NamedTuple):
-    """A draft that may be run, of a ``row`` of the batch: a node of its tree, or a kind before drafting.
-
-    ``steps``: it takes a step of the draft model. ``sibling``: of the chain's draft at its depth, with which
-    alone it is run.
-    """
-
-    survival: float
-    row: int
-    depth: int
-    node: int
-    size: int = 1  # tokens
-    steps: bool = False
-    sibling: bool = False
-
-
 @dataclass
 class Trial:
-    """A trial draft of a sequence for which none pays: after ``gap`` passes; ``idle`` of them are over."""
+    """Drafts of a sequence for which none pays: in pass ``due``, or later where the budget refuses them."""
 
+    due: int
     gap: int = 1
-    idle: int = 0
-    running: bool = False
-    longest: int = 1  # gap
     cost: float = 0.0  # plain passes of one sequence
+    running: bool = False
+
+    def rejected(self, passes: int) -> None:
+        """Wait twice as long, at most until trials take SHARE of the time."""
+        self.gap = min(2 * self.gap, max(math.ceil(self.cost / SHARE), 1))
+        self.due, self.running = passes + self.gap, False
 
 
 class DraftPolicy:
-    """Chooses the drafts of each pass, at most ``most`` a sequence, and learns from every pass."""
+    """Chooses the drafts of each pass, at most ``most`` a sequence, and learns from every pass.
+
+    Attributes:
+        min_chance: of the round that was chosen last.
+        passes: so far, those without speculation too.
+    """
 
     def __init__(
-        self, latency: Latency, most: int = 16, budget: LossBudget | None = None, asking: float = ASKING
+        self, latency: Latency, most: int = 16, budget: LossBudget | None = None, share: float = SHARE
     ) -> None:
-        self.latency, self.most, self.budget, self.asking = latency, most, budget or LossBudget(), asking
+        self.latency, self.most, self.budget, self.share = latency, most, budget or LossBudget(), share
         self.acceptance = AcceptanceRates()
-        self.least = 0.0  # of the round that was chosen last
-        self._wait = 0  # passes until the next trial is due, where nothing was chosen
-        self._refused = 0.0  # what a trial may lose that is due and waits for the budget
+        self.min_chance, self.passes = 0.0, 0
         self._trials: dict[int, Trial] = {}
         self._since_plain = 0
 
     @property
-    def open(self) -> bool:  # whether the proposer is called at all
+    def open(self) -> bool:
+        """Whether to draft at all: the plain time is known and current, and the budget is not empty."""
         return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
 
     def choose(
-        self, sequences: Ints, limits: Ints, prompt_tokens: int = 0, branches: int = 1, free: float = math.inf
+        self, sequences: Ints, limits: Ints, prompt_tokens: int = 0, branches: int = 1
     ) -> list[set[int]]:
         """Kinds of the drafts, chain and siblings, that a draft model should make for each sequence: at most
-        its limit, ``branches`` after one token, and ``free`` in the batch."""
+        its limit, and ``branches`` after one token."""
         limits = [min(limit, self.most) for limit in limits]
         rows = enumerate(zip(sequences, limits, strict=True))
-        trees = [one for row, (sequence, limit) in rows for one in self._tree(row, sequence, limit, branches)]
-        return [set(kinds) for kinds in self._best(sequences, trees, limits, prompt_tokens, free)]
+        trees = [self._tree(row, sequence, limit, branches) for row, (sequence, limit) in rows]
+        kinds = self._best(sequences, [candidate for tree in trees for candidate in tree], prompt_tokens)
+        return [set(likeliest[:limit]) for likeliest, limit in zip(kinds, limits, strict=True)]
 
     def select(
-        self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0, whole: bool = False
+        self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0, complete: bool = False
     ) -> list[Draft | None]:
-        """The drafts of a free proposer, cut to the nodes that pay; None where none does. ``whole``: trees
-        are run completely or not at all, for lookahead, which learns from all their nodes."""
-        trees = self._all_nodes(sequences, drafts, whole)
-        limits = [len(draft or ()) for draft in drafts]
-        kept = self._best(sequences, trees, limits, prompt_tokens, math.inf)
-        pairs = zip(drafts, kept, strict=True)
-        return [draft and (draft if whole and run else draft.pruned(run)) for draft, run in pairs]
+        """The drafts of a lookup, cut to the nodes that pay; None where none does. ``complete``: whole trees
+        or none, for lookahead, which learns from all their nodes."""
+        nodes = self._best(sequences, self._all_nodes(sequences, drafts, complete), prompt_tokens)
+        pairs = zip(drafts, nodes, strict=True)
+        return [draft and (draft if complete and kept else draft.pruned(kept)) for draft, kept in pairs]
 
     def trim(
         self, sequences: Ints, drafts: Sequence[Draft | None], prompt_tokens: int = 0
@@ -118,14 +105,12 @@ class DraftPolicy:
         if not self.latency.known:
             return list(drafts)
         fixed = [draft if draft is not None and draft.q is None else None for draft in drafts]
-        limits = [len(draft or ()) for draft in fixed]
-        nodes, run = self._all_nodes(sequences, fixed), _Pass(self.latency, len(sequences), prompt_tokens)
-        front = self._front(nodes, limits, math.inf, run)
-        kept: list[list[int]] = [[] for _ in sequences]
-        for one in front:
-            kept[one.row].append(one.node)
-        rows = zip(drafts, fixed, kept, strict=True)
-        return [draft if tree is None else tree.pruned(these or [1]) for draft, tree, these in rows]
+        run = ExpectedPass(self.latency, len(sequences), prompt_tokens)
+        nodes: list[list[int]] = [[] for _ in sequences]
+        for candidate in self._fastest(self._all_nodes(sequences, fixed), run):
+            nodes[candidate.row].append(candidate.node)
+        rows = zip(drafts, fixed, nodes, strict=True)
+        return [draft if tree is None else tree.pruned(kept or [1]) for draft, tree, kept in rows]
 
     def note(
         self,
@@ -137,78 +122,80 @@ class DraftPolicy:
         prefilled: bool = False,
     ) -> None:
         """Learn from a pass: ``seconds`` with verification, after ``drafting`` seconds of the proposer, in
-        ``steps``; 0: as deep as the drafts are, -1: it ran no model. ``prefilled``: it read a prompt before
-        the pass, which takes longer after that."""
-        if not feedback:
+        ``steps`` of its model. ``prefilled``: the draft model read a prompt, which is no step's time, and the
+        pass after that takes longer."""
+        self.passes += 1
+        drafted = [result for result in feedback if result.draft is not None]
+        batch, tokens = len(feedback), len(feedback) + sum(len(result.draft or ()) for result in drafted)
+        if not batch:
             return
-        batch, tokens, accepted, doubted = len(feedback), len(feedback), 0, False
-        drafted = list[DraftFeedback]()
-        for one in feedback:
-            if one.doubted is not None:
-                self._learn_doubt(one, one.doubted)
-                doubted = True
-            if one.draft is not None:
-                drafted.append(one)
-                tokens, accepted = tokens + len(one.draft), accepted + len(one.path)
         if not prompt_tokens and not prefilled:
             self.latency.note_target(batch, tokens, seconds)
-        plain = self.latency.target(batch, batch)
-        if plain > 0:
-            extra = self.latency.target(batch, tokens, prompt_tokens) / plain - 1.0
-            proposing = self._charge(drafting, plain) if drafted or doubted else 0.0
-            self.budget.note(1.0 + extra + proposing, 1.0 + accepted / batch)
+        if plain := self.latency.target(batch, batch):
+            accepted = sum(len(result.path) for result in drafted)
+            cost = self.latency.target(batch, tokens, prompt_tokens) / plain
+            self.budget.note(cost + self._in_passes(drafting, batch), 1.0 + accepted / batch)
         self._since_plain = self._since_plain + 1 if drafted else 0
-        if drafted and drafting > 0 and steps >= 0:
-            depth = steps or max(max(one.draft.depths) for one in drafted if one.draft)
-            self.latency.note_draft(len(drafted), drafting, depth)
-        for one in drafted:
-            self._learn(one)
+        if drafted and steps and not prefilled:
+            self.latency.note_draft(len(drafted), drafting, steps)
+        for result in feedback:
+            self._learn(result)
 
-    def passes_to_skip(self, batch: int, proposing: float, free: bool = True) -> int:
-        """Passes to skip after one whose proposer took ``proposing`` seconds and had no draft (0: it had).
-        What these passes do not pay for is charged. Unless the proposer is ``free`` and looks at the text,
-        there is nothing to ask before the next trial is due."""
-        plain = self.latency.target(batch, batch) if batch else 0.0
-        if proposing <= 0 or plain <= 0:
-            return self.budget.closed_passes
-        most = PAUSE if free else max(self._wait - 1, 0)
-        self.charge_asking(batch, proposing, pause=most)
-        if not self.open:
-            return self.budget.closed_passes
-        pause = min(int(self._charge(proposing, plain) / self.asking), most)
-        if not free:
-            pause = max(pause, min(self.budget.passes_until(self._refused), WAIT))
-            for trial in self._trials.values():
-                trial.idle += pause
-        return pause
+    def passes_to_skip(self, batch: int, proposing: float, is_lookup: bool = True) -> int:
+        """Passes to skip, which are counted as plain ones, after a proposal that took ``proposing`` seconds
+        and was empty (0: it was not). A proposer that does not look at the text has nothing to say before
+        the next trial is due."""
+        skipped = self.budget.closed_passes
+        if not skipped and proposing > 0:
+            due = math.inf if is_lookup else min((trial.due for trial in self._trials.values()), default=0)
+            skipped = int(max(min(self._pause(self._in_passes(proposing, batch)), due - self.passes), 0))
+        self.passes += skipped
+        self.budget.note(skipped, skipped)
+        return skipped
 
-    def charge_asking(self, batch: int, seconds: float, times: int = 1, pause: int = PAUSE) -> None:
-        """Charge proposals in vain with what pauses of ``pause`` passes do not pay for."""
-        plain = self.latency.target(batch, batch) if times else 0.0
-        if plain > 0:
-            unpaid = self._charge(seconds, plain) - times * (1 + pause) * self.asking
-            if unpaid > 0:
-                self.budget.note(unpaid, 0.0)
+    def note_lookup(self, batch: int, seconds: float) -> int:
+        """Count a plain pass after a lookup that found nothing; passes to skip."""
+        cost = self._in_passes(seconds, batch)
+        skipped = self._pause(cost)
+        self.passes += 1 + skipped
+        self.budget.note(1 + skipped + cost, 1 + skipped)
+        return skipped if self.budget.open else skipped + self.passes_to_skip(batch, 0.0)
+
+    def prefill_pays(self, sequence: int, most: int, tokens: int, remaining: int) -> bool:
+        """Whether a draft model should prefill ``tokens`` of a sequence that may get ``remaining`` more: the
+        budget covers the cost, or drafts are expected to save it. Half of the budget is charged at most."""
+        plain, left = self.latency.target(1, 1), self.budget.left
+        if plain <= 0:
+            return True
+        cost = self.latency.read(tokens) / plain
+        if min(cost, self.budget.size / 2) + 1 > left:
+            return False
+        return cost + 1 <= left or cost <= remaining * (1 - 1 / self.speedup(sequence, most))
 
     def speedup(self, sequence: int, draft: int | Draft, width: int = 1) -> float:
         """Expected speedup of one sequence with the best part of a fixed draft, or with the best chain of at
         most ``draft`` tokens of a draft model; in a pass of ``width`` sequences that all have such drafts, so
         that a step of the model is divided over them."""
         if isinstance(draft, Draft):
-            nodes = sorted(self._nodes(0, sequence, draft), key=lambda one: -one.survival)
+            nodes = sorted(self._nodes(0, sequence, draft), key=Candidate.order)
         else:
             nodes = self._tree(0, sequence, min(draft, self.most), 1)
-        run = _Pass(self.latency, width)
-        speeds = [run.speed, *(run.add(one, width).speed for one in nodes)]
+        run = ExpectedPass(self.latency, width)
+        speeds = [run.speed, *(run.add(candidate, width).speed for candidate in nodes)]
         return max(speeds) / speeds[0]
 
     def forget(self, sequence: int) -> None:
         self.acceptance.forget(sequence)
         self._trials.pop(sequence, None)
 
-    def _charge(self, seconds: float, plain: float) -> float:
-        """Its seconds in plain passes, half of the budget at most: the machine may have stood still."""
-        return min(seconds / plain, self.budget.size / 2)
+    def _in_passes(self, seconds: float, batch: int) -> float:
+        """In plain passes, half of the budget at most: the machine may have stood still."""
+        plain = self.latency.target(batch, batch)
+        return min(seconds / plain, self.budget.size / 2) if plain > 0 else 0.0
+
+    def _pause(self, cost: float) -> int:
+        """Passes of which a proposal that cost so many passes takes its share."""
+        return min(int(cost / self.share), MAX_SKIPPED_PASSES)
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
         """The chain of a draft model, and siblings of the ranks that were counted before."""
@@ -224,137 +211,80 @@ class DraftPolicy:
         return candidates
 
     def _all_nodes(
-        self, sequences: Ints, drafts: Sequence[Draft | None], whole: bool = False
+        self, sequences: Ints, drafts: Sequence[Draft | None], complete: bool = False
     ) -> list[Candidate]:
         rows = enumerate(zip(sequences, drafts, strict=True))
-        trees = [self._nodes(row, sequence, draft, whole) for row, (sequence, draft) in rows if draft]
-        return [one for tree in trees for one in tree]
+        trees = [self._nodes(row, sequence, draft, complete) for row, (sequence, draft) in rows if draft]
+        return [candidate for tree in trees for candidate in tree]
 
-    def _nodes(self, row: int, sequence: int, draft: Draft, whole: bool = False) -> list[Candidate]:
-        """Every node of a draft with its survival; ``whole``: all nodes as one candidate."""
+    def _nodes(self, row: int, sequence: int, draft: Draft, complete: bool = False) -> list[Candidate]:
+        """Every node of a draft with its survival; ``complete``: all nodes as one candidate."""
         survivals, kinds = [1.0], kinds_of(draft)
         deepest = {kind // LEVELS: kind % LEVELS for kind in sorted(set(kinds))}
         rates = {group: self.acceptance.rates(sequence, group, last) for group, last in deepest.items()}
         for parent, kind in zip(draft.parents, kinds, strict=True):
             survivals.append(survivals[parent] * rates[kind // LEVELS][kind % LEVELS - 1])
-        if whole:
+        if complete:
             return [Candidate(sum(survivals[1:]), row, 1, 1, len(draft))]
         return [Candidate(survivals[n], row, draft.depths[n], n) for n in range(1, len(survivals))]
 
-    def _best(
-        self, sequences: Ints, nodes: list[Candidate], limits: Ints, prompt_tokens: int, free: float
-    ) -> list[list[int]]:
+    def _best(self, sequences: Ints, candidates: list[Candidate], prompt_tokens: int) -> list[list[int]]:
         """The nodes of each sequence that are run."""
-        kept: list[list[int]] = [[] for _ in sequences]
-        self._wait, self._refused = PAUSE + 1, 0.0  # where none may be tried
-        if not (nodes and self.latency.known and self.open):
-            return kept
+        nodes: list[list[int]] = [[] for _ in sequences]
+        if not (candidates and self.latency.known and self.open):
+            return nodes
         batch = len(sequences)
-        self.budget.hold_rounds(self.latency.beginning(batch) / self.latency.target(batch, batch))
-        run = _Pass(self.latency, batch, prompt_tokens)
-        for one in self._front(nodes, limits, free, run):
-            kept[one.row].append(one.node)
-        self.least = run.least
-        firsts = {one.row: one for one in reversed(nodes) if one.depth == 1 and not one.sibling}
-        for row, first in sorted(firsts.items()):
-            if kept[row]:
-                self._trials.pop(sequences[row], None)
-            else:
-                deeper = [one for one in nodes if one.row == row and one.steps and one.depth > 1]
-                trial = self._trials.setdefault(sequences[row], Trial())
-                kept[row] += self._try(trial, [first, *deeper], run)
-        waiting = [self._trials[sequences[row]] for row in firsts if not kept[row]]
-        self._wait = min((trial.gap - trial.idle for trial in waiting), default=0)
-        self._refused = run.refused
-        return kept
+        self.budget.ensure_capacity(self.latency.beginning(batch) / self.latency.target(batch, batch))
+        run = ExpectedPass(self.latency, batch, prompt_tokens)
+        for candidate in self._fastest(candidates, run):
+            nodes[candidate.row].append(candidate.node)
+        self.min_chance = run.min_chance
+        for row, sequence in enumerate(sequences):
+            if nodes[row]:
+                self._trials.pop(sequence, None)
+            elif chain := [node for node in candidates if node.row == row and not node.sibling]:
+                nodes[row] += self._try(self._trials.setdefault(sequence, Trial(self.passes)), chain, run)
+        return nodes
 
-    def _front(self, nodes: list[Candidate], limits: Ints, free: float, run: _Pass) -> list[Candidate]:
-        """The first nodes, by survival, with the highest speed, added to ``run``; ``nodes`` is sorted."""
-        nodes.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
-        front, best, count = list[Candidate](), run.speed * GAIN, 0
-        counts, chain, stake = [0] * len(limits), [0] * len(limits), self.budget.stake
-        for one in nodes:
-            if one.survival < LEAST or len(front) == free:
+    def _fastest(self, candidates: list[Candidate], run: ExpectedPass) -> list[Candidate]:
+        """The first candidates, by survival, with the highest speed, added to ``run``; they are sorted."""
+        candidates.sort(key=Candidate.order)
+        best, count, added = run.speed * MIN_SPEEDUP, 0, 0
+        for candidate in candidates:
+            if candidate.survival < MIN_SURVIVAL:
                 break
-            if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
-                continue
-            if run.add(one).loss > stake:
-                run.add(one, -1)
+            added += 1
+            if run.add(candidate).loss > self.budget.max_loss_per_pass:
                 break
-            front.append(one)
-            counts[one.row] += 1
-            chain[one.row] += one.steps
             if run.speed > best:
-                best, count = run.speed, len(front)
-        for one in reversed(front[count:]):
-            run.add(one, -1)
-        return front[:count]
+                best, count = run.speed, added
+        run.remove(candidates[count:added])
+        return candidates[:count]
 
-    def _try(self, trial: Trial, chain: Sequence[Candidate], run: _Pass) -> list[int]:
-        """The trial of a sequence without drafts, if ``gap`` passes are over and the budget allows: the part
-        of its chain with the highest speed, since a block head is paid as a whole when it begins."""
-        trial.running, trial.idle, before = False, trial.idle + 1, run.loss
-        if trial.idle < trial.gap:
+    def _try(self, trial: Trial, candidates: list[Candidate], run: ExpectedPass) -> list[int]:
+        """The trial of a sequence, if it is due and the budget allows: the first candidates with the highest
+        speed, since a block head is paid as a whole when it begins."""
+        if self.passes < trial.due:
             return []
-        best, count = 0.0, 0
-        for depth, one in enumerate(chain, 1):
-            if run.add(one).speed > best:
+        best, count, before = 0.0, 0, run.loss
+        for depth, candidate in enumerate(candidates, 1):
+            if run.add(candidate).speed > best:
                 best, count = run.speed, depth
-        for one in reversed(chain[count:]):
-            run.add(one, -1)
-        if run.loss > self.budget.stake:  # a shorter one would not pay: the budget is filled first
-            run.refused = run.loss
-            for one in reversed(chain[:count]):
-                run.add(one, -1)
-            return []
+        run.remove(candidates[count:])
         trial.cost = run.batch * (run.loss - before)
-        trial.running, trial.idle, trial.longest = True, 0, max(math.ceil(trial.cost / TRIALS), 1)
-        return [one.node for one in chain[:count]]
+        if run.loss > self.budget.max_loss_per_pass:  # a shorter trial would not pay: the budget fills first
+            run.remove(candidates[:count])
+            trial.rejected(self.passes)
+            return []
+        trial.running = True
+        return [candidate.node for candidate in candidates[:count]]
 
     def _learn(self, feedback: DraftFeedback) -> None:
-        """Count every draft whose parent was accepted, and the result of a trial."""
-        draft, accepted = feedback.draft, {0, *feedback.path}
-        if draft is None:
-            return
-        for node, (parent, kind) in enumerate(zip(draft.parents, kinds_of(draft), strict=True), 1):
-            if parent in accepted:
-                self.acceptance.note(feedback.sequence, kind, node in accepted)
+        """Count the drafts, and the result of a trial."""
+        self.acceptance.learn(feedback)
         trial = self._trials.get(feedback.sequence)
-        if trial is not None and trial.running:
-            trial.gap = 1 if len(feedback.path) > trial.cost else min(2 * trial.gap, trial.longest)
-            trial.running = False
-
-    def _learn_doubt(self, feedback: DraftFeedback, drafts: int) -> None:
-        """What a confident proposer would not draft was rejected: depths are chosen before it doubts."""
-        if feedback.path[:drafts] == tuple(range(1, drafts + 1)):
-            self.acceptance.note(feedback.sequence, kind_of(0, drafts + 1), False)
-
-
-class _Pass:
-    """Time and expected tokens of a pass while drafts are added, without the time of its prompts."""
-
-    def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
-        self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
-        self.plain = self.seconds = latency.target(batch, batch)
-        self.tokens, self.gain, self.steps = batch, 0.0, 0.0
-        self.levels: dict[int, tuple[int, float]] = {}  # sequences and seconds of a step, by depth
-        self.speed, self.loss = batch / self.plain, 0.0  # tokens a second; plain passes, if all are rejected
-        self.refused = 0.0  # the loss of a trial that the budget does not hold
-
-    def add(self, one: Candidate, times: int = 1) -> _Pass:
-        """Add a draft, of so many sequences; with -1 remove it."""
-        self.tokens, self.gain = self.tokens + times * one.size, self.gain + times * one.survival
-        if one.steps:
-            width, before = self.levels.get(one.depth, (0, 0.0))
-            step = self.latency.draft(width + times, one.depth == 1)
-            self.levels[one.depth] = width + times, step
-            self.steps += step - before
-        self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
-        self.speed, self.loss = (self.batch + self.gain) / self.seconds, self.seconds / self.plain - 1
-        return self
-
-    @property
-    def least(self) -> float:
-        """Survival of a draft that is worth its part of the pass; 0 where there are none."""
-        drafts, verifying = self.tokens - self.batch, self.seconds - self.steps - self.plain
-        return min(self.speed * verifying / drafts, 1.0) if drafts else 0.0
+        if feedback.draft is not None and trial is not None and trial.running:
+            if len(feedback.path) > trial.cost:
+                self._trials.pop(feedback.sequence)
+            else:
+                trial.rejected(self.passes)

@@ -8,12 +8,12 @@ A proposer cannot change the output: verification is exact, and a bad draft only
 state per sequence, and updates it from the tokens: a request has all of them, also those decoded without a
 proposal or before a preemption.
 
-A ``free`` proposer (suffix trees, lookahead) takes almost no time: it proposes all it has, the policy keeps
+A proposer that ``is_free_of_compute`` (suffix trees, lookahead) proposes all it has, the policy keeps
 the nodes that pay (``DraftPolicy.select``). A ``TimedProposer`` runs a model: the policy first chooses how
 deep its drafts are (``DraftPolicy.choose``), from its times and from what was accepted at each depth:
 
     a chain            has as many drafts as were chosen
-    a confident one    ends where it doubts, before it draws the next token: ``least``
+    a confident one    ends before a token whose chance is below ``min_chance``, before it is drawn
     a tree             has as many levels, and the policy keeps the nodes that pay (``DraftPolicy.trim``)
 
 Whether drafts may be dropped after they are made depends on the draft alone: those without q may.
@@ -58,8 +58,8 @@ class DraftRequest:
         blocks: block table of the target; the hidden states of all tokens but the last are in its slots, for
             proposers that read them (``heads/context.py``).
         depth: levels of a tree at most.
-        least: chance of being accepted below which a draft does not pay. It was chosen before the round, so
-            a drawn draft may end at it if that is decided before the next token is drawn.
+        min_chance: chance of being accepted below which a draft does not pay. It was chosen before the round,
+            so a drawn draft may end at it if that is decided before the next token is drawn.
     """
 
     sequence: int
@@ -70,7 +70,7 @@ class DraftRequest:
     siblings: bool = False
     blocks: Sequence[int] = ()
     depth: int = 1 << 30
-    least: float = 0.0
+    min_chance: float = 0.0
 
 
 @dataclass(slots=True)
@@ -83,7 +83,8 @@ class DraftFeedback:
         tokens: the new tokens: the accepted drafts and the one after them.
         choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);
             empty where the proposer does not need them.
-        doubted: drafts of a confident proposer after which it ended its chain; None: it had all that it may.
+        stopped_by_confidence: drafts of a confident proposer after which it ended its chain; None: it had as
+            many as it may.
     """
 
     sequence: int
@@ -91,7 +92,7 @@ class DraftFeedback:
     path: tuple[int, ...]
     tokens: Sequence[int]
     choices: Sequence[int] = ()
-    doubted: int | None = None
+    stopped_by_confidence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,17 @@ class Proposer(Protocol):
         ...
 
     @property
-    def free(self) -> bool:
+    def is_free_of_compute(self) -> bool:
         """Whether drafting takes almost no time."""
         ...
 
     @property
-    def draws(self) -> bool:
+    def samples_from_q(self) -> bool:
         """Whether drafts are drawn from a q that comes with them; else they are fixed."""
         ...
 
     @property
-    def learns_tree(self) -> bool:
+    def needs_full_tree(self) -> bool:
         """Whether it learns from its whole tree: ``observe`` needs the choices of every row."""
         ...
 
@@ -143,6 +144,14 @@ class Proposer(Protocol):
 
     def forget(self, sequence: int) -> None:
         """A sequence ended; unknown ids are ignored."""
+        ...
+
+
+class LookupProposer(Proposer, Protocol):
+    """A proposer that says whether it has a draft in a third of the time of a proposal."""
+
+    def has_draft(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
+        """Whether something would be proposed for a sequence; True for one that was not asked for yet."""
         ...
 
 

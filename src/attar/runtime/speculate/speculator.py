@@ -8,15 +8,8 @@
     note        the proposer and the policy learn from the pass
     append      the accepted path's slots are moved together, the others are truncated
 
-Where no draft pays, the proposer's own time does not pay either: some passes then run without speculation,
-and the last of them is measured, which keeps the time of plain passes current (``_resting_pass``). Where a
-free proposer has no draft, the next passes only look whether it has one (``silent_passes.py``).
-
-The state of a sequence that ended or was preempted is dropped before the next proposal. Sequences fork with
-their first token, before anything is drafted for them.
-
-A failure ends no request: from then on nothing is drafted, and ``failure`` has the error. Only ``verify``
-raises, for its sequence.
+Sequences that ended or were preempted are forgotten before the next proposal. A failure ends no request: from
+then on every pass is plain, and ``failure`` has the error. Only ``verify`` raises, for its sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
 from typing import cast
 
 from torch import Tensor
@@ -32,23 +27,24 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.combined import combined, drafts_alone, free_part, proposers_of
-from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.draft_prefill import DraftPrefill
+from attar.runtime.speculate.combined import combined, drafts_alone, lookup_part, proposers_of
+from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer, TimedProposer
+from attar.runtime.speculate.proposer import (
+    DraftFeedback,
+    DraftRequest,
+    LookupProposer,
+    Proposer,
+    TimedProposer,
+)
 from attar.runtime.speculate.settings import LOSSY
-from attar.runtime.speculate.siblings import SiblingRounds
-from attar.runtime.speculate.silent_passes import HasNoDraft, SilentPasses
+from attar.runtime.speculate.siblings import count_siblings
 from attar.runtime.speculate.speculative_pass import (
-    RESTING,
-    GuardedRules,
+    CompletionOf,
     SpeculationCounts,
     SpeculativePass,
     add_choices,
     decodes_one,
-    draft_limits,
-    drawing_rules,
     mode_of,
     noise_of,
     prompts_read,
@@ -56,7 +52,18 @@ from attar.runtime.speculate.speculative_pass import (
 from attar.runtime.speculate.target import CompletionLogits
 from attar.runtime.speculate.verify import VerificationMode, verify
 
+MAX_UNTIMED = 15  # lookups until a pass is measured again
+CATCH_UP = 16  # tokens without drafts, after which a draft model prefills a sequence again
 logger = logging.getLogger(__name__)
+
+
+class PassState(Enum):
+    """What the next pass does."""
+
+    PLAIN = "nothing is drafted, the pass is measured; for good after a failure"
+    SKIPPING = "nothing is drafted or measured: a proposal was empty, or the loss budget is"
+    LOOKUP = "the proposer is only asked whether it has a draft; nothing is measured"
+    DRAFTING = "drafts are proposed, the pass is measured"
 
 
 class Speculator:
@@ -67,7 +74,7 @@ class Speculator:
         verification: coupled, exact, None: coupled where the request has a seed, else exact; or typical,
             which is lossy.
         clock: seconds.
-        prefilling: is told the sequences whose prompts are read.
+        prefilling: called with the sequences whose prompts a pass reads.
 
     Attributes:
         failure: the error that ended speculation; None where there was none.
@@ -85,80 +92,48 @@ class Speculator:
     ) -> None:
         self.proposer, self.policy, self.most = proposer, policy, most
         self.verification, self.clock, self.prefilling = verification, clock, prefilling
-        self.counts, self.prefill = SpeculationCounts(), DraftPrefill()
+        self.counts = SpeculationCounts()
         self.failure: Exception | None = None
-        self.stopped = False
+        self.state = self._measured_state()
         self._running: list[int] = []  # that the proposer and the policy know of
-        self._round = RESTING
-        self._siblings = SiblingRounds()
-        self._spent = 0.0  # own seconds, charged with the next proposal
-        self._pause = self._resting = 0  # passes without speculation, and those that remain
-        self._silent = SilentPasses()
+        self._prefilled: dict[int, int] = {}  # tokens of each sequence that a draft model has run
+        self._pass: SpeculativePass | None = None
+        self._skip = self._lookups = 0  # passes and lookups that remain
+        self._overhead = 0.0  # seconds of the speculator that are not charged yet
 
     def add_drafts(
-        self,
-        planned: Planned,
-        scheduler: Scheduler,
-        completion: Callable[[Running], Completion],
-        inside: bool = False,
+        self, planned: Planned, scheduler: Scheduler, completion: CompletionOf, inside: bool = False
     ) -> Planned:
         """Add drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
         reserved too; without drafts where the speculator fails.
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
-            text: of a sequence.
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
-        if self.stopped or not planned:
+        self._pass = None
+        if self.failure is not None or not planned or self._passed_by(planned):
             return planned
+        began = self.clock()
         try:
-            return self._with_drafts(planned, scheduler, completion, inside)
+            self.drop_finished(scheduler.running)
+            this = self._pass = SpeculativePass.of(planned, scheduler.limits.step_tokens)
+            if self.state is PassState.DRAFTING:
+                if self.prefilling is not None:
+                    self.prefilling(prompts_read(planned, completion))
+                if any(limits := this.limits(self.most, scheduler, completion, inside)):
+                    this.called = True
+                    drafts = self._propose(this, limits, completion, scheduler)
+                    this.assign(drafts, scheduler, complete=self.proposer.needs_full_tree)
+                    planned = [(sequence, share + len(sequence.drafts)) for sequence, share in planned]
         except Exception as failure:
             self._stop(failure)
             for sequence, _ in planned:
                 sequence.drafts, sequence.parents = [], None
             return planned
-
-    def _with_drafts(
-        self,
-        planned: Planned,
-        scheduler: Scheduler,
-        completion: Callable[[Running], Completion],
-        inside: bool,
-    ) -> Planned:
-        if self._silent.active and self._silent_pass(planned):
-            return planned
-        rests = self._resting > 0
-        if rests and self._resting_pass():
-            return planned
-        began = self.clock()
-        self._forget_finished(scheduler.running)
-        decoding = {one.id: one for one, _ in planned if decodes_one(one)}
-        total = sum([share for _, share in planned])
-        this = self._round = SpeculativePass(
-            decoding, total - len(decoding), scheduler.limits.step_tokens - total
-        )
-        drafting = not rests and self.failure is None and self.policy.open
-        if drafting and self.prefilling is not None:
-            self._tell(self.prefilling, prompts_read(planned, completion))
-        if decoding and drafting:
-            limits = draft_limits(decoding.values(), scheduler, min(self.most, this.left), inside)
-            limits = [
-                most if completion(one).drafts else 0
-                for one, most in zip(decoding.values(), limits, strict=True)
-            ]
-            if any(limits):
-                this.asked = True
-                drafts = self._proposed(this, limits, completion, scheduler.manager.readable)
-                if any(drafts):
-                    self._assign(this, drafts, scheduler)
-                    planned = [(one, share + len(one.drafts)) for one, share in planned]
-        this.began = now = self.clock()
-        self._spent += now - began
-        if this.asked:
-            this.drafting, self._spent = self._spent, 0.0
+        this.began = self.clock()
+        this.drafting, self._overhead = self._overhead + this.began - began, 0.0
         return planned
 
     @property
@@ -168,7 +143,7 @@ class Speculator:
 
     def has(self, output: StepOutput) -> bool:
         """Whether a sequence has drafts in the pass."""
-        return output.sequence.id in self._round.drafts
+        return self._pass is not None and output.sequence.id in self._pass.drafts
 
     def verify(self, output: StepOutput, logits: Tensor, completion: Completion) -> SampledTokens:
         """The accepted tokens of a sequence's draft, and the one after them.
@@ -176,7 +151,8 @@ class Speculator:
         Raises:
             NumericsError: a row that decides is NaN or infinite.
         """
-        sequence, draft = output.sequence, self._round.drafts[output.sequence.id]
+        assert self._pass is not None, "no drafts were added"
+        sequence, draft = output.sequence, self._pass.drafts[output.sequence.id]
         rows = output.rows[-output.draws :]
         assert sequence.drafts == list(draft.tokens), f"sequence {sequence.id} ran other drafts"
         target = CompletionLogits(logits[rows.start : rows.stop], completion, draft, completion)
@@ -197,221 +173,135 @@ class Speculator:
     def note(
         self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
     ) -> None:
-        """After a pass: the policy and the proposer learn from it."""
-        if self.stopped or self._round is RESTING:
+        """After a pass: the policy and the proposer learn from it, and the state of the next is decided."""
+        if self._pass is None or self.failure is not None:
             return
+        now = self.clock()
         try:
-            self._learn(outputs, drawn, logits)
+            feedback = self._pass.feedback(outputs, drawn)
+            if self._pass.drafts and self.proposer.needs_full_tree:
+                add_choices(feedback, outputs, logits)
+            self._learn(self._pass, feedback, now - self._pass.began)
         except Exception as failure:
             self._stop(failure)
+        self._overhead = self.clock() - now
 
     def drop_finished(self, running: Sequence[Running]) -> None:
         """Forget the sequences that are not running any more."""
+        ids = [sequence.id for sequence in running]
+        if ids == self._running or self.failure is not None:
+            return
         try:
-            self._forget_finished(running)
+            now = dict.fromkeys(ids)
+            for gone in [sequence for sequence in self._running if sequence not in now]:
+                self.policy.forget(gone)
+                self.proposer.forget(gone)
+                self._prefilled.pop(gone, None)
+            self._running = ids
         except Exception as failure:
             self._stop(failure)
 
-    def _learn(
-        self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
-    ) -> None:
-        now, this = self.clock(), self._round
-        drafts, drafting = this.drafts, this.drafting
-        feedback = [
-            DraftFeedback(output.sequence.id, drafts.get(output.sequence.id), sampled.path, sampled.tokens)
-            for output, sampled in zip(outputs, drawn, strict=True)
-            if output.sequence.id in this.decoding and isinstance(sampled, SampledTokens)
-        ]
-        if drafts and self.proposer.learns_tree:
-            add_choices(feedback, outputs, logits)
-        for one in feedback if this.doubted else ():
-            one.doubted = this.doubted.get(one.sequence)
-        if this.prefills:
-            self.prefill.charge(self.policy, len(this.decoding), drafting)
-        charged = 0.0 if this.prefills else drafting
-        self.policy.note(
-            feedback, now - this.began, charged, this.prompt_tokens, this.steps, prefilled=this.prefills
-        )
-        self._siblings.learn(self.policy.acceptance, feedback)
-        if self.failure is None:
-            try:
-                self.proposer.observe(feedback)
-            except Exception as failure:
-                self._fail(failure)
-        in_vain = this.asked and not (drafts or this.doubted)
-        proposing, looks = drafting if in_vain else 0.0, free_part(self.proposer) is not None
-        self._pause = self.policy.passes_to_skip(len(feedback), proposing, free=looks)
-        if in_vain and self.policy.open and self.prefilling is None and hasattr(self.proposer, "silent"):
-            self._silent.begin(self.policy, len(feedback), self._pause)
-        self._resting = 0 if self._silent.active else self._pause
-        self._spent += self.clock() - now
-
-    def _stop(self, failure: Exception) -> None:
-        """Nothing is drafted from now on."""
-        self.stopped, self._round = True, RESTING
-        self._fail(failure)
-
-    def _forget_finished(self, running: Sequence[Running]) -> None:
-        if self.stopped:
-            return
-        ids = [one.id for one in running]
-        if ids == self._running:
-            return
-        now = dict.fromkeys(ids)
-        for gone in [one for one in self._running if one not in now]:
-            self.policy.forget(gone)
-            self.proposer.forget(gone)
-            self.prefill.forget(gone)
-        self._running = ids
-
-    def _silent_pass(self, planned: Planned) -> bool:
-        """Whether the pass runs without a plan."""
-        self._round, silent = RESTING, self._silent
-        if silent.rests():
+    def _passed_by(self, planned: Planned) -> bool:
+        """Whether the pass runs as without speculation, and is not measured: it is skipped, or no sequence
+        has a draft."""
+        if self.state is PassState.SKIPPING:
+            self._decide(self._skip - 1, self._lookups)
             return True
-        began, vain = self.clock(), False
+        if self.state is not PassState.LOOKUP:
+            return False
+        began, has_draft = self.clock(), cast(LookupProposer, self.proposer).has_draft
         try:
-            look: HasNoDraft = self.proposer.silent  # type: ignore[attr-defined]
-            vain = silent.look(planned, len(self._running), look, self.most)
+            empty = len(planned) == len(self._running) and all(
+                decodes_one(sequence) and not has_draft(sequence.id, sequence.tokens, self.most)
+                for sequence, _ in planned
+            )
         except Exception as failure:
-            self._fail(failure)
+            self._stop(failure)
+            return True
         seconds = self.clock() - began
-        if vain:
-            silent.note(seconds)
+        if empty:
+            self._decide(self.policy.note_lookup(len(planned), seconds), self._lookups - 1)
         else:
-            self._spent += seconds
-            silent.end(self.policy)
-        return vain
+            self._overhead += seconds
+            self._decide(0, 0)
+        return empty
 
-    def _resting_pass(self) -> bool:
-        """Whether the next pass runs without proposals and measurement."""
-        self._resting -= 1
-        if self._resting:
-            self._round = RESTING
-        else:
-            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is measured
-        return self._resting > 0
+    def _decide(self, skip: int, lookups: int) -> None:
+        """The state of the next pass."""
+        self._skip, self._lookups = skip, lookups
+        looks_up = PassState.LOOKUP if lookups else self._measured_state()
+        self.state = PassState.SKIPPING if skip else looks_up
 
-    def _tell(self, tell: Callable[[Sequence[DraftRequest]], None], prompts: list[DraftRequest]) -> None:
-        try:
-            tell(prompts)
-        except Exception as failure:
-            self._fail(failure)
+    def _measured_state(self) -> PassState:
+        return PassState.DRAFTING if self.policy.open and self.failure is None else PassState.PLAIN
 
-    def _assign(self, this: SpeculativePass, drafts: Sequence[Draft | None], scheduler: Scheduler) -> None:
-        """Give the sequences their drafts, as far as the step has room for them."""
-        for one, proposed in zip(this.decoding.values(), drafts, strict=True):
-            draft = proposed and self._fitting(proposed, this.left)
-            if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
-                this.drafts[one.id] = draft
-                this.left -= len(draft)
-                one.drafts = list(draft.tokens)
-                one.parents = None if draft.is_chain else list(draft.parents)
+    def _learn(self, this: SpeculativePass, feedback: Sequence[DraftFeedback], seconds: float) -> None:
+        policy, proposer = self.policy, self.proposer
+        policy.note(feedback, seconds, this.drafting, this.prompt_tokens, this.steps, this.prefills)
+        count_siblings(policy.acceptance, feedback, this.uncut)
+        proposer.observe(feedback)
+        empty = this.called and not (this.drafts or this.stopped_by_confidence)
+        is_lookup = lookup_part(proposer) is not None
+        skip = policy.passes_to_skip(len(feedback), this.drafting if empty else 0.0, is_lookup=is_lookup)
+        looks_up = empty and policy.open and hasattr(proposer, "has_draft")
+        self._decide(skip, MAX_UNTIMED if looks_up else 0)
 
-    def _proposed(
-        self,
-        this: SpeculativePass,
-        limits: Sequence[int],
-        completion: Callable[[Running], Completion],
-        blocks: Callable[[int], Sequence[int]],
+    def _propose(
+        self, this: SpeculativePass, limits: Sequence[int], completion: CompletionOf, scheduler: Scheduler
     ) -> Sequence[Draft | None]:
-        """The drafts that pay, for each sequence."""
-        free, policy, prompt_tokens = free_part(self.proposer), self.policy, this.prompt_tokens
-        ids = list(this.decoding)
-        lookups: Sequence[Draft | None] = [None] * len(limits)
-        if free is not None:
-            requests = [
-                DraftRequest(one.id, one.tokens, most, one.request.salt, completion(one))
-                for one, most in zip(this.decoding.values(), limits, strict=True)
-            ]
-            lookups = self._asked(free, requests)
-        if self.proposer.free:
+        """The drafts that pay: of a lookup, of a proposer that runs a model, or of both."""
+        policy, lookup, ids = self.policy, lookup_part(self.proposer), list(this.decoding)
+        lookups = drafts = list[Draft | None]([None] * len(ids))
+        if lookup is not None:
+            lookups = self._call_proposer(this, lookup, this.lookup_requests(limits, completion))
+        if self.proposer.is_free_of_compute:
             if not any(lookups):
                 return lookups
-            return policy.select(ids, lookups, prompt_tokens, whole=self.proposer.learns_tree)
-        asked = [
-            0 if drafts_alone(policy, one, most, draft, len(ids)) else most
-            for one, most, draft in zip(ids, limits, lookups, strict=True)
+            return policy.select(ids, lookups, this.prompt_tokens, self.proposer.needs_full_tree)
+        proposer = cast(TimedProposer, self.proposer)
+        limits = [
+            0
+            if drafts_alone(policy, sequence.id, most, draft, len(ids))
+            else self._prefilled_limit(sequence, most)
+            for sequence, most, draft in zip(this.decoding.values(), limits, lookups, strict=True)
         ]
-        drafts = self._timed(this, asked, completion, blocks)
-        if free is not None:
-            this.steps = this.steps or -1
-            return combined(policy, ids, limits, drafts, lookups, prompt_tokens)
-        trees = cast(TimedProposer, self.proposer).trees
-        return policy.trim(ids, drafts, prompt_tokens) if trees else drafts
-
-    def _timed(
-        self,
-        this: SpeculativePass,
-        limits: Sequence[int],
-        completion: Callable[[Running], Completion],
-        blocks: Callable[[int], Sequence[int]],
-    ) -> list[Draft | None]:
-        """The drafts of a proposer that runs a model, trees with all their nodes."""
-        decoding, proposer = this.decoding.values(), cast(TimedProposer, self.proposer)
-        ids = list(this.decoding)
-        limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
-        kinds = self.policy.choose(ids, limits, this.prompt_tokens, proposer.branches, this.left)
-        depths = [sum(kind < LEVELS for kind in one) for one in kinds]
-        if not any(depths):
-            return [None] * len(decoding)
-        siblings = self._siblings.due(kinds)
-        this.prefills = self.prefill.begin(ids, depths, [len(one.tokens) for one in decoding])
-        least = self.policy.least
-        whole = proposer.trees or (proposer.confident and least > 0)
-        limits = [most if whole and depth else depth for most, depth in zip(limits, depths, strict=True)]
-        rules = [GuardedRules(completion(one)) for one in decoding]
-        drawing = [
-            drawing_rules(one, its, mode_of(its.completion, self.verification)) if proposer.draws else None
-            for one, its in zip(decoding, rules, strict=True)
-        ]
-        requests = [
-            DraftRequest(
-                one.id, one.tokens, most, one.request.salt, its, siblings, blocks(one.id), depth, least
-            )
-            for one, most, depth, its in zip(decoding, limits, depths, drawing, strict=True)
-        ]
-        drafts = self._asked(proposer, requests, rules)
-        this.steps = max((max(draft.depths) for draft in drafts if draft is not None), default=0)
-        if proposer.trees:
-            return list(drafts)
-        if whole:
-            sizes = [0 if draft is None else len(draft.counts) for draft in drafts]
-            this.doubted = {
-                one: size for one, size, most in zip(ids, sizes, limits, strict=True) if size < most
-            }
-        return self._siblings.cut(dict(zip(ids, drafts, strict=True)), kinds)
-
-    def _asked(
-        self, proposer: Proposer, requests: Sequence[DraftRequest], rules: Sequence[GuardedRules] = ()
-    ) -> Sequence[Draft | None]:
-        """The proposer's drafts; none where it fails, or the rules of a completion."""
-        try:
-            return proposer.propose(requests)
-        except Exception as failure:
-            if not any(its.failed for its in rules):
-                self._fail(failure)
-            return [None] * len(requests)
+        kinds = policy.choose(ids, limits, this.prompt_tokens, proposer.branches)
+        if any(kinds):
+            blocks, mode = scheduler.manager.readable, self.verification
+            requests = this.model_requests(kinds, limits, completion, blocks, mode, proposer, policy)
+            drafting = [(request.sequence, request.tokens) for request in requests if request.depth]
+            this.prefills = any(self._new_tokens(*pair) > CATCH_UP for pair in drafting)
+            self._prefilled |= {sequence: len(tokens) for sequence, tokens in drafting}
+            drafts = this.runnable(self._call_proposer(this, proposer, requests), kinds, requests, proposer)
+        if lookup is not None:
+            return combined(policy, ids, limits, drafts, lookups, this.prompt_tokens)
+        return policy.trim(ids, drafts, this.prompt_tokens) if proposer.trees else drafts
 
     def _prefilled_limit(self, sequence: Running, most: int) -> int:
         """``most`` where the draft model has prefilled the sequence or should, else 0."""
-        count = len(sequence.tokens)
-        remaining = sequence.limit - count
-        return most if self.prefill.pays(self.policy, sequence.id, most, count, remaining) else 0
+        new, remaining = self._new_tokens(sequence.id, sequence.tokens), sequence.limit - len(sequence.tokens)
+        pays = not most or new <= CATCH_UP or self.policy.prefill_pays(sequence.id, most, new, remaining)
+        return most if pays else 0
 
-    def _fitting(self, draft: Draft, left: int) -> Draft | None:
-        """The part that fits in the step; all or nothing if the proposer learns from its whole tree."""
-        return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
+    def _new_tokens(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Tokens that a draft model has not run."""
+        return len(tokens) - self._prefilled.get(sequence, 0)
 
-    def _fail(self, failure: Exception) -> None:
-        self.failure = failure
+    def _call_proposer(
+        self, this: SpeculativePass, proposer: Proposer, requests: Sequence[DraftRequest]
+    ) -> list[Draft | None]:
+        """The proposer's drafts; none where the rules of a completion fail: its token is sampled later."""
+        try:
+            return proposer.propose(requests)
+        except Exception:
+            if not any(rules.failed for rules in this.rules):
+                raise
+            return [None] * len(requests)
+
+    def _stop(self, failure: Exception) -> None:
+        """Nothing is drafted from now on, and the proposer's memory of all sequences is released."""
+        self.failure, self.state, self._pass = failure, PassState.PLAIN, None
+        for sequence in self._running:
+            with suppress(Exception):
+                self.proposer.forget(sequence)
         logger.error("speculation is off: %s failed: %s", self.proposer.name, failure, exc_info=failure)
-
-
-def _reserved(sequence: Running, scheduler: Scheduler, count: int) -> bool:
-    """Whether slots are reserved. An error is raised again when the scheduler reserves the slots of the
-    sequence, and ends its request there."""
-    try:
-        return scheduler.manager.reserve(sequence.id, count)
-    except Exception:
-        return False

@@ -117,7 +117,7 @@ class SuffixProposer:
         name: "ngram" is the same: a match is an n-gram that occurred before.
     """
 
-    free, draws, learns_tree = True, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree = True, False, False
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class SuffixProposer:
         """A tree of at most ``most`` drafts for each request."""
         return [self._proposed(request) for request in requests]
 
-    def silent(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
-        """Whether nothing would be proposed for a sequence; False for one that was not asked for yet."""
+    def has_draft(self, sequence: int, tokens: Sequence[int], most: int) -> bool:
+        """Whether something would be proposed for a sequence; True for one that was not asked for yet."""
         running = self._running.get(sequence)
-        return running is not None and not self._nodes(running, tokens, most)[0]
+        return running is None or bool(self._nodes(running, tokens, most)[0])
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Adapt the size of the next drafts to what was run."""

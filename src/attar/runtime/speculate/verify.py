@@ -1,6 +1,6 @@
 """Verification: which drafts are accepted, by mode and rule.
 
-    greedy request, coupled mode, or a fixed draft    follow         accepted if equal to the target's token
+    greedy request, coupled mode, or a fixed draft    verify_greedy  accepted if equal to the target's token
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
     typical, not greedy                               typical.py     LOSSY, only where it is asked for
@@ -23,7 +23,7 @@ from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.typical import longest_typical
 
 
-def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
+def verify_greedy(draft: Draft, token: Callable[[int], int]) -> Verdict:
     """Descend the tree while the target's own token is among the children.
 
     Args:
@@ -69,7 +69,7 @@ def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = 
     if mode == "typical" and not target.greedy:
         return longest_typical(draft, target.p, target.token)
     if target.greedy or mode == "coupled" or draft.rule == "fixed":
-        return follow(draft, target.token)
+        return verify_greedy(draft, target.token)
     if draft.rule == "iid" and draft.is_chain:
         return block(draft, target.p, noise)
     return walk(draft, target.p, noise)

@@ -136,7 +136,7 @@ class FrameStream:
         except (_grpc().RpcError, asyncio.InvalidStateError) as error:
             raise StreamEnded(_reason(error)) from None
 
-    async def greet(self, hello: Hello, role: str) -> Hello:
+    async def handshake(self, hello: Hello, role: str) -> Hello:
         """Send the first message and check the other side's.
 
         Raises:

@@ -91,7 +91,7 @@ class Coordinator:
         elif message.request not in self.links:
             return
         elif isinstance(message, DraftVerdict):
-            self.links[message.request].judged(message.drafted, message.accepted)
+            self.links[message.request].record_verdict(message.drafted, message.accepted)
         elif isinstance(message, Close):
             self._drop(message.request)
         elif self.links[message.request].ready:

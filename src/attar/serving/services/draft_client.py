@@ -95,7 +95,7 @@ class DraftClient:
         """Whether it may get requests."""
         return self.link is not None and self.link.ready
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def record_verdict(self, drafted: int, accepted: int) -> None:
         """Pause it where almost nothing is accepted."""
         self.counts.drafts += 1
         self.counts.drafted += drafted
@@ -139,7 +139,7 @@ class DraftClient:
             backoff = min(2 * backoff, MOST_BACKOFF_S)
 
     async def _serve(self, stream: FrameStream) -> None:
-        other = await stream.greet(self.hello, "draft")
+        other = await stream.handshake(self.hello, "draft")
         link = DraftLink(self, other.name, self.turnaround)
         self.counts.connections += 1
         self.link, self.reason = link, ""
@@ -185,8 +185,8 @@ class DraftLink:
             self._waking = True
             self.client.network.post(self._wake.set)
 
-    def judged(self, drafted: int, accepted: int) -> None:
-        self.client.judged(drafted, accepted)
+    def record_verdict(self, drafted: int, accepted: int) -> None:
+        self.client.record_verdict(drafted, accepted)
 
     async def write(self, stream: FrameStream) -> None:
         """Send what waits, for ever.

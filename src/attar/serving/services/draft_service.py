@@ -184,7 +184,7 @@ class DraftService:
     def _wants(self, session: DraftSession) -> bool:
         if self.context is not None and len(session.text) >= self.context:
             return False
-        if self.proposer.free:  # its guess is made anew for each committed length
+        if self.proposer.is_free_of_compute:  # its guess is made anew for each committed length
             return session.wanted > 0 and session.read < session.length
         return session.wanted > 0
 
@@ -192,10 +192,14 @@ class DraftService:
         requests = []
         for key, session in due:
             self._sessions[key] = self._sessions.pop(key)
-            if self.proposer.free:
+            if self.proposer.is_free_of_compute:
                 del session.text[session.length :]
             tokens = session.text[: session.read + READ] if prefill else session.text
-            most = 1 if prefill else min(session.wanted, session.ahead if self.proposer.free else ROUND)
+            most = (
+                1
+                if prefill
+                else min(session.wanted, session.ahead if self.proposer.is_free_of_compute else ROUND)
+            )
             requests.append(
                 DraftRequest(session.number, tokens, most, session.salt, None if prefill else session.rules())
             )

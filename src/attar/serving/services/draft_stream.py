@@ -63,7 +63,7 @@ async def serve_drafts(stream: FrameStream, service: DraftService, hello: Hello)
         ProtocolError: it breaks the protocol.
         StreamEnded: it has left.
     """
-    await stream.greet(hello, "target")
+    await stream.handshake(hello, "target")
     verifier = VerifierStream(asyncio.get_running_loop())
     try:
         await run_until_first(verifier.send(stream), _read(stream, service, verifier))

@@ -58,7 +58,7 @@ class Drafter(Protocol):
         """Send soon, in order."""
         ...
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def record_verdict(self, drafted: int, accepted: int) -> None:
         """Count the drafted tokens that a pass verified and accepted."""
         ...
 

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from attar.runtime.completion import Completion
 from attar.runtime.speculate.draft import Draft, kind_of
-from attar.runtime.speculate.policy import GAIN, DraftPolicy
+from attar.runtime.speculate.policy import MIN_SPEEDUP, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.target import PAST_END
 from attar.serving.services.demand import DraftDemand
@@ -43,7 +43,7 @@ from attar.serving.services.waiting import best_depth, best_wait
 MOST_WAIT = 0.05  # seconds; requests that arrive meanwhile wait too
 FIRST_AHEAD = 8
 REFRESH = 16  # passes between two choices of ``ahead``
-LEARN = 1 / 4  # weight of a wait in ``usable``, of a sequence in ``rested``
+LEARN = 1 / 4  # weight of a wait in ``usable``, of a sequence in ``idle_share``
 RECOVER = 32  # passes with ready drafts until a wait in vain is forgotten
 
 
@@ -84,12 +84,12 @@ class OfferCounts:
 
 
 class OfferPolicy(DraftPolicy):
-    """The policy of drafts that other processes make: a pass without a draft rests nobody, for drafters draft
+    """The policy of drafts that other processes make: an empty pass does not pause the drafters, which draft
     on while it runs. Waiting is bounded by the budget alone."""
 
-    def passes_to_skip(self, batch: int, proposing: float, free: bool = True) -> int:
+    def passes_to_skip(self, batch: int, proposing: float, is_lookup: bool = True) -> int:
         """Passes to skip: none while the budget lasts."""
-        return self.budget.closed_passes
+        return super().passes_to_skip(batch, 0.0)
 
 
 class OfferProposer:
@@ -102,12 +102,12 @@ class OfferProposer:
 
     Attributes:
         ahead: tokens that drafters may offer beyond the committed ones.
-        rested: share of the sequences, the last ones most, for which drafters rested at their end.
+        idle_share: share of the sequences, the last ones most, for which drafters rested at their end.
         usable: share of the waits after which there was a draft: an offer on an older length may disagree.
         pool: the drafters, which need ``offer`` before they can be made; set it before the first pass.
     """
 
-    free, draws, learns_tree = True, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree = True, False, False
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class OfferProposer:
         self.policy, self.most, self.name, self.clock = policy, most, name, clock
         self.pool: DrafterPool | None = None
         self.offers, self.counts = Offers(vocabulary), OfferCounts()
-        self.ahead, self.usable, self.rested = FIRST_AHEAD, 1.0, 0.0
+        self.ahead, self.usable, self.idle_share = FIRST_AHEAD, 1.0, 0.0
         self._changed = Condition()
         self._numbers = itertools.count(1)
         self._sequences: dict[int, OfferedSequence] = {}
@@ -175,7 +175,7 @@ class OfferProposer:
                 tokens = [token for token in verified.tokens if token != PAST_END]
                 base, sequence.base = sequence.base, 0
                 if verified.draft is not None:
-                    sequence.drafter.judged(len(verified.draft), len(verified.path))
+                    sequence.drafter.record_verdict(len(verified.draft), len(verified.path))
                     sequence.judged = base + len(tokens)
                     if verified.path:
                         sequence.demand.used(sequence.judged)
@@ -222,7 +222,7 @@ class OfferProposer:
     def _pays(self, sequence: int, batch: int) -> bool:
         """Whether a draft that is there is worth its verification; -1: in a sequence of which nothing is
         known."""
-        return not self.policy.latency.known or self.policy.speedup(sequence, self.most, batch) >= GAIN
+        return not self.policy.latency.known or self.policy.speedup(sequence, self.most, batch) >= MIN_SPEEDUP
 
     def _open(self, request: DraftRequest, batch: int) -> OfferedSequence | None:
         """Open a sequence at a drafter; None where none is ready, or no message can hold the request."""
@@ -236,7 +236,7 @@ class OfferProposer:
             return None
         number, tokens = next(self._numbers), tuple(request.tokens)
         length, salt, trace = len(tokens), request.salt[:256], rules.request[:256]
-        demand = DraftDemand(length, self.rested < 0.5 and self._pays(-1, batch))
+        demand = DraftDemand(length, self.idle_share < 0.5 and self._pays(-1, batch))
         ahead = demand.ahead(length, self.ahead)
         try:
             opening = Open(number, tokens, sampling_of(rules, length), ahead, salt, trace)
@@ -268,7 +268,7 @@ class OfferProposer:
     def _close(self, sequence: int) -> None:
         offered = self._sequences.pop(sequence, None)
         if offered is not None:
-            self.rested += (bool(offered.demand.gap) - self.rested) * LEARN
+            self.idle_share += (bool(offered.demand.gap) - self.idle_share) * LEARN
             del self._by_request[offered.request]
             self.offers.close(offered.request)
             offered.drafter.send(Close(offered.request))

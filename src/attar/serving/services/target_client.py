@@ -166,7 +166,7 @@ class TargetClient:
             backoff = min(2 * backoff, MOST_BACKOFF_S)
 
     async def _serve(self, stream: FrameStream) -> None:
-        self.target = await stream.greet(self.hello, "target")
+        self.target = await stream.handshake(self.hello, "target")
         self.connected, self.reason = True, ""
         self.connections += 1
         self._ping = self._answered = 0

@@ -97,7 +97,7 @@ class TargetService:
             StreamEnded: it has left.
         """
         assert self.hello is not None, "the engine has not started"
-        await stream.greet(self.hello, "coordinator")
+        await stream.handshake(self.hello, "coordinator")
         coordinator = CoordinatorStream(self)
         self.coordinators[coordinator] = None
         try:
@@ -251,5 +251,5 @@ class RemoteDrafter:
             self.owner.remote.pop(self.request, None)
         self.owner.send(message)
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def record_verdict(self, drafted: int, accepted: int) -> None:
         self.owner.send(DraftVerdict(self.request, drafted, accepted))

@@ -1,6 +1,6 @@
 """What a pass gains by drafts that other processes make: how long to wait for them, and how deep they are.
 
-    pays        (B + drafted) / (w + t(B, n))  >=  GAIN B / t(B, B)       w seconds until the offers arrive
+    pays        (B + drafted) / (w + t(B, n))  >=  MIN_SPEEDUP B / t(B, B)      w: until offers arrive
 
 Letters: B sequences that decode, n tokens of the pass, t its seconds (``latency.py``).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from attar.runtime.speculate.policy import GAIN, DraftPolicy
+from attar.runtime.speculate.policy import MIN_SPEEDUP, DraftPolicy
 
 
 def best_depth(policy: DraftPolicy, batch: int, most: int) -> tuple[int, float]:
@@ -44,7 +44,7 @@ def best_wait(
     speeds = [_speed(policy, batch, ready, 0.0, gains)]
     speeds += [_speed(policy, batch, ready + count, wait, gains) for count, wait in enumerate(waits, 1)]
     best = max(range(len(speeds)), key=speeds.__getitem__)
-    return waits[best - 1] if best and speeds[best] >= GAIN * speeds[0] else 0.0
+    return waits[best - 1] if best and speeds[best] >= MIN_SPEEDUP * speeds[0] else 0.0
 
 
 def _speed(policy: DraftPolicy, batch: int, drafted: int, wait: float, gains: Sequence[float]) -> float:

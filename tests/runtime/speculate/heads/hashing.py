@@ -113,12 +113,12 @@ class RestlessPolicy(Eager):
     def open(self) -> bool:
         return self.random.random() < 0.9
 
-    def passes_to_skip(self, batch, proposing, free=True):
+    def passes_to_skip(self, batch, proposing, is_lookup=True):
         skip = self.random.choice([0, 0, 0, 0, 0, 3])
         self.rested += skip
         return skip
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
         depths = [self.random.randint(0, limit) for limit in limits]
         every = range(branches if self.random.random() < 0.6 else 1)
         return [{kind_of(rank, depth) for depth in range(1, K + 1) for rank in every} for K in depths]

@@ -72,7 +72,7 @@ def law_of(proposer, p, judge, length, least, monkeypatch):
             return [chances.token(0, q.double().numpy())]
 
         monkeypatch.setattr(draft_model, "draw_distinct", drawn)
-        request = DraftRequest(0, TOKENS, 3, rules=DraftRules(PlainRules(), Noise(0, 0, 3)), least=least)
+        request = DraftRequest(0, TOKENS, 3, rules=DraftRules(PlainRules(), Noise(0, 0, 3)), min_chance=least)
         (draft,) = proposer.propose([request])
         proposer.forget(0)
         lengths.add(0 if draft is None else len(draft))

@@ -1,4 +1,4 @@
-"""A head's chain under the engine: where it ends by its own doubt, and the law of what is written."""
+"""A head's chain under the engine: where it ends by its own confidence, and the law of what is written."""
 
 from dataclasses import replace
 from functools import cache
@@ -97,17 +97,17 @@ def test_a_confident_head_ends_where_it_does_not_pay_before_it_draws() -> None:
     assert proposer.confident and not proposer_of(runner).confident
     request = DraftRequest(0, [5, 6, 7], 3, blocks=(0,))
     for least, count in ((0.0, 3), (0.36, 3), (0.37, 2), (0.73, 1)):
-        (draft,) = proposer.propose([replace(request, least=least)])
+        (draft,) = proposer.propose([replace(request, min_chance=least)])
         assert len(draft) == count
-    assert proposer.propose([replace(request, least=0.95)]) == [None]
+    assert proposer.propose([replace(request, min_chance=0.95)]) == [None]
     assert head.asked[-1] == [0], "nothing of the draft was drawn"
 
 
 class Paying(Eager):
     """Chooses one token, and says what the others must be worth."""
 
-    def choose(self, sequences, limits, prompt_tokens=0, branches=1, free=None):
-        self.least = 0.5
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1):
+        self.min_chance = 0.5
         return [{kind_of(0, 1)} if limit else set() for limit in limits]
 
 

@@ -165,8 +165,8 @@ def test_a_chain_ends_where_it_does_not_pay():
     fast, slow = heads_of("dspark", "qwen3", {}, None)
     states, kept = states_of(fast, [60, 60]), set()
     for least in (0.05, 0.3, 0.5, 0.7):
-        drafts = proposed(fast, states, (9, 30), least=least)
-        same_drafts(drafts, proposed(slow, states, (9, 30), least=least))
+        drafts = proposed(fast, states, (9, 30), min_chance=least)
+        same_drafts(drafts, proposed(slow, states, (9, 30), min_chance=least))
         kept |= {0 if draft is None else len(draft) for draft in drafts}
     assert len(kept) > 1
 
@@ -178,7 +178,7 @@ def test_chances_are_corrected_where_they_are_compared():
     proposers = [ChainProposer(head, GivenStates(states), name="block") for head in (fast, slow)]
     (whole,) = proposers[0].propose([DraftRequest(0, tokens, 8)])
     said = list(proposers[0]._drafted[0].chances)
-    request, kept = DraftRequest(0, tokens, 8, least=0.99 * math.prod(said[:2])), []
+    request, kept = DraftRequest(0, tokens, 8, min_chance=0.99 * math.prod(said[:2])), []
     for accepted in (0, 0, 0, 3, 3, 3, 3):
         first, second = (proposer.propose([request])[0] for proposer in proposers)
         same_drafts([first], [second])

@@ -76,7 +76,7 @@ def test_a_depth_that_is_not_reached_is_tried_again() -> None:
 def test_a_head_that_is_too_sure_drafts_less_and_one_that_is_too_modest_more() -> None:
     head = NearTarget(confidence=[0.9, 0.9, 0.5])
     proposer = proposer_of(StatefulRunner(), head)
-    request = DraftRequest(0, [5, 6, 7], 3, blocks=(0,), least=0.6)
+    request = DraftRequest(0, [5, 6, 7], 3, blocks=(0,), min_chance=0.6)
     (draft,) = proposer.propose([request])
     assert len(draft) == 2, "0.9 * 0.9 * 0.5 does not pay"
     for _ in range(20):
@@ -85,6 +85,6 @@ def test_a_head_that_is_too_sure_drafts_less_and_one_that_is_too_modest_more() -
     assert len(draft) == 1, "the second token was never right"
     other = proposer_of(StatefulRunner(), NearTarget(confidence=[0.7, 0.7, 0.9]))
     for _ in range(20):
-        (draft,) = other.propose([DraftRequest(0, [5, 6, 7], 3, blocks=(0,), least=0.55)])
+        (draft,) = other.propose([DraftRequest(0, [5, 6, 7], 3, blocks=(0,), min_chance=0.55)])
         other.observe([DraftFeedback(0, draft, (), [*draft.tokens, 1])])
     assert len(draft) == 3, "0.7 * 0.7 did not pay until it was always right"

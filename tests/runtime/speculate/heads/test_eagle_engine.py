@@ -19,12 +19,12 @@ from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.draft_prefill import DraftPrefill
 from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.heads.eagle_proposer import EagleChain, EagleDrafter
 from attar.runtime.speculate.heads.eagle_tree import EagleTreeProposer
 from attar.runtime.speculate.heads.own_tensors import own_tensors
+from attar.runtime.speculate.policy import DraftPolicy
 from tests import tiny_models
 from tests.runtime.speculate.proposing import speculator
 
@@ -162,7 +162,7 @@ def test_draft_logits_do_not_depend_on_chunks_prefixes_and_drafts(monkeypatch):
             seen.setdefault(tuple(draft.request.tokens), []).append(self.drafter.logits(last[None])[0])
 
     monkeypatch.setattr(EagleChain, "begin", recorded)
-    monkeypatch.setattr(DraftPrefill, "pays", lambda *_: True)  # though no draft is ever accepted
+    monkeypatch.setattr(DraftPolicy, "prefill_pays", lambda *_: True)  # though no draft is ever accepted
     head, asked = random_head(), prompts(model, (37,))
     for limits in (
         Limits(step_tokens=64, sequences=2, chunk=64),

@@ -32,7 +32,7 @@ def drafting(name: str) -> LLM:
     target, case = Loaded(runner(0)), EVERY[name]
     head = head_of_kind(case, model(0), seed=3) if case.kind else None
     subject = speculator(proposer_of(case, head, target.runner), most=6)
-    subject.policy.least = 0.1
+    subject.policy.min_chance = 0.1
     return LLM.of(target, limits=Limits(step_tokens=2048, sequences=TOGETHER), speculator=subject)
 
 

@@ -61,7 +61,7 @@ class Restless(RestlessPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.least = 0.1
+        self.min_chance = 0.1
 
 
 class ReadAnew:
@@ -93,7 +93,7 @@ def speculator_of(name: str, family: str, runner: Any) -> tuple[Speculator, Read
         drafter = proposer.head if isinstance(proposer, CombinedProposer) else proposer
         anew = ReadAnew(drafter, proposer_of(replace(case, suffix=False), head, runner))
     speculator = Speculator(proposer, Restless(), most=10)
-    speculator.prefill.pays = lambda *_: True  # type: ignore[method-assign]  # however few are accepted
+    speculator.policy.prefill_pays = lambda *_: True  # type: ignore[method-assign]  # however few are accepted
     return speculator, anew
 
 

@@ -107,7 +107,9 @@ def drafted(proposer: Any, case: KindCase, text: tuple[int, ...], least: float) 
     """A round's draft, as the speculator asks for it."""
     tokens = [*PROMPT, *text]
     rules = DraftRules(PlainRules(), Noise(0, 0, len(tokens)))
-    request = DraftRequest(0, tokens, 5, rules=rules if proposer.draws else None, depth=DRAFTS, least=least)
+    request = DraftRequest(
+        0, tokens, 5, rules=rules if proposer.samples_from_q else None, depth=DRAFTS, min_chance=least
+    )
     if not (case.kind and case.suffix):
         (draft,) = proposer.propose([request])
         return draft

@@ -6,8 +6,8 @@
     x_i        as in ``draft_model.py``: the likeliest token, or drawn by the request's rules with its q
 
 A head sees decided tokens, their states, and its own drafts. Whether a draft goes on is decided before its
-next token is drawn: a head with ``confidence`` ends it where it does not pay (``DraftRequest.least``). What
-it says is corrected by what was accepted (``confidence_correction.py``).
+next token is drawn: a head with ``confidence`` ends it where it does not pay (``DraftRequest.min_chance``).
+Its confidences are corrected by what was accepted (``confidence_correction.py``).
 
 Letters: R drafts, m layers, H hidden size, V vocabulary of the target.
 """
@@ -74,10 +74,10 @@ class ChainProposer:
         context: of the layers that the head reads.
         ends: nothing is drafted after one.
         branches: tokens of a row of logits at most: one of the chain, and its siblings.
-        doubt: a draft ends after a row whose likeliest token has a lower probability; 0: never.
+        min_confidence: a draft ends after a row whose likeliest token has a lower probability; 0: never.
     """
 
-    free, draws, learns_tree, trees = False, True, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree, trees = False, True, False, False
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class ChainProposer:
         name: str,
         ends: Sequence[int] = (),
         branches: int = 1,
-        doubt: float = 0.0,
+        min_confidence: float = 0.0,
     ) -> None:
         self.head, self.context, self.name = head, context, name
-        self.ends, self.branches, self.doubt = frozenset(ends), branches, doubt
+        self.ends, self.branches, self.min_confidence = frozenset(ends), branches, min_confidence
         self.most, self.confident = head.drafts, hasattr(head, "confidence")
         self.correction = ConfidenceCorrection()
         self._drafted: dict[int, GrowingDraft] = {}  # the last of each sequence, of a confident head
@@ -109,7 +109,7 @@ class ChainProposer:
             if self.confident:
                 chances = cast(ConfidentHead, self.head).confidence(growing)
                 pairs = zip(growing, chances, strict=True)
-                growing = [draft for draft, chance in pairs if not draft.doubts(float(chance))]
+                growing = [draft for draft, chance in pairs if not draft.ends_before(float(chance))]
                 if not growing:
                     break
             for row, draft in zip(self.head.logits(growing), growing, strict=True):
@@ -151,7 +151,7 @@ class ChainProposer:
         most = min(request.most, self.head.drafts)
         branches = self.branches if request.siblings else 1
         ids = list(request.tokens)
-        draft = GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
-        if self.confident and request.least > 0:
+        draft = GrowingDraft(request, ids, len(ids), most, self.ends, self.min_confidence, branches)
+        if self.confident and request.min_chance > 0:
             draft.factors = self.correction.factors(request.sequence, most)
         return draft

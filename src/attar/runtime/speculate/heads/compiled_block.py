@@ -173,7 +173,7 @@ class CompiledBlockHead(BlockHead):
             if span is None:
                 draft.open = False
                 continue
-            alone = draft.branches == 1 and not draft.doubt and plain(row)
+            alone = draft.branches == 1 and not draft.min_confidence and plain(row)
             (drawn if self._draws and alone else others).append((draft, span, row))
         if drawn:
             self._draw(drawn)
@@ -229,7 +229,11 @@ def _with_rules(draft: GrowingDraft, span: DraftSpan, row: SamplingRow | None) -
     multiplies the chances without their factors."""
     request = draft.request
     factors = draft.factors or [1.0] * draft.most
-    least = tuple(request.least / factor for factor in accumulate(factors, mul)) if request.least > 0 else ()
+    least = (
+        tuple(request.min_chance / factor for factor in accumulate(factors, mul))
+        if request.min_chance > 0
+        else ()
+    )
     if row is None or row.params.greedy or request.rules is None:
         return replace(span, least=least)
     keys = tuple(request.rules.key(k) for k in range(draft.most))

@@ -33,7 +33,7 @@ class MedusaProposer:
         ends: nothing is drafted after one.
     """
 
-    free, draws, learns_tree, confident = False, False, False, False
+    is_free_of_compute, samples_from_q, needs_full_tree, confident = False, False, False, False
     name, branches = "medusa", 1
 
     def __init__(self, heads: MedusaHeads, context: ContextReader, *, ends: Sequence[int] = ()) -> None:
