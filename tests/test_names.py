@@ -11,6 +11,7 @@ from tests.syntax import ROOT, tree_of
 
 # Names that say nothing of a value, and words of our own where the field has one (CONTRIBUTING.md, "Names").
 VAGUE = {"found", "made", "said", "told", "each", "place", "places", "whoever", "nobody"}
+VAGUE |= {"one", "own", "whole", "rest", "asked"}
 COINED = {"beside", "purse", "stock", "roster", "hope", "hopes", "mourned", "taken", "to_come", "look_at"}
 SUFFIXES = re.compile(r"(ing|ion|ed|es|s|e|_solver)$")
 
