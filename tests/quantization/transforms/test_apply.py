@@ -245,7 +245,7 @@ def test_same_seed_same_bytes_and_other_seed_other_bytes(tmp_path):
 def test_a_finished_folder_is_reused(tmp_path, monkeypatch):
     model = tiny.build("llama3")
     run(model, tmp_path, "awq")
-    monkeypatch.setattr(apply, "sweep", None)
+    monkeypatch.setattr(apply, "sweep_linears", None)
     monkeypatch.setattr(apply, "stream", None)
     _, result = run(model, tmp_path, "awq")
     assert_same_function(model, result)
