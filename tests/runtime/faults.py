@@ -199,7 +199,7 @@ class Faults:
             return
         live = engine.scheduler._live
         self._wrap(speculator, "verify", "verify", lambda output, *rest: [output.sequence.id])
-        self._wrap(speculator, "note", "note", lambda *rest: [*live])
-        self._wrap(speculator, "add_drafts", "plan", lambda plan, *rest: [entry[0].id for entry in plan])
+        self._wrap(speculator, "_learn", "note", lambda *_: [*live])
+        self._wrap(speculator, "_passed_by", "plan", lambda plan: [entry[0].id for entry in plan])
         self._wrap(speculator.proposer, "propose", "propose", lambda wishes: [one.sequence for one in wishes])
         self._wrap(speculator.proposer, "observe", "observe", lambda news: [one.sequence for one in news])

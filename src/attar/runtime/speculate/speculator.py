@@ -113,10 +113,12 @@ class Speculator:
                 tokens must be run after that, as without drafts.
         """
         self._pass = None
-        if self.failure is not None or not planned or self._passed_by(planned):
+        if self.failure is not None or not planned:
             return planned
         began = self.clock()
         try:
+            if self._passed_by(planned):
+                return planned
             self.drop_finished(scheduler.running)
             this = self._pass = SpeculativePass.of(planned, scheduler.limits.step_tokens)
             if self.state is PassState.DRAFTING:
