@@ -32,9 +32,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "kl + hidden": {"objective": "kl", "features": ["hidden:0.1"]},
     "kl + patient": {"objective": "kl", "features": ["patient:0.1"]},
     "kl + relation": {"objective": "kl", "features": ["relation:0.1"]},
-    "on-policy reverse-kl": {"objective": "reverse-kl", "on_policy": 0.5},
-    "policy-gradient": {"objective": "policy-gradient", "on_policy": 1.0},
-    "minillm": {"objective": "minillm", "on_policy": 1.0},
+    "on-policy reverse-kl": {"objective": "reverse-kl", "student_generated": 0.5},
+    "policy-gradient": {"objective": "policy-gradient", "student_generated": 1.0},
+    "minillm": {"objective": "minillm", "student_generated": 1.0},
 }
 ROW = "| {} | {} | {} | {} | {} | {} | {} | {} |"
 HEAD = ROW.format(

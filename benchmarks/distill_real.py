@@ -43,7 +43,7 @@ STUDENTS = ("keep_layers=0.5;layer_map=influence",)
 TRAINING: dict[str, Any] = {
     "batch_size": 8,
     "learning_rate": 1e-3,
-    "final": 0.02,
+    "min_lr_ratio": 0.02,
     "warmup": 0.1,
     "optimizer": "muon",
     "teacher_top": 64,

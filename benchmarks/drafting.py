@@ -54,10 +54,10 @@ from attar.runtime.speculate.latency import measure
 
 SOFT = ("kl", "lk", "tv")
 METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"alpha": 0.0, "share": 0.0},
+    "plain": {"alpha": 0.0, "teacher_generated": 0.0},
     "written": {"alpha": 0.0},
     **{name: {"objective": name} for name in SOFT},
-    "longer": {"alpha": 0.0, "share": 0.0},
+    "longer": {"alpha": 0.0, "teacher_generated": 0.0},
 }
 
 
@@ -94,8 +94,8 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--teacher-generated", type=float, default=0.5)
+    parser.add_argument("--num-rollouts", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -113,7 +113,7 @@ def claim(arguments: argparse.Namespace) -> None:
 
 def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
     """Acceptance of untrained cuts, on rows that the teacher writes from training text."""
-    settings = settings_of("kl", arguments.seeds[0], arguments, share=1.0)
+    settings = settings_of("kl", arguments.seeds[0], arguments, teacher_generated=1.0)
     writer = replace(writer_of(teacher, settings, arguments), work=arguments.work / "cuts")
     source = open_checkpoint(arguments.teacher)
     rows = writer.training_rows(8, TASKS["causal"].training(source, settings, 8)).tokens

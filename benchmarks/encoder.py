@@ -29,14 +29,10 @@ HINTON = {"alpha": 0.7, "temperature": 2.0}
 STUDENTS: dict[str, tuple[dict[str, Any], ...]] = {
     "labels alone": ({"alpha": 0.0},),
     "Hinton": (HINTON,),
-    "DistilBERT": ({**HINTON, "features": ("hidden:0.15",), "feature_loss": "cosine"},),
-    "PKD": ({**HINTON, "features": ("patient:0.15",), "feature_tokens": "first"},),
+    "DistilBERT": ({**HINTON, "features": ("hidden-cosine:0.15",)},),
+    "PKD": ({**HINTON, "features": ("patient:0.15",)},),
     "TinyBERT": (
-        {
-            "features": ("hidden", "attention", "embeddings"),
-            "attention_loss": "scores",
-            "prediction_weight": 0.0,
-        },
+        {"features": ("hidden", "attention-scores", "embeddings"), "objective": "none"},
         {"alpha": 1.0, "temperature": 1.0},
     ),
 }
@@ -74,7 +70,7 @@ class Bench:
             "sequence_length": 64,
             "batch_size": 32,
             "warmup": 0.1,
-            "final": 0.02,
+            "min_lr_ratio": 0.02,
             "weight_decay": 0.01,
         }
 

@@ -33,7 +33,7 @@ from attar.recipe.run import run_recipe
 from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import Recipe, parse_recipe
 
-LEARNING = "optimizer: muon, learning_rate: 0.0025, final: 0.02, rows: 768, teacher_top: 64"
+LEARNING = "optimizer: muon, learning_rate: 0.0025, min_lr_ratio: 0.02, rows: 768, teacher_top: 64"
 STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps
     "distill": f"stage: distill, keep_layers: 0.625, steps: {{steps}}, {LEARNING}",
     "heads": "stage: prune, method: heads, ratio: 0.25, rigid: zero, from: distill",

@@ -22,7 +22,8 @@ from typing import Any
 
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
-from attar.distillation.head_settings import HEAD_SETTINGS
+from attar.distillation.head_settings import HEAD_SETTINGS, TrainHeadSettings, train_head_settings
+from attar.distillation.heads.train import train_head
 from attar.distillation.settings import DistillSettings, distill_settings
 from attar.distillation.stage import distill
 from attar.errors import SettingsError
@@ -57,7 +58,7 @@ class StepClock:
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task; the training's is timed."""
         with self.inner.task(what, total, done) as shown:
-            yield _TimedTask(shown, self) if what == "distill" else shown
+            yield _TimedTask(shown, self) if what in ("distill", "train-head") else shown
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -89,14 +90,14 @@ def known_heads() -> tuple[str, ...]:
     return tuple(name for name in HEADS if name in HEAD_SETTINGS)
 
 
-def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSettings:
+def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSettings | TrainHeadSettings:
     """What a drafter learns with; all rows are the target's own."""
     common: dict[str, Any] = {
         "steps": steps,
         "batch_size": args.batch_size,
         "sequence_length": args.length,
-        "samples": args.samples,
-        "share": 1.0,
+        "num_rollouts": args.samples,
+        "teacher_generated": 1.0,
         "data": args.data,
         "seed": args.seed,
         "checkpoint_every": 20,
@@ -107,7 +108,17 @@ def settings_of(name: str, steps: int, args: argparse.Namespace) -> DistillSetti
     if name == DRAFT_MODEL:
         return distill_settings(for_drafting=True, keep_layers=args.draft_layers, **common)
     wanted = {"drafts": args.drafts, "state_cache": args.state_cache, **chosen_options(name, args)}
-    return distill_settings(head=name, **common, **wanted)
+    return train_head_settings(head=name, **common, **wanted)
+
+
+def train_drafter(
+    teacher: str, folder: Path, settings: DistillSettings | TrainHeadSettings, **options: Any
+) -> None:
+    """Train a draft model, or a draft head."""
+    if isinstance(settings, DistillSettings):
+        distill(teacher, folder, settings, **options)
+    else:
+        train_head(teacher, folder, settings, **options)
 
 
 def chosen_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def trained(name: str, minutes: float, args: argparse.Namespace) -> dict[str, An
     steps, clock = steps_of(name, minutes, folder, args), StepClock(args.threads)
     settings = settings_of(name, steps, args)
     if not (folder / "attar.json").exists():
-        distill(args.teacher, folder, settings, progress=clock, samples=rows_folder(args))
+        train_drafter(args.teacher, folder, settings, progress=clock, samples=rows_folder(args))
     card = Card.read(folder)
     details = {} if card is None else card.details
     cell = {
@@ -177,7 +188,7 @@ def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> floa
     enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
     settings = settings_of(name, enough, args)
     with suppress(ProbedError):
-        distill(args.teacher, probe, settings, progress=clock, samples=rows_folder(args))
+        train_drafter(args.teacher, probe, settings, progress=clock, samples=rows_folder(args))
     for left in (probe, *(probe.with_name(f".{probe.name}.{suffix}") for suffix in ("work", "partial"))):
         shutil.rmtree(left, ignore_errors=True)
     return statistics.median(clock.seconds[1:])

@@ -64,7 +64,7 @@ def dense(options: argparse.Namespace, folder: Path) -> None:
     for way in options.ways:
         for steps in (1, options.steps):
             out = folder / f"{way}-{steps}"
-            student = attar.distill(options.model, out, dense=way, **training(options, steps))
+            student = attar.distill(options.model, out, moe_to_dense=way, **training(options, steps))
             print(f"| {way} | {steps} | {cells(options, student.path)} |", flush=True)
 
 
@@ -73,11 +73,16 @@ def routers(options: argparse.Namespace, folder: Path) -> None:
     pruned = attar.prune(
         options.model, folder / "pruned", method="experts", experts=options.keep, samples=options.samples
     )
-    print("| router-balance | parameters, M | perplexity | KL, nats | accuracy kept | most, least used |")
+    print(
+        "| router-loss balance | parameters, M | perplexity | KL, nats | accuracy kept | most, least used |"
+    )
     print("|---|---:|---:|---:|---:|---:|")
     print(f"| not recovered | {cells(options, pruned.path)} | {shares(pruned.path)} |", flush=True)
     for balance in options.balances:
-        settings = {**training(options, options.steps), "router_balance": balance}
+        settings = {
+            **training(options, options.steps),
+            "router_loss": [f"balance:{balance}"] if balance else [],
+        }
         out = attar.recover(pruned.path, folder / f"balance-{balance}", teacher=options.model, **settings)
         print(f"| {balance:g} | {cells(options, out.path)} | {shares(out.path)} |", flush=True)
 

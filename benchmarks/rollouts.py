@@ -4,7 +4,7 @@
     python benchmarks/rollouts.py [attar:tiny MODEL ...] [--rows 64] [--length 128] [--prompt 32]
 
 Refresh: seconds from changed weights to a runner. Rows are drawn at temperature 1 without end tokens, so that
-all write the same number of tokens. The teacher's part: the same with a mixture of both (``teacher_mix``).
+all write the same number of tokens. The teacher's part: the same with a mixture of both (MiniLLM).
 """
 
 from __future__ import annotations

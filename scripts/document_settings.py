@@ -10,7 +10,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -20,12 +20,14 @@ import attar.verbs
 from attar.cli.main import VERBS
 from attar.cluster.settings import ClusterSettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
-from attar.recipe.settings import document
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
 from attar.runtime.speculate.settings import ProfileSettings
+from attar.serving.http.limits import ServerLimits
 from attar.serving.http.settings import (
     EmbeddingSettings,
+    LimitSettings,
+    LoraLimitSettings,
     LoraSettings,
     ModelsSettings,
     ServerSettings,
@@ -33,6 +35,7 @@ from attar.serving.http.settings import (
 )
 from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
+from attar.settings import document, settings_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"
@@ -75,9 +78,10 @@ def page() -> str:
     parts.append(_section("chat", ChatSettings))
     parts.append(_section("bench", BenchSettings))
     parts.append(_section("bench: speculation", ProfileSettings))
-    parts.append(_section("serve", ServerSettings))
+    parts.append(_section("serve", ServerSettings, _names(LimitSettings)))
+    parts.append(_section("serve: --limits FILE", ServerLimits))
     parts.append(_section("serve: several models", ModelsSettings))
-    parts.append(_section("serve: LoRA adapters", LoraSettings))
+    parts.append(_section("serve: LoRA adapters", LoraSettings, _names(LoraLimitSettings)))
     parts.append(_section("serve: conversations and answers", TemplateSettings))
     parts.append(_section("serve: connections", ConnectionSettings))
     parts.append(_section("serve: embeddings", EmbeddingSettings))
@@ -129,9 +133,13 @@ def _value(value: float | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
-def _section(verb: str, settings: type) -> str:
+def _names(cls: type) -> list[str]:
+    return [setting.name for setting in settings_of(cls)]
+
+
+def _section(verb: str, settings: type, without: Sequence[str] = ()) -> str:
     first = " ".join(inspect.cleandoc(settings.__doc__ or "").split("\n\n")[0].split())
-    return f"## {verb}\n\n{first.replace('``', '`')}\n\n{document(settings)}"
+    return f"## {verb}\n\n{first.replace('``', '`')}\n\n{document(settings, without)}"
 
 
 def _options(verb: str) -> str:

@@ -37,7 +37,7 @@ def test_every_part_is_a_function(name):
 
 
 def test_every_kind_of_head_is_in_the_table():
-    assert set(heads_training.HEADS) >= set(HEAD_SETTINGS) - {"none"}
+    assert set(heads_training.HEADS) >= set(HEAD_SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_clock_stops_a_probe_and_times_the_training_alone():
         task.advance()
         task.advance()
     assert clock.seconds == [] and clock.spent == 0.0
-    with pytest.raises(heads_training.ProbedError), clock.task("distill", 9) as task:
+    with pytest.raises(heads_training.ProbedError), clock.task("train-head", 9) as task:
         for _ in range(9):
             task.advance()
     assert len(clock.seconds) == 3
@@ -123,7 +123,7 @@ def test_a_drafter_is_trained_once_and_measured_once(tmp_path, monkeypatch):
     def nothing(*_, **__):
         raise AssertionError("again")
 
-    monkeypatch.setattr(heads_training, "distill", nothing)
+    monkeypatch.setattr(heads_training, "train_drafter", nothing)
     monkeypatch.setattr(heads_drafting, "_profiled", nothing)
     assert heads_drafting.tiny(args) == table
     assert heads_drafting.tiny(arguments(tmp_path, "--cached", "--drafters", "dspark")).count("dspark") == 0

@@ -73,7 +73,7 @@ def main() -> None:
         precision=job["precision"],
         learning_rate=1e-4,
         warmup=0.0,
-        final=1.0,
+        min_lr_ratio=1.0,
         checkpoint_every=10**6,
         **job.get("settings", {}),
     )

@@ -1,9 +1,9 @@
 """attar: a language model made small and fast, with the evidence that it is still good.
 
-The verbs are functions: :func:`collect`, :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`,
-:func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`,
-:func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
-loaded when first used, so ``import attar`` costs nothing.
+The verbs are functions: :func:`collect`, :func:`distill`, :func:`train_head`, :func:`prune`, :func:`recover`,
+:func:`quantize`, :func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`,
+:func:`inspect`, :func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this
+process. Names are loaded when first used, so ``import attar`` costs nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         report,
         run,
         sweep,
+        train_head,
     )
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "report",
     "run",
     "sweep",
+    "train_head",
 ]
 
 _HOMES = {

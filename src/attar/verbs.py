@@ -18,8 +18,8 @@ from attar.checkpoint import atomic, remote
 from attar.checkpoint.processes import Processes
 from attar.errors import UsageError
 from attar.progress import Progress, shown
-from attar.recipe.settings import PythonOrigin, parse
 from attar.recipe.stages import STAGES, load, settings_classes
+from attar.settings import PythonOrigin, parse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,6 +85,22 @@ def distill(
         AttarError: bad input; no output is left.
     """
     return run_stage("distill", teacher, out, _settings("distill", settings), force=force, progress=progress)
+
+
+def train_head(
+    model: ModelSource,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | bool | None = None,
+    **settings: Any,
+) -> Checkpoint:
+    """Train a draft head for speculative decoding; the model stays as it is, unless ``joint`` is above 0.
+
+    See :func:`distill` and :class:`attar.distillation.head_settings.TrainHeadSettings`.
+    """
+    checked = _settings("train-head", settings)
+    return run_stage("train-head", model, out, checked, force=force, progress=progress)
 
 
 def prune(

@@ -126,11 +126,11 @@ def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("attar.serving.http.serve", lambda *given, **named: seen.append((given, named)))
-    options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --sequences 7 --waiting 5 --prefix-cache off"
+    options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --prefix-cache off --limits limits.yaml"
     assert call(["serve", "m", *options.split()]) == 0
     (model, settings, *_), named = seen[0]
     assert (model, settings.port, named["kv_tokens"], named["prefix_cache"]) == ("m", 0, 99, False)
-    assert (named["limits"].sequences, named["limits"].waiting) == (7, 5)
+    assert (named["limits_file"], named["limits"].sequences) == ("limits.yaml", 64)
     assert (named["eviction"].capacity, named["eviction"].window) == (64, 8)
 
 

@@ -14,14 +14,15 @@ import pytest
 import attar
 from attar.cli.help_text import EXAMPLES, HEADING_OF, heading_of
 from attar.cli.main import VERBS, call
-from attar.recipe.settings import settings_of, short
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
 from attar.runtime.settings import BenchSettings, TextSettings
-from attar.serving.http.settings import ServerSettings
+from attar.serving.http.settings import LimitSettings, ServerSettings
+from attar.settings import settings_of, short
 
 SETTINGS = {verb: stage.settings_class() for verb, stage in STAGES.items()}
 SETTINGS |= {"evaluate": load(EVALUATE_SETTINGS), "generate": TextSettings}
 SETTINGS |= {"bench": BenchSettings, "serve": ServerSettings}
+LIMITS = {setting.name for setting in settings_of(LimitSettings)}
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +77,21 @@ def test_help_of_a_verb_ends_with_an_example(verb: str, capsys: pytest.CaptureFi
         assert command.make_context(verb, words[2:]).params
 
 
-@pytest.mark.parametrize("verb", ["serve", "distill", "recover", "generate", "collect"])
+def options_of(verb: str) -> set[str]:
+    """The long spellings of a verb's options, as they show in its help."""
+    command = load(VERBS[verb][1])(verb)
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    return {spelling for option in options for spelling in option.opts if spelling.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("verb", "most"), [("distill", 60), ("serve", 45), ("recover", 45), ("train-head", 56)]
+)
+def test_a_verb_has_no_more_options_than_a_person_reads(verb: str, most: int) -> None:
+    assert len(options_of(verb) | {"--help"}) <= most
+
+
+@pytest.mark.parametrize("verb", ["serve", "distill", "train-head", "recover", "generate", "collect"])
 def test_options_of_long_helps_have_headings(verb: str) -> None:
     command = load(VERBS[verb][1])(verb)
     general = {
@@ -102,7 +117,7 @@ def test_help_shows_every_setting_with_its_default_and_choices(
     assert call([verb, "-h"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for setting in settings_of(SETTINGS[verb]):
-        if setting.name == "config":  # the argument
+        if setting.name == "config" or setting.name in LIMITS:  # the argument, and a file's
             continue
         option = "--" + setting.name.replace("_", "-")
         assert option in text

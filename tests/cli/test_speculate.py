@@ -13,10 +13,10 @@ import pytest
 from attar.checkpoint import paths
 from attar.cli.main import call
 from attar.measure.speculation.profile import FixedPolicy
-from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
 from attar.runtime.speculate.settings import ProfileSettings
+from attar.settings import settings_of, short
 
 
 @pytest.fixture(autouse=True)

@@ -157,9 +157,9 @@ def test_a_draft_head_is_described_by_its_own_report(
 ) -> None:
     """Its card has the acceptance at each position, where a draft model's has other numbers."""
     details = {"head": {"kind": "dspark"}, "drafting": {"acceptance": [0.7, 0.6], "tokens_a_pass": 2.1}}
-    card = Card(name="out", stage="distill", details=details)
+    card = Card(name="out", stage="train-head", details=details)
     monkeypatch.setattr(sys.modules[__name__], "Built", partial(Built, card=card))
-    assert call(["distill", "MODEL", "-o", "OUT", "--head", "dspark"]) == 0
+    assert call(["train-head", "MODEL", "-o", "OUT", "--head", "dspark"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "OUT  1.50 kB"
 
 

@@ -16,7 +16,7 @@ if BENCHMARKS not in sys.path:
 
 import drafting  # noqa: E402
 
-FLAGS = shlex.split("--steps 4 --samples 4 --sequence-length 24 --batch-size 2 --layers 1 --seeds 0 1")
+FLAGS = shlex.split("--steps 4 --num-rollouts 4 --sequence-length 24 --batch-size 2 --layers 1 --seeds 0 1")
 
 
 @pytest.fixture
@@ -66,4 +66,4 @@ def test_cuts_are_listed_best_first_and_other_flags_are_refused(run):
     values = [float(line.split()[1]) for line in lines]
     assert values == sorted(values, reverse=True)
     with pytest.raises(SystemExit, match="holds runs of other flags"):
-        run("--cuts", "2", "--share", "0.9")
+        run("--cuts", "2", "--teacher-generated", "0.9")

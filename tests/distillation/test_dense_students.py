@@ -83,12 +83,16 @@ def test_use_is_counted_and_experts_are_joined_by_hand():
 def test_a_dense_student_learns_from_its_mixture(tmp_path):
     teacher = tiny_models.save(build("Qwen3Moe"), tmp_path / "teacher")
     common = {"batch_size": 4, "sequence_length": 32, "data": "python-stdlib", "optimizer": "adamw"}
-    out = attar.distill(teacher, tmp_path / "out", dense="active", steps=20, learning_rate=3e-3, **common)
+    out = attar.distill(
+        teacher, tmp_path / "out", moe_to_dense="active", steps=20, learning_rate=3e-3, **common
+    )
     losses = [row["held_out"] for row in out.card.details["curve"] if "held_out" in row]
     model = AutoModelForCausalLM.from_pretrained(out.path)
     assert model.config.model_type == "qwen3" and model.config.intermediate_size == 32
     assert out.card.details["student"]["dense"] == "active"
-    start = attar.distill(teacher, tmp_path / "start", dense="active", steps=1, learning_rate=1e-9, **common)
+    start = attar.distill(
+        teacher, tmp_path / "start", moe_to_dense="active", steps=1, learning_rate=1e-9, **common
+    )
     first = [row["held_out"] for row in start.card.details["curve"] if "held_out" in row]
     assert losses[-1] < first[-1]
 
@@ -104,5 +108,5 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     olmoe = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZE, num_experts=4))
     with pytest.raises(ModelError, match="olmoe: has no dense sibling"):
         dense_student(olmoe, "mean", [])
-    with pytest.raises(SettingsError, match="dense mean"):
-        attar.distill(tmp_path, tmp_path / "out", dense="mean", layers=2)
+    with pytest.raises(SettingsError, match="moe_to_dense mean"):
+        attar.distill(tmp_path, tmp_path / "out", moe_to_dense="mean", layers=2)

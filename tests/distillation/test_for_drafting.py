@@ -29,7 +29,7 @@ SMALL = {
     "data": str(Path(json.__file__).parent),
     "layers": 1,
     "for_drafting": True,
-    "samples": 64,
+    "num_rollouts": 64,
     "prompt_tokens": 4,
 }
 
@@ -129,7 +129,7 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     model, text = tiny_models.build("llama3"), Examples.of_text(torch.full((4, 12), 7))
     tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
-    changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
+    changes = {name: SMALL[name] for name in ("data", "num_rollouts", "prompt_tokens")}
     writers = [
         RolloutWriter(
             model,
@@ -184,7 +184,7 @@ def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
     """The same student, rows and steps; only what is learned differs."""
     learned = {}
     for name, changes in {
-        "plain": {"alpha": 0.0, "share": 0.0},
+        "plain": {"alpha": 0.0, "teacher_generated": 0.0},
         "lk": {},
         "tv": {"objective": "tv"},
     }.items():

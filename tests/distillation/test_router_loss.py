@@ -98,8 +98,7 @@ def test_a_student_trained_with_balance_uses_its_experts_more_alike(mixture, tmp
             student=str(student),
             steps=30,
             learning_rate=3e-3,
-            router_balance=balance,
-            router_z=0.001 if balance else 0.0,
+            router_loss=(f"balance:{balance}", "z:0.001") if balance else (),
             **SMALL,
         )
         results[balance] = imbalance(out.path)
@@ -109,6 +108,10 @@ def test_a_student_trained_with_balance_uses_its_experts_more_alike(mixture, tmp
 def test_a_dense_student_has_no_routers(mixture, tmp_path):
     dense = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense")
     with pytest.raises(ModelError, match="the student has no routers"):
-        attar.distill(mixture, tmp_path / "out", student=str(dense), steps=1, router_balance=0.1, **SMALL)
-    with pytest.raises(SettingsError, match="router_z"):
-        attar.distill(mixture, tmp_path / "out", steps=1, router_z=-1.0, **SMALL)
+        attar.distill(
+            mixture, tmp_path / "out", student=str(dense), steps=1, router_loss=("balance:0.1",), **SMALL
+        )
+    with pytest.raises(
+        SettingsError, match="router_loss is 'z:-1', but must be a name, a colon and a positive weight"
+    ):
+        attar.distill(mixture, tmp_path / "out", steps=1, router_loss=("z:-1",), **SMALL)

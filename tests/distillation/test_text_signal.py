@@ -64,7 +64,7 @@ def test_the_loss_on_held_out_answers_falls_and_no_teacher_is_run(model, data, t
     monkeypatch.setitem(attar.distillation.signals.SIGNALS, "cached", refuse)
     card_of(data, "mit")
     settings = {**SMALL, "steps": 60, "evaluate_every": 20, "packing": "separate", "keep_layers": 1.0}
-    card = attar.distill(model, tmp_path / "out", signal="text", data=str(data), **settings).card
+    card = attar.distill(model, tmp_path / "out", objective="sft", data=str(data), **settings).card
     losses = [row["held_out"] for row in card.details["curve"] if "held_out" in row]
     assert losses[-1] < 0.5 * losses[0]
     assert [(parent.role, parent.name, parent.stage) for parent in card.parents] == [
@@ -79,11 +79,11 @@ def test_the_loss_on_held_out_answers_falls_and_no_teacher_is_run(model, data, t
 
 
 @pytest.mark.parametrize(
-    ("signal", "predict", "less"),
-    [("text", "auto", True), ("text", "all", False), ("online", "auto", False), ("online", "answers", True)],
+    ("objective", "predict", "less"),
+    [("sft", "auto", True), ("sft", "all", False), ("kl", "auto", False), ("kl", "answers", True)],
 )
-def test_which_tokens_are_predicted(model, data, tmp_path, signal, predict, less):
-    settings = distill_settings(**{**SMALL, "steps": 1}, signal=signal, predict=predict, data=str(data))
+def test_which_tokens_are_predicted(model, data, tmp_path, objective, predict, less):
+    settings = distill_settings(**{**SMALL, "steps": 1}, objective=objective, predict=predict, data=str(data))
     card = distill(model, tmp_path / "out", settings).card
     assert ("predicted" in card.details["text"][0]) == less
 
@@ -91,21 +91,21 @@ def test_which_tokens_are_predicted(model, data, tmp_path, signal, predict, less
 def test_a_collection_whose_terms_forbid_it_stops_before_any_work(model, data, tmp_path):
     card_of(data, "openai-api")
     options = {**SMALL, "steps": 1, "data": str(data)}
-    for signal in ("text", "online"):
+    for objective in ("sft", "kl"):
         with pytest.raises(LicenceError, match=r"the-teacher: OpenAI .* does not allow"):
-            distill(model, tmp_path / "out", distill_settings(**options, signal=signal))
+            distill(model, tmp_path / "out", distill_settings(**options, objective=objective))
     with pytest.raises(LicenceError, match="OpenAI"):
         recover(model, tmp_path / "out", recover_settings(**options, alpha=0.0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "data.jsonl.card.json", "model"]
     accepted = {"accept_licence": ("openai-api",), "reason": "permission of 2026-02-01"}
-    card = distill(model, tmp_path / "out", distill_settings(**options, signal="text", **accepted)).card
+    card = distill(model, tmp_path / "out", distill_settings(**options, objective="sft", **accepted)).card
     assert card.licence["accepted"] == [{"id": "openai-api", "reason": "permission of 2026-02-01"}]
     assert card.settings["reason"] == "permission of 2026-02-01"
 
 
 def test_an_acceptance_of_the_collection_holds_for_its_students(model, data, tmp_path):
     card_of(data, "openai-api", accept_licence=["openai-api"], reason="permission by letter")
-    settings = distill_settings(**{**SMALL, "steps": 1}, signal="text", data=str(data))
+    settings = distill_settings(**{**SMALL, "steps": 1}, objective="sft", data=str(data))
     card = distill(model, tmp_path / "out", settings).card
     assert card.licence["accepted"] == [{"id": "openai-api", "reason": "permission by letter"}]
     assert card.licence["status"] == "block"
@@ -134,7 +134,7 @@ def test_unknown_authors_are_a_warning_and_stay_unknown(model, data, tmp_path):
         def log(self, line):
             lines.append(line)
 
-    settings = distill_settings(**{**SMALL, "steps": 1}, signal="text", data=str(data))
+    settings = distill_settings(**{**SMALL, "steps": 1}, objective="sft", data=str(data))
     card = distill(model, tmp_path / "out", settings, progress=Lines()).card
     assert card.licence["status"] == "unknown"
     assert any(line.startswith(f"warning: {data}: licence unknown") for line in lines)
@@ -148,7 +148,7 @@ def test_from_a_teacher_s_answers_to_a_student(tmp_path):
     result = attar.collect(prompts, data, teacher="attar:tiny", **sampling)
     assert result.filters.kept > 150
     settings = {"steps": 40, "batch_size": 8, "sequence_length": 64, "evaluate_every": 4, "precision": "fp32"}
-    options = {**settings, "signal": "text", "data": str(data), "packing": "separate"}
+    options = {**settings, "objective": "sft", "data": str(data), "packing": "separate"}
     card = attar.distill("attar:tiny", tmp_path / "out", **options).card
     losses = [row["held_out"] for row in card.details["curve"] if "held_out" in row]
     assert losses[-1] < 0.9 * losses[0]

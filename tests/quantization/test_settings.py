@@ -10,7 +10,7 @@ from attar.errors import RecipeError, SettingsError
 from attar.options import flatten, nest, option_fields
 from attar.quantization.rounding import METHODS
 from attar.quantization.settings import METHOD_SETTINGS, QuantizeSettings, quantize_settings
-from attar.recipe.settings import RecipeOrigin, parse
+from attar.settings import RecipeOrigin, parse
 
 
 def test_the_table_of_methods_has_the_settings_of_each():

@@ -64,5 +64,5 @@ def test_answers_of_a_black_box(run, tmp_path):
 def test_a_draft_model(run, monkeypatch):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     monkeypatch.setattr(rollouts.RolloutWriter, "prompt", 4)
-    details = run("draft", "data=python-stdlib", "stages.distill.samples=4", "stages.distill.width=32")
+    details = run("draft", "data=python-stdlib", "stages.distill.num_rollouts=4", "stages.distill.width=32")
     assert 0 < details["distill"]["drafting"]["acceptance"] < 1

@@ -19,8 +19,8 @@ model: {model}
 data: {data}
 evaluate: {{tokens: 64, sequence_length: 32, speed: false}}
 stages:
-  - {{stage: distill, name: head, head: {kind}, drafts: 2, steps: 4, batch_size: 2, sequence_length: 32,
-      samples: 4}}
+  - {{stage: train-head, name: head, head: {kind}, drafts: 2, steps: 4, batch_size: 2, sequence_length: 32,
+      num_rollouts: 4}}
   - {{stage: quantize, method: rtn, check_tokens: 0}}
 """
 

@@ -15,7 +15,9 @@ import pytest
 from attar.checkpoint.output import command_line
 from attar.errors import RecipeError, SettingsError, UsageError
 from attar.quantization.settings import quantize_settings
-from attar.recipe.settings import (
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
+from attar.runtime.settings import EngineSettings, TextSettings
+from attar.settings import (
     CommandOrigin,
     PythonOrigin,
     RecipeOrigin,
@@ -27,8 +29,6 @@ from attar.recipe.settings import (
     settings_of,
     title,
 )
-from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
-from attar.runtime.settings import EngineSettings, TextSettings
 from tests.recipe.recipe_fakes import AddSettings
 
 PYTHON = PythonOrigin("add")
@@ -200,7 +200,8 @@ def test_every_settings_class_of_attar(cls: type) -> None:
 
 
 CHANGES = {
-    "distill": {"steps": 7, "objective": "jsd", "final": 0.5},
+    "distill": {"steps": 7, "objective": "jsd", "min_lr_ratio": 0.5},
+    "train-head": {"head": "eagle", "noise": 0.1, "num_rollouts": 8},
     "prune": {"method": "wanda", "sparsity": 0.6, "data": "a name"},
     "recover": {"steps": 9, "accept_licence": ("gemma", "llama3"), "reason": "a letter"},
     "quantize": {"method": "qat", "scheme": "W3A16", "group_size": 64, "steps": 3},

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attar.errors import NumericsError
+from attar.walks import train as train_walk
 from attar.walks.masks import Masks
 from attar.walks.train import train
 from tests.walks.test_train import ROWS, SETTINGS, Killed, Toy, dying, loss, state
@@ -46,7 +47,8 @@ def test_the_clipped_norm_is_that_of_kept_weights(monkeypatch):
         "zero_grad",
         lambda self, set_to_none=True: seen.append(model.hidden.weight.grad.clone()),
     )
-    settings = replace(SETTINGS, steps=1, clip=0.01, batch_size=len(ROWS))
+    monkeypatch.setattr(train_walk, "MAX_GRAD_NORM", 0.01)
+    settings = replace(SETTINGS, steps=1, batch_size=len(ROWS))
     model.drop.p = 0.0
     train(model, loss, ROWS, settings, masks=masks)
 

@@ -335,7 +335,7 @@ def test_every_parameter_has_one_optimizer():
 
 
 def test_schedule_warms_up_peaks_and_decays():
-    settings = TrainSettings(steps=100, warmup=0.1, final=0.1, learning_rate=1.0)
+    settings = TrainSettings(steps=100, warmup=0.1, min_lr_ratio=0.1, learning_rate=1.0)
     rates = [optimizers.rate(step, settings) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)

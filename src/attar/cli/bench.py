@@ -17,9 +17,9 @@ from attar.cli.command import (
 )
 from attar.errors import OutputError, UsageError
 from attar.progress import Progress
-from attar.recipe.settings import settings_of
 from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.settings import ProfileSettings
+from attar.settings import settings_of
 from attar.verbs import check_models
 
 _EXAMPLE = "attar bench attar:tiny --speculate ngram --speculate lookahead --picture speedup.svg"

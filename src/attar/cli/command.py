@@ -25,7 +25,7 @@ from attar.cli.guard import exit_on_error
 from attar.cli.help_text import EXAMPLES, heading_of
 from attar.printable import printable
 from attar.progress import SILENT, Progress, Terminal
-from attar.recipe.settings import (
+from attar.settings import (
     CommandOrigin,
     SettingField,
     option,

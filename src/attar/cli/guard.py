@@ -17,7 +17,7 @@ import typer
 from attar.cli.launch import launched, report
 from attar.errors import AttarError, SettingsError
 from attar.printable import printable
-from attar.recipe.settings import option
+from attar.settings import option
 
 
 @contextmanager

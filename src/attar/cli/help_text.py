@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 _HEADINGS = {
-    "Address": "host port unix_socket tls_cert tls_key cors_origin allowed_host page",
-    "Callers": "api_key keys client_share priority log_prompts",
-    "Models and adapters": "name named_model model_memory compare lora lora_folder max_loras",
+    "Address": "host port tls_cert tls_key cors_origin allowed_host page",
+    "Callers": "api_key keys limits log_prompts",
+    "Models and adapters": "name named_model model_memory compare lora lora_folder",
     "Conversations and answers": "chat_template generation_config tool_parser reasoning_parser "
-    "allow_special_tokens pooling system chat",
-    "Limits of requests": "max_body max_queue max_prompts max_texts max_connections header_s body_s idle_s "
-    "write_s request_s drain_s alive_s waiting waiting_tokens",
-    "Services": "role target_endpoint draft_endpoint grpc_port service_key service_cert service_cert_key "
-    "service_ca",
+    "pooling system chat",
+    "Limits of requests": "waiting waiting_tokens",
+    "Services": "role target_endpoint draft_endpoint grpc_port service_ca",
     "Prompts and answers": "prompt file batch_rows",
     "Sampling": "max_tokens temperature top_p top_k min_p min_tokens n stop stop_ids ignore_eos logprobs "
     "prompt_logprobs repetition_penalty presence_penalty frequency_penalty logit_bias skip_special_tokens",
     "Structured answers": "regex json_schema grammar",
     "Engine": "runner activations weights dtype sequences step_tokens chunk",
-    "KV cache": "kv_dtype kv_tokens block_size eviction prefix_cache prefix_first",
+    "KV cache": "kv_dtype kv_tokens eviction prefix_cache prefix_first",
     "Speculation": "speculate draft drafts verification",
-    "Text": "data bos sequence_length packing rows task predict",
-    "What is learned": "objective alpha signal teacher_top teacher_samples alignment for_drafting head",
-    "Training": "steps batch_size accumulate learning_rate optimizer warmup final weight_decay clip "
+    "Text": "data sequence_length packing rows bos task predict",
+    "What is learned": "objective alpha teacher_top teacher_samples alignment for_drafting head",
+    "Training": "steps batch_size accumulate learning_rate optimizer warmup min_lr_ratio weight_decay "
     "precision gradient_checkpointing evaluate_every checkpoint_every patience adapter_rank adapter_init "
     "keep_zeros",
     "Where it runs": "device launch shard on jobs cpus gpus memory_gb",
@@ -36,12 +34,16 @@ HEADING_OF = {name: heading for heading, names in _HEADINGS.items() for name in 
 
 EXAMPLES = {
     "serve": (
-        "attar serve out/w4 --host 0.0.0.0 --api-key 'a long secret' --kv-tokens 65536",
+        "attar serve out/w4 --host 0.0.0.0 --api-key 'a long secret' --limits limits.yaml",
         "attar serve org/name --lora support=out/adapter --speculate suffix --tls-cert c.pem --tls-key k.pem",
     ),
     "distill": (
         "attar distill org/name -o out/half --keep-layers 0.5 --layer-map influence --data answers.jsonl",
-        "attar distill attar:tiny -o out/head --head eagle3 --steps 500",
+        "attar distill org/name -o out/draft --for-drafting --layers 2 --width 128",
+    ),
+    "train-head": (
+        "attar train-head org/name -o out/heads --head medusa --drafts 3 --draft-vocabulary 8000",
+        "attar train-head org/name -o out/new --head medusa --joint 0.75 --adapter-rank 32",
     ),
     "recover": (
         "attar recover out/pruned -o out/recovered --teacher org/name --data my.jsonl --steps 2000",

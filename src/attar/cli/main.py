@@ -17,7 +17,9 @@ from typer.core import TyperGroup
 from attar.cli.guard import error_lines, print_lines
 from attar.cli.launch import end_with_launcher, launched
 from attar.errors import AttarError, UsageError, did_you_mean, nearest
+from attar.old_names import old_name
 from attar.recipe.stages import STAGES, load
+from attar.settings import option
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
@@ -123,6 +125,9 @@ def _usage_error_lines(error: Any) -> list[str]:
     hint = f"{getattr(context, 'command_path', 'attar')} --help"
     name = getattr(error, "option_name", None)
     if name and context is not None:  # an unknown option
+        verb, given = context.info_name or "", name.lstrip("-").removeprefix("no-").replace("-", "_")
+        if old := old_name(verb, given, option):
+            return [f"error: {old}", f"hint: {hint}"]
         known = [spelling for parameter in context.command.get_params(context) for spelling in parameter.opts]
         close = nearest(name, [spelling for spelling in known if spelling.startswith("--")])
         suggestion = f"; did you mean {close!r}?" if close else ""

@@ -5,11 +5,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from attar.cli.command import MODEL_HELP, Answer, argument, build_command, read_settings, settings_options
+from attar.cli.command import (
+    MODEL_HELP,
+    Answer,
+    argument,
+    build_command,
+    read_settings,
+    settings_options,
+    text_option,
+)
+from attar.options import option_fields
 from attar.progress import Progress
-from attar.runtime.settings import EngineSettings
+from attar.runtime.settings import EngineSettings, SchedulingSettings
 from attar.serving.http.settings import (
     EmbeddingSettings,
+    LimitSettings,
+    LoraLimitSettings,
     LoraSettings,
     ModelsSettings,
     ServerSettings,
@@ -19,19 +30,22 @@ from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
 from attar.verbs import check_models
 
+_LIMITS = "file of bounds and times of requests (YAML): max_queue: 64"
+
 
 def build_serve(verb: str) -> Any:
     """The command."""
     parameters = [
         argument("model", MODEL_HELP),
-        *settings_options(ServerSettings),
+        *settings_options(ServerSettings, without=_names(LimitSettings)),
         *settings_options(ModelsSettings),
-        *settings_options(LoraSettings),
+        *settings_options(LoraSettings, without=_names(LoraLimitSettings)),
+        text_option("limits", "--limits", help=_LIMITS, metavar="FILE"),
         *settings_options(TemplateSettings),
         *settings_options(ServiceSettings),
         *settings_options(ConnectionSettings),
         *settings_options(EmbeddingSettings),
-        *settings_options(EngineSettings),
+        *settings_options(EngineSettings, without=_names(SchedulingSettings)),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
@@ -47,11 +61,16 @@ def build_serve(verb: str) -> Any:
         options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
         lora = read_settings(LoraSettings, verb, values)
         parts = (settings, answers, services, transport, embeddings, models, lora)
-        serve(values["model"], *parts, show=_print_line, **options)
+        serve(values["model"], *parts, limits_file=values["limits"], show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
     help = "Serve a model over HTTP, as OpenAI's API does."
     return build_command(verb, help, "attar serve attar:tiny --port 8000", parameters, act)
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    """The options of a settings class that stand in the file of limits."""
+    return tuple(option.field.name for option in option_fields(cls))
 
 
 def _print_line(line: str) -> None:

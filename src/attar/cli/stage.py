@@ -1,4 +1,4 @@
-"""``attar distill|prune|recover|quantize MODEL -o OUT``, ``attar merge CONFIG.yml -o OUT`` and
+"""``attar distill|train-head|prune|recover|quantize MODEL -o OUT``, ``attar merge CONFIG.yml -o OUT`` and
 ``attar extract MODEL --base BASE -o OUT``: options from the settings.
 """
 
@@ -70,7 +70,7 @@ def stage_parameters(verb: str, *, out: bool) -> list[Any]:
         help = "the model to agree with, usually the unpruned one; not needed with --alpha 0"
         parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
-    parameters += launch_options(shard=verb in ("distill", "recover"))
+    parameters += launch_options(shard=verb in ("distill", "train-head", "recover"))
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters
 

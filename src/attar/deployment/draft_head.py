@@ -32,7 +32,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     if not is_draft_head(source):
         raise ModelError(
             f"{source.name} is no draft head: format {settings.format} is theirs",
-            hint="train one with attar distill MODEL -o HEAD --head KIND",
+            hint="train one with attar train-head MODEL -o HEAD --head KIND",
         )
     head, kinds = _content(source, settings), HEAD_LAYOUTS[settings.format].KINDS
     if head.kind not in kinds:

@@ -1,4 +1,4 @@
-"""Settings of draft heads (``attar distill --head``). Free of torch."""
+"""Settings of draft heads (``attar train-head``). Free of torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attar.checkpoint.units import byte_count
+from attar.distillation.settings import RowSettings, TeacherRowSettings
 from attar.errors import SettingsError
 from attar.models.draft_heads.static_tree import PUBLISHED
-from attar.options import check_choices
+from attar.options import check_choices, nest
 from attar.walks.settings import check_range
 
+VERSION = 1
 STATE_CACHE = 1 << 30  # bytes
 
 
@@ -20,7 +22,7 @@ def _option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHeadSettings:
-    """Options that every head has; without a head none is used."""
+    """Options that every head has."""
 
     drafts: int = _option(4, "tokens that the head drafts at most")
     draft_vocabulary: int = _option(
@@ -59,17 +61,17 @@ class JointSettings:
         "what the model learns then: self (to predict what it did before), text (the next tokens)",
         ("self", "text"),
     )
-    heads_weight: float = _option(0.2, "weight of the heads' loss then, by that of the model")
-    heads_schedule: str = _option(
-        "sine", "how that weight begins: sine (from 0), constant", ("sine", "constant")
+    adapter_rank: int = _option(
+        0, "rank of LoRA adapters of the model then, which are merged; 0: all of its weights learn"
     )
-    base_rate: float = _option(0.25, "the model's learning rate, by that of its heads")
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("joint", self.joint, 0.0, 1.0, "between 0 and 1")
-        check_range("heads_weight", self.heads_weight, 0.0, 1e6, "0 or more")
-        check_range("base_rate", self.base_rate, 0.0, 1e3, "0 or more")
+        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
+        if self.adapter_rank and not self.joint:
+            allowed = "0 unless joint is above 0: the model stays as it is"
+            raise SettingsError("adapter_rank", self.adapter_rank, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +116,26 @@ class TreeHeadSettings(DraftHeadSettings):
 class EagleSettings(TreeHeadSettings):
     """EAGLE, and with branches EAGLE-2."""
 
-    token_weight: float = _option(0.1, "weight of the predicted tokens, by that of the predicted states")
-    noise: float = _option(0.2, "of the states that it reads in training, for rows of 512 tokens; 0: none")
+    noise: float = _option(
+        0.2, "noise of the states that the head reads in training, for rows of 512 tokens; 0: none"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("token_weight", self.token_weight, 0.0, 100.0, "between 0 and 100")
         check_range("noise", self.noise, 0.0, 10.0, "between 0 and 10")
         if self.draft_vocabulary:
-            raise SettingsError("draft_vocabulary", self.draft_vocabulary, "0: it has its model's own head")
+            raise SettingsError(
+                "draft_vocabulary", self.draft_vocabulary, "0: EAGLE drafts with its model's own head"
+            )
+
+
+EAGLE3_NORMS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "residual": {"norm_before_residual": True},
+    "states": {"norm_before_fc": True},
+    "3.1": {"fc_norm": True, "norm_output": True},
+}
+"""Switches of attar.models.draft_heads.eagle3_module.Eagle3Config, as published heads have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,21 +143,24 @@ class Eagle3Settings(TreeHeadSettings):
     """EAGLE-3."""
 
     decay: float = _option(0.8, "weight of each step's loss, by that of the one before")
-    unrolled: int = _option(7, "drafts one after the other that it learns from its own states")
-    norm_before_residual: bool = _option(False, "what its layer adds to is normed")
-    norm_before_fc: bool = _option(False, "the states of all layers are normed together")
-    fc_norm: bool = _option(False, "the states of each layer are normed")
-    norm_output: bool = _option(False, "its own states are normed before it reads them (EAGLE-3.1)")
+    unrolled: int = _option(7, "drafts one after the other that the head learns from its own states")
+    norms: str = _option(
+        "plain",
+        "what is normalized besides: plain (nothing), residual (the residual input of the draft layer), "
+        "states (the states of all layers together), 3.1 (EAGLE-3.1: the states of each layer, and those "
+        "of the head that it reads)",
+        tuple(EAGLE3_NORMS),
+    )
     start: str = _option(
-        "target", "its first weights: target (those of the model's layer) or random", ("target", "random")
+        "target",
+        "first weights of the head: target (those of the model's layer) or random",
+        ("target", "random"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("decay", self.decay, 0.01, 1.0, "between 0.01 and 1")
         check_range("unrolled", self.unrolled, 1, 64, "between 1 and 64")
-        if self.norm_before_fc and self.fc_norm:
-            raise SettingsError("fc_norm", True, "false with norm_before_fc: states are normed once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +171,9 @@ class BlockSettings(DraftHeadSettings):
     head_layers: int = _option(2, "transformer layers of the head")
     context_layers: int = _option(5, "layers of the model that the head reads hidden states of")
     anchors: int = _option(64, "positions of a row that a block is trained at, drawn in each step")
-    gamma: float = _option(4.0, "weight of a draft in the loss: exp(-(k - 1) / gamma) at position k")
     start: str = _option(
         "target",
-        "its first weights: target (those of the model's last layers) or random",
+        "first weights of the head: target (those of the model's last layers) or random",
         ("target", "random"),
     )
 
@@ -167,7 +182,6 @@ class BlockSettings(DraftHeadSettings):
         check_range("head_layers", self.head_layers, 1, 64, "between 1 and 64")
         check_range("context_layers", self.context_layers, 1, 64, "between 1 and 64")
         check_range("anchors", self.anchors, 1, 2**24, "at least 1")
-        check_range("gamma", self.gamma, 0.01, 1e6, "at least 0.01")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,26 +197,15 @@ class DSparkSettings(BlockSettings):
         "tokens of the block)",
         ("plain", "gated", "rnn"),
     )
-    ce_weight: float = _option(0.1, "weight of the cross-entropy of the text")
-    l1_weight: float = _option(0.9, "weight of the distance to the model's distribution")
     confidence: float = _option(1.0, "weight of the confidence head's loss; 0: no confidence head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("markov_rank", self.markov_rank or 0, 0, 2**16, "0 (none) or more")
-        for name in ("ce_weight", "l1_weight", "confidence"):
-            check_range(name, getattr(self, name), 0.0, 1e6, "0 or more")
-        if not self.ce_weight + self.l1_weight:
-            raise SettingsError("l1_weight", self.l1_weight, "above 0 where ce_weight is 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoHeadSettings:
-    """Without a head there are no options."""
+        check_range("confidence", self.confidence, 0.0, 1e6, "0 or more")
 
 
 HEAD_SETTINGS: dict[str, type] = {
-    "none": NoHeadSettings,
     "medusa": MedusaSettings,
     "eagle": EagleSettings,
     "eagle3": Eagle3Settings,
@@ -213,7 +216,71 @@ HEAD_SETTINGS: dict[str, type] = {
 attar.distillation.heads."""
 
 
-def check_head(name: str) -> None:
-    """Raises SettingsError for an unknown kind."""
-    if name not in HEAD_SETTINGS:
-        raise SettingsError("head", name, " or ".join(HEAD_SETTINGS))
+@dataclass(frozen=True, kw_only=True)
+class HeadRowSettings(TeacherRowSettings):
+    """Rows that the model itself writes, and its head learns from."""
+
+    teacher_generated: float = _option(  # type: ignore[assignment]
+        1.0, "fraction of the rows that the model generates; the others are text"
+    )
+    num_rollouts: int = _option(512, "rows that the model generates, repeated where more are needed")
+    rollout_temperature: float = _option(  # type: ignore[assignment]
+        1.0, "temperature at which rows are generated"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainHeadSettings(RowSettings):
+    """A draft head, trained for a model that stays as it is, or learns in the last steps (Medusa-2)."""
+
+    head: str = _option("eagle3", "kind of the head: " + ", ".join(HEAD_SETTINGS), tuple(HEAD_SETTINGS))
+    options: DraftHeadSettings = field(
+        default_factory=Eagle3Settings, metadata={"variants": HEAD_SETTINGS, "by": "head"}
+    )
+    teacher_rows: HeadRowSettings = field(
+        default_factory=HeadRowSettings, metadata={"title": "Generated text"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head not in HEAD_SETTINGS:
+            raise SettingsError("head", self.head, " or ".join(HEAD_SETTINGS))
+
+    @property
+    def joint(self) -> JointSettings:
+        """How the model learns with its head; ``joint`` 0: not at all."""
+        return self.options.together if isinstance(self.options, MedusaSettings) else JointSettings()
+
+    @property
+    def joint_steps(self) -> int:
+        """The last steps, in which the model learns together with its draft head."""
+        return round(self.joint.joint * self.steps)
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether the result is a model with its head, not a head alone."""
+        return self.joint_steps > 0
+
+    @property
+    def teacher_share(self) -> float:
+        """Fraction of the rows that the model generates."""
+        return self.teacher_rows.teacher_generated
+
+    @property
+    def rollout_temperature(self) -> float:
+        """Temperature at which rows are generated."""
+        return self.teacher_rows.rollout_temperature
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of text in front of each row that is generated."""
+        return self.teacher_rows.prompt_tokens
+
+
+def train_head_settings(**options: Any) -> TrainHeadSettings:
+    """Settings from flat options, as recipes and commands have them: ``head="medusa", drafts=3``.
+
+    Raises:
+        SettingsError: a value is not allowed, or the head does not take the option.
+    """
+    return nest(TrainHeadSettings, options)

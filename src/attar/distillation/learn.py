@@ -20,11 +20,12 @@ from attar.distillation.features.learned_map import hard_map
 from attar.distillation.features.probe import make_features
 from attar.distillation.learner import Learner
 from attar.distillation.loss import DistillationLoss
+from attar.distillation.policy.minillm import TEACHER_MIX
 from attar.distillation.rollouts.buffer import RolloutBuffer
 from attar.distillation.rollouts.student import StudentWriter
 from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.router_loss import router_loss
-from attar.distillation.settings import LearnSettings
+from attar.distillation.settings import LearnSettings, RowSettings
 from attar.distillation.signals import SIGNALS
 from attar.distillation.signals.alignment.tokenizers import check_known
 from attar.distillation.signals.target import SignalSource
@@ -68,8 +69,7 @@ def learn(
         masks: weights that are zero and stay zero.
         details: of the card; a learned layer map is added.
     """
-    inside = settings.features
-    routers = router_loss(student, inside.router_balance, inside.router_z)
+    routers = router_loss(student, **settings.features.router_weights())
     count = training_rows(settings)
     rows: Examples | BatchSource = task.training(text, settings, count)
     held_out = task.held_out(text, settings) if rollouts is None else rollouts.held_out_rows()
@@ -90,12 +90,12 @@ def learn(
         assert isinstance(rows, Examples), "the causal task has rows"
         if shards():
             allowed = "0 with --shard: a student writes with its whole model"
-            raise SettingsError("student_share", settings.student_share, allowed)
+            raise SettingsError("student_generated", settings.student_share, allowed)
         rows = student_rollouts(rows, text, source, settings, progress)
     if source.teacher is not None and rollouts is None:
         _save_memory(source, settings)
     alpha = settings.alpha if settings.learns_softly else 0.0
-    weight = settings.features.prediction_weight
+    weight = settings.prediction_weight
     loss = DistillationLoss(signal, alpha, features, head_of(student), weight, routers)
     projections = {name: part for feature in features for name, part in feature.projections.items()}
     model = Learner(student, projections) if projections else student
@@ -140,14 +140,13 @@ def student_rollouts(
 ) -> RolloutBuffer:
     """Batches of which the student writes its share."""
     tokenizer, config = load_tokenizer(text), text.path / "generation_config.json"
-    rollouts, known = settings.rollouts, source.tokens.vocabulary  # the teacher must read what is drawn
+    known = source.tokens.vocabulary  # the teacher must read what is drawn
     writer = StudentWriter(
         vocabulary=min(len(tokenizer), known or len(tokenizer)),
         ends=end_tokens(read_json(config) if config.is_file() else None, text.config, tokenizer),
         temperature=settings.rollout_temperature,
-        tokens=rollouts.rollout_tokens,
-        prompt_tokens=rollouts.prompt_tokens,
-        mix=getattr(settings.loss, "teacher_mix", 0.0),
+        prompt_tokens=settings.prompt_tokens,
+        mix=TEACHER_MIX if settings.soft_loss == "minillm" else 0.0,
         teacher=source.teacher,
     )
     return RolloutBuffer(rows, writer, settings, source.work / "rollouts", progress)
@@ -164,7 +163,7 @@ def mean_loss(loss: Loss, model: nn.Module, examples: Examples, batch_size: int)
     return sum(parts) / examples.count()
 
 
-def training_rows(settings: LearnSettings) -> int:
+def training_rows(settings: RowSettings) -> int:
     """Different rows of text to train on: as many as the steps take, or fewer where the settings say so."""
     count = settings.steps * settings.batch_size * settings.accumulate
     return min(settings.rows or count, count)

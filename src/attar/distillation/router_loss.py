@@ -82,7 +82,7 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(1).square().mean()
 
 
-def router_loss(student: Any, balance: float, z: float) -> RouterLoss | None:
+def router_loss(student: Any, balance: float = 0.0, z: float = 0.0) -> RouterLoss | None:
     """The losses of a student's routers; None where both weights are 0.
 
     Raises:
@@ -93,8 +93,6 @@ def router_loss(student: Any, balance: float, z: float) -> RouterLoss | None:
     anatomy = discover(student)
     mixtures = [block.mixture for block in anatomy.blocks if block.mixture is not None]
     if not mixtures:
-        raise ModelError(
-            f"{anatomy.family}: the student has no routers", hint="leave out router_balance and router_z"
-        )
+        raise ModelError(f"{anatomy.family}: the student has no routers", hint="leave out router_loss")
     routers = tuple(student.get_submodule(mixture.router) for mixture in mixtures)
     return RouterLoss(routers, mixtures[0].active, balance, z)

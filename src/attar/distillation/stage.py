@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attar.checkpoint.card import Parent
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.licence_gate import check_licences
-from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.checkpoint.processes import Processes
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.provenance import provenance
 from attar.data.seen import note_texts
 from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
+from attar.distillation.authors import check_authors
 from attar.distillation.for_drafting import draft_report
-from attar.distillation.heads.train import distill_head
 from attar.distillation.learn import learn, training_rows
 from attar.distillation.masked_adapters import add_masked_adapters, merge_masked_adapters
 from attar.distillation.rollouts.teacher import RolloutWriter
-from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
 from attar.distillation.students.dense import dense_student
@@ -63,8 +59,7 @@ def distill(
     signal: Path | None = None,
     samples: Path | None = None,
 ) -> Checkpoint:
-    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution; or make
-    a draft head of it (``heads/train.py``).
+    """Make a student of the teacher, or take a given one, and train it on the teacher's distribution.
 
     With ``adapter_rank`` the student's weights stay as they start, and low-rank adapters learn, which ``out``
     has added to its weights; of a given student ``out/adapter`` has them alone, too.
@@ -85,15 +80,12 @@ def distill(
     settings = fit(settings, source, progress)
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
-    authors = _check_licences(base, signals, settings, progress)
-    if settings.trains_head:
-        shared: dict[str, Any] = {"authors": authors, "samples": samples}
-        return distill_head(source, out, settings, **shared, progress=progress, force=force, key=key)
+    authors = check_authors(base, signals, settings, progress, signal=settings.objective == "sft")
     task = task_of(base.config, settings)
     base, source = (admit(model, progress, causal=task.name == "causal") for model in (base, source))
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any
-    way = settings.student.dense
+    way = settings.student.moe_to_dense
     if given is None and not way:
         plan = plan_student(source.config, stored_precision(source), settings.student)
     model = task.load(source, settings, teacher=settings.runs_teacher, progress=progress)
@@ -198,7 +190,7 @@ def recover(
     settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
-    authors = _check_licences(source, signals, settings, progress)
+    authors = check_authors(source, signals, settings, progress, signal=settings.objective == "sft")
     task = task_of(source.config, settings)
     source = admit(source, progress, causal=task.name == "causal")
     tokens = tokenizer_pair(source, original or source, settings, task.name)
@@ -243,17 +235,6 @@ def recover(
             output.details["kept_zeros"] = {"linears": len(masks.kept), "sparsity": masks.sparsity}
             output.details.update(stated_zeros(source))
     return open_checkpoint(out)
-
-
-def _check_licences(
-    source: Checkpoint, signals: Sequence[Checkpoint], settings: LearnSettings, progress: Progress
-) -> tuple[Parent, ...]:
-    """Refuse what a licence of the weights, of a teacher or of the text forbids. Returns the authors of the
-    text, as far as anything says who they are."""
-    authors = provenance(settings.data, signal=settings.signal == "text")
-    lineage = [as_parent(source, "weights"), *(as_parent(item, "signal") for item in signals), *authors]
-    check_licences(lineage, settings.licence, progress)
-    return authors
 
 
 def linears_of(model: Any) -> list[str]:

@@ -53,7 +53,7 @@ class StudentSettings:
     width: int = _option(
         0, "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
     )
-    dense: str = _option(
+    moe_to_dense: str = _option(
         "",
         "of a mixture of experts, a student without: an MLP made of each layer's experts, active (the most "
         "used ones side by side, as many as work on a token), mean, used (the most used one), shared",
@@ -73,8 +73,8 @@ class StudentSettings:
             self._check_alone("student", "init")
         if self.width:
             self._check_alone("width", "init", "layers", "keep_layers", "layer_map")
-        if self.dense:
-            self._check_alone("dense")
+        if self.moe_to_dense:
+            self._check_alone("moe_to_dense")
         if self.size:
             self._check_alone("size", "init", "layer_map")
 

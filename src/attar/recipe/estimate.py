@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attar.deployment.settings import ExportSettings
-from attar.distillation.settings import DistillSettings, LearnSettings
+from attar.distillation.head_settings import TrainHeadSettings
+from attar.distillation.settings import LearnSettings, RowSettings
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import MixedSettings, PruneSettings, UnitSettings, ZerosSettings
 from attar.quantization.settings import AutoRoundSettings, QATSettings, QuantizeSettings
@@ -174,7 +175,7 @@ def stage_work(
 ) -> list[tuple[Work, Shape]]:
     """The work of a stage with these settings, and the models that are worked on."""
     match settings:
-        case LearnSettings():
+        case RowSettings():
             return _learning(settings, source, teacher or source, result)
         case PruneSettings():
             return [(_pruning(settings, source), source), (_reconstructing(settings), result)]
@@ -186,7 +187,7 @@ def stage_work(
 
 
 def _learning(
-    settings: LearnSettings, source: Shape, teacher: Shape, result: Shape
+    settings: RowSettings, source: Shape, teacher: Shape, result: Shape
 ) -> list[tuple[Work, Shape]]:
     """Distillation and recovery with their held-out losses; a draft head's model also writes rows."""
     batch = settings.batch_size * settings.accumulate * settings.sequence_length
@@ -195,13 +196,15 @@ def _learning(
     muon = settings.steps if settings.optimizer == "muon" else 0
     text = _text(settings.data, tokens) + _text(settings.data, _HELD_OUT)
     works = [(Work(read=held_out, learned=tokens, steps=settings.steps, muon=muon, text=text), result)]
-    once = settings.rows * settings.sequence_length if settings.keeps_predictions else 0
-    if settings.runs_teacher:
-        works.append((Work(read=(min(tokens, once) if once else tokens) + held_out), teacher))
-    if isinstance(settings, DistillSettings) and settings.trains_head:
-        length = settings.sequence_length
-        rows = min(settings.rollouts.samples, settings.teacher_share * tokens / length)
-        works.append((Work(read=rows * length, passes=rows * length / 64), source))  # 64 rows together
+    match settings:
+        case LearnSettings(runs_teacher=True, keeps_predictions=kept):
+            once = settings.rows * settings.sequence_length if kept else 0
+            works.append((Work(read=(min(tokens, once) if once else tokens) + held_out), teacher))
+        case TrainHeadSettings(teacher_rows=written):
+            length = settings.sequence_length
+            rows = min(written.num_rollouts, settings.teacher_share * tokens / length)
+            works.append((Work(read=tokens + held_out), source))
+            works.append((Work(read=rows * length, passes=rows * length / 64), source))  # 64 rows together
     return works
 
 

@@ -27,9 +27,9 @@ from attar.recipe.machine import Rates, measure_rates
 from attar.recipe.memory_needs import evaluation_memory
 from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
-from attar.recipe.settings import plain
 from attar.recipe.shapes import Shape, after, shape_of
 from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
+from attar.settings import plain
 
 DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
 """States of a step: finished; interrupted and resumable; finished with other settings; never started."""

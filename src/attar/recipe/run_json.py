@@ -13,7 +13,7 @@ from attar.recipe.machine import machine
 from attar.recipe.plan import RecipePlan, RecipeStep
 from attar.recipe.runfolder import ORIGINAL_RECEIPT, RECEIPTS, RUN, Receipt, own_folders, read_receipt
 from attar.recipe.schema import ORIGINAL
-from attar.recipe.settings import plain, title
+from attar.settings import plain, title
 
 
 def write_run(

@@ -36,8 +36,8 @@ from typing import Any
 from attar.data.settings import SOURCES
 from attar.errors import RecipeError, did_you_mean
 from attar.recipe.overrides import override
-from attar.recipe.settings import RecipeOrigin, parse, plain, settings_of
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
+from attar.settings import RecipeOrigin, parse, plain, settings_of
 from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
 
 ORIGINAL = "original"
@@ -227,6 +227,7 @@ def _settings(
     what: str,
     where: str,
     extra: tuple[str, ...],
+    verb: str = "",
 ) -> Any:
     """Settings of a stage: its own keys, and the recipe's data and seed if it has such settings."""
     known = {setting.name for setting in settings_of(cls)}
@@ -235,7 +236,7 @@ def _settings(
     }
     locations = {name: entry.where for name, entry in merged.items()}
     values = {name: entry.value.plain() for name, entry in merged.items()}
-    return parse(cls, values, RecipeOrigin(what, where, locations, extra))
+    return parse(cls, values, RecipeOrigin(what, where, locations, extra, verb))
 
 
 def _stages(root: Located, defaults: Mapping[str, YamlEntry], path: str) -> tuple[StageEntry, ...]:
@@ -305,7 +306,7 @@ def _stage(
     source = _reference(keys, "from", done, _default_source(done))
     teacher = _reference(keys, "teacher", done, _unpruned(source, done)) if verb.teacher else None
     what = f"stage {name!r}"
-    settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common)
+    settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common, verb.verb)
     return StageEntry(len(done) + 1, verb.verb, name, source, teacher, settings, item.where)
 
 

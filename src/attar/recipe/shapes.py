@@ -11,6 +11,7 @@ from attar.checkpoint.geometry import geometry
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.units import byte_count, size_limit
 from attar.deployment.settings import ExportSettings
+from attar.distillation.head_settings import TrainHeadSettings
 from attar.distillation.settings import DistillSettings
 from attar.distillation.student_settings import StudentSettings
 from attar.pruning.settings import PruneSettings, speed_factor
@@ -95,7 +96,9 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
 def after(entry: StageEntry, shape: Shape) -> Shape:
     """The shape of a stage's result."""
     match entry.settings:
-        case DistillSettings(trains_head=True, head=head, head_options=options):
+        case TrainHeadSettings(makes_model=True):
+            return shape
+        case TrainHeadSettings(head=head, options=options):
             return head_shape(head, options, shape)
         case DistillSettings(student=StudentSettings(student=path)) if path:
             return shape_of(open_checkpoint(path))

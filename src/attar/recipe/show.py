@@ -13,7 +13,7 @@ from attar.recipe.estimate import EstimatedTime
 from attar.recipe.machine import free_share, load, threads
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
-from attar.recipe.settings import plain, title
+from attar.settings import plain, title
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
 _WIDTH = 120  # columns of the table without a terminal

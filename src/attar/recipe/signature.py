@@ -17,8 +17,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from attar.recipe.settings import SettingField, settings_of, short
 from attar.recipe.stages import settings_classes
+from attar.settings import SettingField, settings_of, short
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 

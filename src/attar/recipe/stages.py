@@ -65,6 +65,13 @@ STAGES: dict[str, StageSpec] = {
             example="attar distill attar:tiny -o out/student --layers 4 --steps 200",
         ),
         StageSpec(
+            verb="train-head",
+            summary="Train a draft head for speculative decoding.",
+            settings="attar.distillation.head_settings:TrainHeadSettings",
+            function="attar.distillation.heads.train:train_head",
+            example="attar train-head attar:tiny -o out/head --head eagle3 --steps 500",
+        ),
+        StageSpec(
             verb="prune",
             summary="Remove weights (zeros), heads, neurons, channels or layers.",
             settings="attar.pruning.settings:PruneSettings",
@@ -126,5 +133,5 @@ OTHER_SETTINGS = {
 
 def settings_classes(verb: str) -> tuple[type, ...]:
     """The settings dataclasses whose fields a verb takes; none for a verb without settings."""
-    stage = STAGES.get(verb)
+    stage = STAGES.get(verb.replace("_", "-"))
     return (stage.settings_class(),) if stage else tuple(map(load, OTHER_SETTINGS.get(verb, ())))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.settings import ALONE, MODES, WITH_DRAFT, SpeculationSettings
+
+if TYPE_CHECKING:
+    from attar.runtime.admission import Limits
 
 METHODS = {
     "reread": ("capacity", "recent"),
@@ -25,7 +28,33 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class SchedulingSettings:
+    """How much runs at a time, and how much may wait."""
+
+    step_tokens: int = _option(512, "most tokens of a step")
+    sequences: int = _option(64, "most sequences that run at the same time")
+    chunk: int | None = _option(None, "most tokens of one prompt in a step; none: all that fit")
+    waiting: int | None = _option(None, "most requests that wait; none: any number")
+    waiting_tokens: int | None = _option(None, "most tokens of the prompts that wait; none: any number")
+    prefix_first: bool = _option(False, "among waiting requests the longest cached prefix goes first")
+
+    def __post_init__(self) -> None:
+        self.limits()
+
+    def limits(self) -> Limits:
+        """The limits of the scheduler.
+
+        Raises:
+            SettingsError: numbers out of range.
+        """
+        from attar.runtime.admission import Limits
+
+        names = {field.name for field in fields(SchedulingSettings)}
+        return Limits(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(SchedulingSettings):
     """How a model runs: runner, KV cache, scheduler, speculation."""
 
     runner: str = _option("auto", "what computes; auto: compiled where it can hold the weights as stored",
@@ -47,7 +76,6 @@ class EngineSettings:
         None,
         "tokens that the KV cache holds; none: what 1 GiB holds, with the states that a draft head reads",
     )
-    block_size: int = _option(16, "tokens of a block, the unit of sharing")
     eviction: str = _option("none", "bounds each sequence's KV cache: reread:CAPACITY,RECENT (or CAPACITY "
                             "alone), snapkv:CAPACITY,WINDOW, streaming:SINKS,WINDOW or h2o:HEAVY,RECENT; "
                             "numbers may be omitted; none: every token stays")  # fmt: skip
@@ -73,14 +101,9 @@ class EngineSettings:
         "there is a seed",
         choices=MODES,
     )
-    step_tokens: int = _option(512, "most tokens of a step")
-    sequences: int = _option(64, "most sequences that run at the same time")
-    chunk: int | None = _option(None, "most tokens of one prompt in a step; none: all that fit")
-    waiting: int | None = _option(None, "most requests that wait; none: any number")
-    waiting_tokens: int | None = _option(None, "most tokens of the prompts that wait; none: any number")
-    prefix_first: bool = _option(False, "among waiting requests the longest cached prefix goes first")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name, _ = _parse_eviction(self.eviction)
         features = {store_feature(self.kv_dtype): ("kv_dtype", self.kv_dtype)}
         if name:
@@ -91,21 +114,16 @@ class EngineSettings:
         SpeculationSettings(**self._values_of(SpeculationSettings)).check_with(features)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of :class:`attar.runtime.llm.LLM`.
-
-        Raises:
-            SettingsError: numbers out of range.
-        """
-        from attar.runtime.admission import Limits
+        """The keyword arguments of :class:`attar.runtime.llm.LLM`."""
         from attar.runtime.kv.evict import EVICTIONS
 
         name, numbers = _parse_eviction(self.eviction)
-        limits = self._values_of(Limits)
+        limits = {field.name for field in fields(SchedulingSettings)}
         others = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in limits}
         return others | {
             "eviction": EVICTIONS[name](**numbers) if name else None,  # type: ignore[arg-type]
             "prefix_cache": {"auto": None, "on": True, "off": False}[self.prefix_cache],
-            "limits": Limits(**limits),
+            "limits": self.limits(),
         }
 
     def _values_of(self, owner: Any) -> dict[str, Any]:

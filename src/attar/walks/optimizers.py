@@ -97,7 +97,7 @@ def rate(step: int, settings: TrainSettings) -> float:
         return settings.learning_rate * (step + 1) / warm
     part = (step - warm) / max(settings.steps - 1 - warm, 1)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(part, 1.0)))
-    return settings.learning_rate * (settings.final + (1.0 - settings.final) * cosine)
+    return settings.learning_rate * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * cosine)
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c

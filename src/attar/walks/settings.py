@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from attar.data.settings import bos_field, check_text, data_field
+from attar.data.settings import check_text, data_field
 from attar.errors import SettingsError
 
 
@@ -41,11 +42,10 @@ class TrainSettings:
         },
     )
     warmup: float = field(default=0.05, metadata={"help": "fraction of the steps spent warming up"})
-    final: float = field(
+    min_lr_ratio: float = field(
         default=0.1, metadata={"help": "learning rate at the end, as a fraction of the peak"}
     )
     weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the matrices"})
-    clip: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
     precision: str = field(
         default="auto",
         metadata={
@@ -65,7 +65,7 @@ class TrainSettings:
         default=0, metadata={"help": "stop after this many held-out losses without a better one; 0: never"}
     )
     data: str = data_field()
-    bos: str = bos_field()
+    bos: ClassVar[str] = "auto"  # where the tokenizer itself puts one
     seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
     device: str = field(
         default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
@@ -75,12 +75,12 @@ class TrainSettings:
         check_text(self)
         for name in ("steps", "batch_size", "accumulate", "checkpoint_every"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
-        for name in ("evaluate_every", "patience", "clip", "weight_decay"):
+        for name in ("evaluate_every", "patience", "weight_decay"):
             check_range(name, getattr(self, name), 0, 2**63, "0 or more")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("learning_rate", self.learning_rate, 1e-12, 10.0, "between 1e-12 and 10")
         check_range("warmup", self.warmup, 0.0, 1.0, "between 0 and 1")
-        check_range("final", self.final, 0.0, 1.0, "between 0 and 1")
+        check_range("min_lr_ratio", self.min_lr_ratio, 0.0, 1.0, "between 0 and 1")
         if self.optimizer not in ("adamw", "muon"):
             raise SettingsError("optimizer", self.optimizer, "adamw or muon")
         if self.packing not in ("stream", "separate"):

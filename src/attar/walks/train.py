@@ -47,6 +47,8 @@ from attar.walks.masks import Masks, mask_gradients, mask_weights
 from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
 
+MAX_GRAD_NORM = 1.0  # gradients of a larger norm are scaled down to it
+
 
 @dataclass
 class TrainHistory:
@@ -254,7 +256,7 @@ def _step(
     if run.averages:
         distributed.average_gradients(run.model)
     mask_gradients(run.pruned)
-    norm = accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
+    norm = accelerator.clip_grad_norm_(run.model.parameters(), MAX_GRAD_NORM)
     norm = float(distributed.gathered(norm))
     if not math.isfinite(norm):
         raise _diverged(f"the gradient became {norm} at step {step + 1}", settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.data.examples import Examples
-from attar.distillation.feature_settings import FeatureSettings
+from attar.distillation.feature_settings import StudentFeatureSettings
 from attar.distillation.features.feature import LAYER_WEIGHTS
 from attar.distillation.features.learned_map import LearnedMap, hard_map
 from attar.distillation.features.probe import make_features
@@ -29,14 +29,14 @@ def test_it_starts_near_the_uniform_map():
 def test_the_loss_weighs_all_pairs(name):
     teacher = tiny_models.build("llama3")
     student = tiny_models.build("llama3", seed=1, num_hidden_layers=2)
-    settings = FeatureSettings(features=(name,), feature_map="learned")
+    settings = StudentFeatureSettings(features=(name,), feature_map="learned")
     feature, entropy = make_features(student, teacher, settings, "causal", 0)
     batch = Examples.of_text(tiny_models.tokens(teacher))
     outputs = [run_model(model, batch, feature.intermediates) for model in (student, teacher)]
     rows = 1 if name == "patient" else 2  # the last layer is left out
     values = {}
     for i, j in layer_pairs("learned", teacher=3, student=2)[: 3 * rows]:
-        one = FeatureSettings(features=(name,), feature_map=f"{i}:{j}")
+        one = StudentFeatureSettings(features=(name,), feature_map=f"{i}:{j}")
         (alone,) = make_features(student, teacher, one, "causal", 0)
         values[i, j] = alone.loss(*outputs, {}).item()
     weights = feature.projections[LAYER_WEIGHTS].matrix()
@@ -54,7 +54,7 @@ def test_a_student_of_copied_layers_finds_where_they_come_from():
     student.model.norm.weight.data.fill_(1.0)  # the last state is behind it
     teacher.model.norm = torch.nn.Identity()
     student.model.norm = torch.nn.Identity()
-    settings = FeatureSettings(features=("hidden",), feature_map="learned", feature_loss="relative")
+    settings = StudentFeatureSettings(features=("hidden-relative",), feature_map="learned")
     features = make_features(student, teacher, settings, "causal", 0)
     projections = features[0].projections
     optimizer = torch.optim.Adam(projections[LAYER_WEIGHTS].parameters(), lr=1e-3)

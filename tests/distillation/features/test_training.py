@@ -67,8 +67,8 @@ def test_the_feature_falls_and_leaves_no_projection(name, teacher, tmp_path):
     """By the feature alone; of a narrow student, but for what is flat in it."""
     options = {
         "features": (f"{name}:2",),
-        "prediction_weight": 0.0,
-        "width": 0 if name in ("attention", "qkv") else 32,
+        "objective": "none",
+        "width": 0 if name.startswith(("attention", "qkv")) else 32,
     }
     settings = distill_settings(layers=2, **options, **{**SETTINGS, "steps": 40})
     student = distill(teacher, tmp_path / "out", settings)
@@ -86,7 +86,7 @@ def test_hard_labels_with_features_run_the_teacher_for_its_insides_alone(teacher
         for number, more in enumerate(
             (
                 {"alpha": 0.0},
-                {"features": ("hidden",), "prediction_weight": 0.0},
+                {"features": ("hidden",), "objective": "none"},
                 {"features": ("hidden",), "objective": "hard"},
             )
         )
@@ -136,15 +136,14 @@ def test_a_killed_run_ends_with_the_same_bytes(patience, teacher, tmp_path, monk
         assert sha256_file(whole.path / file) == sha256_file(resumed.path / file)
 
 
-def test_recovery_with_features_keeps_zeros(teacher, tmp_path):
+def test_recovery_with_projected_features_keeps_zeros(tmp_path):
     model = tiny_models.build("smollm")
     weight = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight.mul_((torch.arange(weight.shape[1]) % 2).float())
     pruned = tiny_models.save(model, tmp_path / "pruned")
-    settings = recover_settings(
-        features=("hidden",), projection="always", keep_zeros="true", accumulate=2, **SETTINGS
-    )
+    teacher = tiny_models.save(tiny_models.build("smollm", hidden_size=32), tmp_path / "narrow")
+    settings = recover_settings(features=("hidden",), keep_zeros="true", accumulate=2, **SETTINGS)
     recovered = recover(pruned, tmp_path / "out", settings, teacher=teacher)
     name = "model.layers.0.mlp.up_proj.weight"
     after = load_file(recovered.path / "model.safetensors")[name]
@@ -173,15 +172,18 @@ def test_recovery_by_adapters_with_features(teacher, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"features": ("hiden",)}, "features is 'hiden', but must be one of hidden, patient"),
+        ({"features": ("hiden",)}, "features is 'hiden', but must be one of hidden, hidden-relative"),
         ({"features": ("hidden:x",)}, "a positive weight, as hidden:0.5"),
         ({"features": ("hidden:-1",)}, "a positive weight"),
         ({"features": ("hidden", "hidden:2")}, "hidden once alone"),
         ({"features": ("hidden",), "teacher_top": 8}, "teacher_top is 8, but must be 0 with features"),
-        ({"features": ("hidden",), "signal": "text"}, "signal is 'text', but must be online with features"),
+        (
+            {"features": ("hidden",), "objective": "sft"},
+            "features is 'hidden', but must be left out with objective sft",
+        ),
         ({"feature_map": "even"}, "uniform, last, top, learned, or pairs as 0:2,1:5"),
         ({"feature_map": "0:1:2"}, "uniform, last, top, learned, or pairs as 0:2,1:5"),
-        ({"prediction_weight": 0.0}, "1 without features"),
+        ({"objective": "none"}, "one of predictions without features"),
     ],
 )
 def test_settings_that_are_refused(options, words):

@@ -77,7 +77,7 @@ def loop(drafter, model, target, options, anchors, real):
                 q = torch.zeros(drafter.config.vocabulary, dtype=z.dtype)
                 q = z.softmax(-1) if chosen is None else q.index_copy(0, chosen, z.softmax(-1))
                 p = own.logits(target.final[row, anchor + k][None].clone())[0].softmax(-1).detach()
-                y, w = int(target.batch.targets[row, anchor + k]), math.exp(-k / options.gamma)
+                y, w = int(target.batch.targets[row, anchor + k]), math.exp(-k / 4.0)
                 weights += w
                 distance = (q - p).abs().sum()
                 ce = -torch.log(q[y]) if q[y] > 0 else 0.0
@@ -169,8 +169,8 @@ def test_from_training_to_drafts(kind, options, tmp_path, monkeypatch):
     """The text is the target's, greedy and with a seed; a drafted sample has a q, and is accepted by it."""
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
-    training = {"steps": 4, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
-    head = attar.distill(
+    training = {"steps": 4, "batch_size": 2, "sequence_length": 32, "num_rollouts": 4, "precision": "fp32"}
+    head = attar.train_head(
         target, tmp_path / "head", head=kind, data="python-stdlib", drafts=4, anchors=4, **training, **options
     )
     assert head.config["head"]["kind"] == kind and head.card.details["steps"] == 4
@@ -194,8 +194,15 @@ def test_from_training_to_drafts(kind, options, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_short_training_raises_the_acceptance_at_each_position(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 1024)
-    training = {"data": "python-stdlib", "batch_size": 4, "sequence_length": 128, "samples": 32, "drafts": 4}
+    training = {
+        "data": "python-stdlib",
+        "batch_size": 4,
+        "sequence_length": 128,
+        "num_rollouts": 32,
+        "drafts": 4,
+    }
     training |= {
+        "num_rollouts": 32,
         "head": "dspark",
         "head_layers": 1,
         "context_layers": 3,
@@ -203,7 +210,9 @@ def test_a_short_training_raises_the_acceptance_at_each_position(tmp_path, monke
         "warmup": 0.1,
     }
     reports = [
-        attar.distill("attar:tiny", tmp_path / f"{steps}", steps=steps, **training).card.details["drafting"]
+        attar.train_head("attar:tiny", tmp_path / f"{steps}", steps=steps, **training).card.details[
+            "drafting"
+        ]
         for steps in (1, 40)
     ]
     before, after = (report["acceptance"] for report in reports)

@@ -22,7 +22,7 @@ CASES = {
 SLOW = {
     "eagle": {"head": "eagle"},
     "two layers": {"head": "eagle3", "head_layers": 2, "branches": 2},
-    "eagle3.1": {"head": "eagle3", "fc_norm": True, "norm_output": True},
+    "eagle3.1": {"head": "eagle3", "norms": "3.1"},
 }
 
 
@@ -33,8 +33,8 @@ SLOW = {
 )
 def test_from_training_to_drafts(options, target, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher, "HELD_OUT_TOKENS", 64)
-    steps = {"steps": 3, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
-    head = attar.distill(target, tmp_path / "head", data="python-stdlib", drafts=3, **steps, **options)
+    steps = {"steps": 3, "batch_size": 2, "sequence_length": 32, "num_rollouts": 4, "precision": "fp32"}
+    head = attar.train_head(target, tmp_path / "head", data="python-stdlib", drafts=3, **steps, **options)
     config = head.config["head"]
     assert head.card.details["steps"] == 3 and config["kind"] == options["head"]
     assert config["shape"]["kv_heads"] == 4 and config["draft_vocabulary"] == options.get(

@@ -16,7 +16,7 @@ from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import head_of
 from tests import tiny_models
 
-OPTIONS = {"steps": 6, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
+OPTIONS = {"steps": 6, "batch_size": 2, "sequence_length": 32, "num_rollouts": 4, "precision": "fp32"}
 
 
 CHOSEN = torch.arange(0, 320, 2)  # every other token
@@ -150,7 +150,7 @@ def trained(tmp_path, monkeypatch, request):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
     options = OPTIONS | {"head": "medusa", "data": "python-stdlib"} | request.param
-    return target, attar.distill(target, tmp_path / "head", **options)
+    return target, attar.train_head(target, tmp_path / "head", **options)
 
 
 def test_from_training_to_drafts(trained):

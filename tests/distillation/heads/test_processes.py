@@ -21,7 +21,7 @@ OPTIONS = {
     "steps": 4,
     "batch_size": 4,
     "sequence_length": 32,
-    "samples": 8,
+    "num_rollouts": 8,
     "prompt_tokens": 4,
     "checkpoint_every": 2,
     "precision": "fp32",
@@ -38,7 +38,7 @@ def free_port():
 def run(target, out, **options):
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    words = [sys.executable, *launcher, "-m", "attar", "distill", str(target), "-o", str(out), *flags]
+    words = [sys.executable, *launcher, "-m", "attar", "train-head", str(target), "-o", str(out), *flags]
     return subprocess.run(
         words, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280
     )
@@ -58,7 +58,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, options):
     both = run(target, tmp_path / "two" / "head", **OPTIONS, **options)
     assert both.returncode == 0, both.stderr
     assert [path.name for path in (tmp_path / "two").iterdir()] == ["head"], "nothing else is left"
-    one = attar.distill(target, tmp_path / "one", **OPTIONS, **options)
+    one = attar.train_head(target, tmp_path / "one", **OPTIONS, **options)
     two = open_checkpoint(tmp_path / "two" / "head")
     assert two.card.details["steps"] == one.card.details["steps"]
     folder = "head" if "joint" in options else ""

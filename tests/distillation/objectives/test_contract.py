@@ -34,8 +34,8 @@ REFERENCES = {  # (objective, options): the loss of each token, by its definitio
         ("jsd", (("beta", beta),)): lambda p, q, T, beta=beta: jsd(p, q, T, beta)
         for beta in (0.1, 0.5, 0.7, 0.999)
     },
-    ("skew-kl", (("skew", 0.1),)): lambda p, q, T: T**2 * kl(p, 0.1 * p + 0.9 * q),
-    ("skew-reverse-kl", (("skew", 0.1),)): lambda p, q, T: T**2 * kl(q, 0.9 * p + 0.1 * q),
+    ("skew-kl", (("beta", 0.1),)): lambda p, q, T: T**2 * kl(p, 0.1 * p + 0.9 * q),
+    ("skew-reverse-kl", (("beta", 0.1),)): lambda p, q, T: T**2 * kl(q, 0.9 * p + 0.1 * q),
     ("tv", ()): lambda p, q, T: 0.5 * (p - q).abs().sum(-1),
     ("lk", ()): lk,
 }
@@ -176,8 +176,8 @@ def test_skew_of_zero_is_plain_kl():
     z, t = logits(dtype=torch.float32)
     for skewed, plain in (("skew-kl", "kl"), ("skew-reverse-kl", "reverse-kl")):
         wanted = OBJECTIVES[plain](z.clone(), t.clone())
-        for skew, tolerance in ((0.0, 0.0), (1e-6, 1e-3)):
-            got = OBJECTIVES[skewed](z.clone(), t.clone(), skew=skew)
+        for beta, tolerance in ((0.0, 0.0), (1e-6, 1e-3)):
+            got = OBJECTIVES[skewed](z.clone(), t.clone(), beta=beta)
             for a, b in zip(got, wanted, strict=True):
                 assert torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 

@@ -16,13 +16,13 @@ from attar.data.packing import PADDING
 from attar.distillation.loss import DistillationLoss
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.outputs import NOTHING
-from attar.distillation.settings import recover_settings
+from attar.distillation.settings import distill_settings, recover_settings
 from attar.distillation.signals.aligned import aligned_signal
 from attar.distillation.signals.alignment.retokenize import Retokenizer
 from attar.distillation.signals.alignment.route import TokenizerPair
 from attar.distillation.signals.online import online_signal
 from attar.distillation.signals.target import SignalSource
-from attar.distillation.stage import recover
+from attar.distillation.stage import distill, recover
 from attar.errors import ModelError, SettingsError
 from tests import tiny_models
 from tests.distillation.signals import other_tokenizers
@@ -49,7 +49,7 @@ def rows_of(tokenizer, texts=TEXTS):
 
 def signal_of(teacher, ours, theirs, **options):
     source = SignalSource(teacher, None, None, None, TokenizerPair(Retokenizer(ours, theirs)))
-    return aligned_signal(source, None, recover_settings(**options))
+    return aligned_signal(source, None, distill_settings(**options))
 
 
 def spelled(tokenizer):
@@ -198,9 +198,8 @@ def test_a_student_comes_closer_to_a_teacher_with_another_tokenizer(tmp_path, al
     theirs = other_tokenizers.sentencepiece()
     teacher = save(tmp_path / "teacher", "llama3", theirs, vocab_size=len(theirs))
     student = save(tmp_path / "student", "smollm", tiny_models.tokenizer(), intermediate_size=64)
-    recovered = recover(
-        student, tmp_path / "out", recover_settings(alignment=alignment, **SMALL), teacher=teacher
-    )
+    settings = distill_settings(student=str(student), alignment=alignment, **SMALL)
+    recovered = distill(teacher, tmp_path / "out", settings)
     curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
     assert curve[-1] < (0.9 if alignment == "auto" else 0.97) * curve[0]
     assert recovered.config["vocab_size"] == 320
@@ -210,7 +209,7 @@ def test_a_student_comes_closer_to_a_teacher_with_another_tokenizer(tmp_path, al
     ("options", "message"),
     [
         ({"features": ("hidden",)}, "features is 'hidden', but must be left out: positions differ"),
-        ({"teacher_top": 4}, "signal is 'cached', but must be online: teacher has another tokenizer"),
+        ({"teacher_top": 4}, "teacher_top is 4, but must be 0: teacher has another tokenizer"),
     ],
 )
 def test_what_needs_the_same_positions_is_refused(tmp_path, options, message):

@@ -286,7 +286,5 @@ def test_drawn_tokens_alone_teach(tmp_path):
 def test_what_reads_all_logits_is_refused(option):
     with pytest.raises(SettingsError, match=f"{option} is 8, but must be 0 with objective lk"):
         distill_settings(for_drafting=True, **{option: 8})
-    with pytest.raises(SettingsError, match=f"{option} is 8, but must be 0 with signal online"):
-        recover_settings(signal="online", **{option: 8})
-    with pytest.raises(SettingsError, match="teacher_top is 0, but must be at least 1 with signal cached"):
-        recover_settings(signal="cached")
+    with pytest.raises(SettingsError, match=f"{option} is 8, but must be 0 with objective sft"):
+        recover_settings(objective="sft", **{option: 8})

@@ -209,8 +209,10 @@ def test_settings_of_language_models_are_refused():
         SettingsError, match="teacher_top is 8, but must be left out with task classification"
     ):
         task_of(config, recover_settings(teacher_top=8))
-    with pytest.raises(SettingsError, match=r"share is 0\.5, but must be left out with task classification"):
-        task_of(config, distill_settings(share=0.5))
+    with pytest.raises(
+        SettingsError, match=r"teacher_generated is 0\.5, but must be left out"
+    ):
+        task_of(config, distill_settings(teacher_generated=0.5))
     with pytest.raises(SettingsError, match="for_drafting is True"):
         task_of(config, distill_settings(for_drafting=True))
 
@@ -251,8 +253,8 @@ def test_teacher_and_student_must_have_the_same_classes(teacher, tmp_path):
 def test_tinybert_in_two_phases(teacher, tmp_path):
     """First the intermediates of the teacher, then its predictions."""
     checkpoint, data = teacher
-    compared = {"features": ("hidden", "attention", "embeddings"), "attention_loss": "scores"}
-    settings = distill_settings(**SMALL, data=data, width=32, layers=2, prediction_weight=0.0, **compared)
+    intermediates = {"features": ("hidden", "attention-scores", "embeddings"), "objective": "none"}
+    settings = distill_settings(**SMALL, data=data, width=32, layers=2, **intermediates)
     first = distill(checkpoint, tmp_path / "first", settings)
     curve = [row["loss"] for row in first.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.9 * curve[0]
@@ -266,7 +268,7 @@ def test_tinybert_in_two_phases(teacher, tmp_path):
 def test_padding_changes_no_feature(feature):
     """Texts of two lengths in one batch have the features of each by itself, weighed by their tokens."""
     teacher, student = classifier(), classifier(seed=1)
-    settings = distill_settings(features=(feature,), prediction_weight=0.0).features
+    settings = distill_settings(features=(feature,), objective="none").features
     features = make_features(student, teacher, settings, "classification", 0)
     signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 1.0)
     loss = DistillationLoss(signal, 1.0, features, weight=0.0)
@@ -277,4 +279,6 @@ def test_padding_changes_no_feature(feature):
     assert loss(student, Examples(padded, targets)).item() == pytest.approx(whole, rel=1e-5)
     alone = [loss(student, Examples(row[row >= 0][None], targets[:1])).item() for row in rows]
     if feature != "attention":  # there a row's mean depends on its number of keys
-        assert whole == pytest.approx((9 * alone[0] + 5 * alone[1]) / 14, rel=1e-4)
+        first, second = (1, 1) if feature == "patient" else (9, 5)  # tokens that are compared
+        wanted = (first * alone[0] + second * alone[1]) / (first + second)
+        assert whole == pytest.approx(wanted, rel=1e-4)

@@ -102,7 +102,7 @@ def test_distilberts_loss_is_soft_hard_and_cosine():
     rows = tiny_models.tokens(student, batch=3, length=20)
     rows[1, 12:] = PADDING
     batch = hide(rows, MaskRule(2, (0, 1, 2), 320), numbered_generator(0, 0))
-    settings = distill_settings(features=("hidden:0.2",), feature_loss="cosine").features
+    settings = distill_settings(features=("hidden-cosine:0.2",)).features
     features = make_features(student, teacher, settings, "masked", 0)
     signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 2.0)
     plain = DistillationLoss(signal, 0.7)(student, batch).item()

@@ -72,8 +72,8 @@ def test_a_head_of_a_target_with_scaled_positions_drafts_for_it(kind, head, tmp_
     monkeypatch.setattr(teacher, "HELD_OUT_TOKENS", 64)
     scaled = {"rope_parameters": {**KINDS[kind], "rope_theta": 5e4}}
     target = tiny_models.save(tiny_models.build("llama3", **scaled), tmp_path / "target")
-    steps = {"steps": 3, "batch_size": 2, "sequence_length": 32, "samples": 4, "precision": "fp32"}
-    made = attar.distill(target, tmp_path / "head", data="python-stdlib", head=head, drafts=3, **steps)
+    steps = {"steps": 3, "batch_size": 2, "sequence_length": 32, "num_rollouts": 4, "precision": "fp32"}
+    made = attar.train_head(target, tmp_path / "head", data="python-stdlib", head=head, drafts=3, **steps)
     scaling = load_draft_head(made).config.shape.rope_scaling
     assert scaling["rope_type"] == kind and scaling["factor"] == KINDS[kind]["factor"]
     prompts, greedy = [[5, 6, 7, 8, 9], [10, 11, 12]], attar.SamplingParams(max_tokens=20, temperature=0.0)

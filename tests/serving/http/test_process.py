@@ -70,6 +70,13 @@ async def load(url, clients, then, **more):
         return await asyncio.gather(*tasks), first_lines
 
 
+def limits(folder, **values):
+    """The options of a file of limits."""
+    file = folder / "limits.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
+    return ("--limits", str(file))
+
+
 def test_the_first_lines_say_what_runs(tmp_path):
     with process(tmp_path) as (url, _):
         lines = first_lines(tmp_path).splitlines()
@@ -80,7 +87,7 @@ def test_the_first_lines_say_what_runs(tmp_path):
 
 
 def test_sigterm_under_load(tmp_path):
-    with process(tmp_path, "--drain-s", "50") as (url, child):
+    with process(tmp_path, *limits(tmp_path, drain_s=50)) as (url, child):
 
         async def end(http):
             child.send_signal(signal.SIGTERM)
@@ -98,7 +105,7 @@ def test_sigterm_under_load(tmp_path):
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_end_before_all_are_out(signals, tmp_path):
     """The time is over, or the second signal comes: all requests get an error, the process ends at once."""
-    with process(tmp_path, "--drain-s", "1" if signals == 1 else "60") as (url, child):
+    with process(tmp_path, *limits(tmp_path, drain_s=1 if signals == 1 else 60)) as (url, child):
 
         async def end(http):
             for _ in range(signals):

@@ -115,7 +115,7 @@ def test_a_user_cannot_write_a_role(shape, build):
     assert count(plain(tokenizer, forged)) > count(ids), "the attack is none"
     assert attack.strip() in words.decode(ids), "the text is not what the user wrote"
     free = ServerTokenizer(tokenizer, special=True)
-    assert free.chat(forged) == plain(tokenizer, forged), "with --allow-special-tokens all is as written"
+    assert free.chat(forged) == plain(tokenizer, forged), "with allow_special_tokens all is as written"
 
 
 def test_the_text_around_is_cut_as_it_would_be():

@@ -30,11 +30,11 @@ PAGE = "https://app.example.com"
 
 
 @contextmanager
-def reached(transport, **settings):
+def reached(transport=None, **settings):
     """A server that is reached in other ways; yields the open socket."""
     result = ServerSettings(port=0, **settings)
     app = create_app(FakeBackend(), result, tokenizer=FakeTokenizer(), model="tiny", transport=transport)
-    listening, server = listen(result, transport), Server(app, result, transport)
+    listening, server = listen(result), Server(app, result, transport)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listening]),), daemon=True)
     thread.start()
     try:
@@ -53,19 +53,19 @@ def ask(http, url):
 
 def test_a_unix_socket(tmp_path):
     path = tmp_path / "attar.sock"
-    with reached(ConnectionSettings(unix_socket=str(path))):
+    with reached(host=f"unix:{path}"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as http:
             assert ANSWER[0] in ask(http, "http://localhost") and "[DONE]" in ask(http, "http://localhost")
         with pytest.raises(OutputError, match="cannot listen"):
-            listen(ServerSettings(), ConnectionSettings(unix_socket=str(path)))
+            listen(ServerSettings(host=f"unix:{path}"))
     with socket.socket(socket.AF_UNIX) as dead:
         path.unlink(missing_ok=True)
         dead.bind(str(path))
-    listen(ServerSettings(), ConnectionSettings(unix_socket=str(path))).close()  # nobody listened there
+    listen(ServerSettings(host=f"unix:{path}")).close()  # nobody listened there
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError):
-        listen(ServerSettings(), ConnectionSettings(unix_socket=str(tmp_path / "file")))
+        listen(ServerSettings(host=f"unix:{tmp_path / 'file'}"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -225,7 +225,6 @@ def test_a_certificate_is_checked_before_anything_is_loaded(certificate, tmp_pat
         ({"tls_cert": "a"}, "tls_key"),
         ({"tls_key": "a"}, "tls_cert"),
         ({"tls_cert": "a", "tls_key": "b"}, "tls_cert"),
-        ({"tls_cert": "a", "tls_key": "b", "unix_socket": "c"}, "tls_cert"),
         ({"cors_origin": ("example.com",)}, "cors_origin"),
         ({"cors_origin": ("https://example.com/",)}, "cors_origin"),
     ],

@@ -20,7 +20,6 @@ from attar.serving.services.settings import KEY_VARIABLE, ServiceSettings
         ({"role": "draft"}, {"speculate": "self"}, "MODEL itself drafts"),
         ({"role": "draft"}, {"pooling": "last"}, "pooling does not go"),
         ({"role": "coordinator", "target_endpoint": "a:1"}, {"compare": "attar:tiny"}, "compare does not go"),
-        ({"service_cert": "cert.pem"}, {}, "service_cert_key"),
         ({"grpc_port": 70000}, {}, "65535"),
     ],
 )
@@ -35,7 +34,7 @@ def test_what_does_not_fit(settings, others, words):
 def test_what_fits(monkeypatch):
     assert not ServiceSettings()
     monkeypatch.setenv(KEY_VARIABLE, "from-outside")
-    assert ServiceSettings().key == "from-outside" and ServiceSettings(service_key="given").key == "given"
+    assert ServiceSettings().key == "from-outside"
     for endpoint in ("draft:9000", "127.0.0.1:9000", "[::1]:9000", "http://draft:9000", "grpc://draft:9000/"):
         assert ServiceSettings(draft_endpoint=(endpoint,))
     ServiceSettings(role="draft").check_with({"speculate": "suffix", "draft": None})

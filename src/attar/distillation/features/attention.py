@@ -19,6 +19,7 @@ Letters: a and a' attention weights of a query of student and teacher, (heads, S
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +53,8 @@ def attention_distance(student: Tensor, teacher: Tensor, kind: str = "mse") -> T
     return (centred.square().sum(-1) / keys[..., 0]).mean(-1)
 
 
-def attention(models: ComparedModels) -> Feature:
+def _attention(kind: str, models: ComparedModels) -> Feature:
     """The attention maps of all pairs of layers."""
-    kind = models.settings.attention_loss
 
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
         queries = student.compared
@@ -66,3 +66,6 @@ def attention(models: ComparedModels) -> Feature:
         return models.mean(of_pair, projections)
 
     return Feature("attention", loss, Intermediates(attentions=True), projections=models.weights)
+
+
+attention, attention_kl, attention_scores = (partial(_attention, kind) for kind in ("mse", "kl", "scores"))

@@ -1,7 +1,7 @@
 """Embeddings: what goes into the first block is to be what goes into the teacher's (Jiao et al. 2020,
 "TinyBERT", arXiv 1909.10351, eq. 9).
 
-    distance(e W^T, e') of each token, as hidden.py has it
+    |e W^T - e'|^2 / H' of each token, as hidden.py has it
 
 Letters: e (H) and e' (H') sums of the embeddings of a token, W (H', H) a projection of its own.
 """
@@ -19,11 +19,10 @@ from attar.distillation.outputs import Intermediates, ModelOutputs
 
 def embeddings(models: ComparedModels) -> Feature:
     """The states before the first block."""
-    kind = models.settings.feature_loss
 
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
         states = project(projections, "embeddings", student.states[0][student.compared])
-        return mean_of(distance(states, teacher.states[0][student.compared], kind))
+        return mean_of(distance(states, teacher.states[0][student.compared]))
 
     return Feature(
         "embeddings", loss, Intermediates(states=True), projections=models.projection("embeddings")

@@ -25,6 +25,7 @@ FeatureLoss = Callable[[ModelOutputs, ModelOutputs, Mapping[str, nn.Module]], Te
 """``loss(student, teacher, projections)``: a scalar, the mean over compared tokens."""
 
 PairDistance = Callable[[int, int], Tensor]
+RELATED_TOKENS = 64  # of a batch, among which relation, distance and angle are compared
 LAYER_WEIGHTS = "layer_weights"  # their name among the projections
 
 
@@ -81,20 +82,17 @@ class ComparedModels:
     def projection(self, name: str) -> dict[str, nn.Module]:
         """The projection of a feature's states, under its name, where it needs one; and :attr:`weights`."""
         widths = self.student.states[0].shape[-1], self.teacher.states[0].shape[-1]
-        if widths[0] == widths[1] and self.settings.projection == "auto":
+        if widths[0] == widths[1]:
             return self.weights
         return self.weights | {name: make_projection(*widths, self.seed).to(self.student.states[0].device)}
 
 
 def make_projection(student: int, teacher: int, seed: int = 0) -> nn.Linear:
-    """W (H', H): the identity, or between different widths a draw of orthogonal columns (rows)."""
+    """W (H', H), a draw of orthogonal columns (rows)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         linear = nn.Linear(student, teacher, bias=False)
-        if student == teacher:
-            nn.init.eye_(linear.weight)
-        else:
-            nn.init.orthogonal_(linear.weight)
+        nn.init.orthogonal_(linear.weight)
     return linear
 
 
@@ -108,7 +106,7 @@ def mean_of(values: Tensor) -> Tensor:
     return values.sum() / max(values.numel(), 1)
 
 
-def drawn_tokens(outputs: ModelOutputs, limit: int) -> tuple[Tensor, Tensor]:
+def drawn_tokens(outputs: ModelOutputs, limit: int = RELATED_TOKENS) -> tuple[Tensor, Tensor]:
     """Rows and positions of at most ``limit`` compared tokens, drawn by the batch's own seed: the same for
     both models, and again when a killed run resumes."""
     compared = outputs.compared.nonzero()

@@ -18,6 +18,7 @@ Letters: h (H) a state of the student, h' (H') of the teacher; W (H', H) the pro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,9 +44,8 @@ def distance(student: Tensor, teacher: Tensor, kind: str = "mse") -> Tensor:
     return squares.sum(-1) / target.square().sum(-1).clamp(min=1e-12)
 
 
-def hidden(models: ComparedModels) -> Feature:
+def _hidden(kind: str, models: ComparedModels) -> Feature:
     """The states behind the blocks of all pairs."""
-    kind = models.settings.feature_loss
 
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
         compared = student.compared
@@ -57,3 +57,6 @@ def hidden(models: ComparedModels) -> Feature:
         return models.mean(of_pair, projections)
 
     return Feature("hidden", loss, Intermediates(states=True), projections=models.projection("hidden"))
+
+
+hidden, hidden_relative, hidden_cosine = (partial(_hidden, kind) for kind in ("mse", "relative", "cosine"))

@@ -6,8 +6,9 @@ on predictions teaches that.
 of each token and pair of layers. Sun, Cheng, Gan, Liu 2019, "Patient Knowledge Distillation for BERT Model
 Compression", arXiv 1908.09355, eq. 7: PKD-skip is the uniform map, PKD-last the map ``last``.
 
-Differs from the paper: it compares [CLS] alone (``feature_tokens`` first) and sums over layers; here the mean
-over all compared tokens and pairs. Teachers of another width pass through a projection.
+Of an encoder [CLS] alone is compared.
+
+Differs from the paper: the mean over pairs, not the sum. Teachers of another width pass through a projection.
 
 Letters: h (H) a state of the student, h' (H') of the teacher; W (H', H) the projection.
 """

@@ -4,6 +4,7 @@ family does not report is refused before any work."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from attar.distillation.features.feature import LAYER_WEIGHTS, ComparedModels, F
 from attar.distillation.features.learned_map import LearnedMap
 from attar.distillation.layer_map import layer_pairs
 from attar.distillation.outputs import NOTHING, Intermediates, ModelOutputs, run_model
-from attar.errors import ModelError, SettingsError
+from attar.errors import ModelError
 from attar.models.head import evaluating
 
 PROBE = 4  # tokens
+MAP_ENTROPY = 0.1  # weight of the entropy of a learned map; larger values sharpen the map to one-hot
 
 
 def make_features(
@@ -32,13 +34,15 @@ def make_features(
 
     Raises:
         ModelError: a model reports no hidden states or no attention maps.
-        SettingsError: the layer map does not suit the models, or the positions the task.
+        SettingsError: the layer map does not suit the models.
     """
     weights = settings.weights()
     if not weights:
         return []
-    tokens = _tokens(settings, task)
-    intermediates = Intermediates(states=True, attentions="attention" in weights, qkv="qkv" in weights)
+    tokens = _tokens(weights, task)
+    intermediates = Intermediates(
+        states=True, attentions=any(name.startswith("attention") for name in weights), qkv="qkv" in weights
+    )
     ours, theirs = (probe(model, intermediates, task) for model in (student, teacher))
     pairs = layer_pairs(settings.feature_map, teacher=theirs.depth, student=ours.depth)
     learned = None
@@ -50,7 +54,7 @@ def make_features(
         dataclasses.replace(FEATURES[name](models), weight=weight) for name, weight in weights.items()
     ]
     if learned is not None:
-        features.append(map_entropy(settings.map_entropy))
+        features.append(map_entropy(MAP_ENTROPY))
     return [
         dataclasses.replace(feature, intermediates=dataclasses.replace(feature.intermediates, tokens=tokens))
         for feature in features
@@ -64,15 +68,11 @@ def map_entropy(weight: float) -> Feature:
     )
 
 
-def _tokens(settings: FeatureSettings, task: str) -> str:
-    """Which positions are compared, ``auto`` resolved."""
-    if settings.feature_tokens == "auto":
-        return "predicted" if task == "causal" else "all"
-    if settings.feature_tokens == "predicted" and task == "classification":
-        raise SettingsError(
-            "feature_tokens", "predicted", "all or first: classes are not predicted at tokens"
-        )
-    return settings.feature_tokens
+def _tokens(names: Iterable[str], task: str) -> str:
+    """Which positions are compared: those of next tokens; of an encoder with ``patient`` [CLS], else all."""
+    if task == "causal":
+        return "predicted"
+    return "first" if "patient" in names else "all"
 
 
 def probe(model: Any, intermediates: Intermediates, task: str = "causal") -> ModelOutputs:

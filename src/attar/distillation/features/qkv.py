@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from attar.distillation.features.feature import ComparedModels, Feature
 from attar.distillation.outputs import Intermediates, ModelOutputs
-from attar.errors import SettingsError
 
 COLUMNS = 16  # of a relation head, at least
 
@@ -55,16 +54,9 @@ def relation_heads(widths: set[int]) -> int:
 
 
 def qkv(models: ComparedModels) -> Feature:
-    """The relations of all pairs of layers.
-
-    Raises:
-        SettingsError: the number of heads does not divide the projections.
-    """
+    """The relations of all pairs of layers."""
     widths = {x.shape[-1] for side in (models.student, models.teacher) for layer in side.qkv for x in layer}
-    heads = models.settings.relation_heads or relation_heads(widths)
-    if any(width % heads for width in widths):
-        allowed = f"a divisor of {math.gcd(*widths)}, the projections' widths"
-        raise SettingsError("relation_heads", heads, allowed)
+    heads = relation_heads(widths)
 
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
         def of_pair(i: int, j: int) -> Tensor:

@@ -35,10 +35,9 @@ def similarity_distance(student: Tensor, teacher: Tensor) -> Tensor:
 
 def relation(models: ComparedModels) -> Feature:
     """The similarities among drawn tokens in all pairs of layers."""
-    limit = models.settings.relation_tokens
 
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
-        tokens = drawn_tokens(student, limit)
+        tokens = drawn_tokens(student)
 
         def of_pair(i: int, j: int) -> Tensor:
             return similarity_distance(student.states[i + 1][tokens], teacher.states[j + 1][tokens])

@@ -7,7 +7,7 @@ Widths may differ, and no projection is trained.
 Park, Kim, Lu, Cho 2019, "Relational Knowledge Distillation", arXiv 1904.05068, eqs. 4 to 9, huber with delta
 1. Neither changes when all states are turned, moved or scaled.
 
-Differs from the paper: the points are tokens, as many as ``relation_tokens`` drawn from a batch, because all
+Differs from the paper: the points are tokens, as many as ``RELATED_TOKENS`` drawn from a batch, because all
 triples of them are compared: m^3 numbers a pair of layers, whatever the width.
 
 Letters: x (m, H) and x' (m, H') states of m tokens of student and teacher.
@@ -75,10 +75,8 @@ def angle_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _relational(name: str, difference: Callable[[Tensor, Tensor], Tensor], models: ComparedModels) -> Feature:
-    limit = models.settings.relation_tokens
-
     def loss(student: ModelOutputs, teacher: ModelOutputs, projections: Mapping[str, nn.Module]) -> Tensor:
-        tokens = drawn_tokens(student, limit)
+        tokens = drawn_tokens(student)
 
         def of_pair(i: int, j: int) -> Tensor:
             return difference(student.states[i + 1][tokens], teacher.states[j + 1][tokens])

@@ -35,6 +35,8 @@ from attar.models.draft_heads.vocabulary import set_vocabulary
 from attar.models.head import Head
 
 HIGHEST_RANK = 256  # of the Markov head, by default
+CE_WEIGHT, L1_WEIGHT = 0.1, 0.9  # DSpark's: of the text, and of the model's distribution
+GAMMA = 4.0  # of the weights of positions
 
 
 def make(target: Any, target_head: Head, options: BlockSettings, chosen: Tensor | None) -> BlockDrafter:
@@ -118,7 +120,7 @@ def _compared(
     predictions of the blocks they are, bool (b, A, K)."""
     alpha, beta, gain = 1.0, 0.0, 0.0
     if isinstance(settings, DSparkSettings):
-        alpha, beta, gain = settings.ce_weight, settings.l1_weight, settings.confidence
+        alpha, beta, gain = CE_WEIGHT, L1_WEIGHT, settings.confidence
     generator = None if drafter.training else torch.Generator(target.tokens.device).manual_seed(0)
     anchors, real = choose_anchors(target.batch.targets, settings.anchors, generator)
     blocks = BlockPredictions.of(drafter, target, anchors, real)
@@ -128,7 +130,7 @@ def _compared(
     order = positions.argsort(stable=True)
     back = order.argsort()
     K = counts.shape[-1]
-    decay = torch.exp(-torch.arange(K, device=counts.device) / settings.gamma).expand_as(counts)[counts]
+    decay = torch.exp(-torch.arange(K, device=counts.device) / GAMMA).expand_as(counts)[counts]
     weights = decay.to(torch.promote_types(blocks.hidden.dtype, torch.float32))
     markov, latent = drafter.markov_head, None
     if markov is not None:

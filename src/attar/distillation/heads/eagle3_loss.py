@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from attar.data.packing import PADDING
 from attar.distillation.fused import chunk_rows, head_loss
-from attar.distillation.head_settings import Eagle3Settings
+from attar.distillation.head_settings import EAGLE3_NORMS, Eagle3Settings
 from attar.distillation.heads.layer_shape import layer_shape
 from attar.distillation.heads.start import start_eagle3
 from attar.distillation.heads.target_pass import TargetPass
@@ -45,10 +45,7 @@ def make(target: Any, target_head: Head, settings: Eagle3Settings, chosen: Tenso
         draft_vocabulary=0 if chosen is None else len(chosen),
         shape=layer_shape(target, depth=settings.head_layers),
         branches=settings.branches,
-        norm_before_residual=settings.norm_before_residual,
-        norm_before_fc=settings.norm_before_fc,
-        fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
+        **EAGLE3_NORMS[settings.norms],
     )
     head = Eagle3Head(config)
     set_vocabulary(head, chosen)

@@ -30,6 +30,7 @@ from attar.models.anatomy.discover import discover
 from attar.models.draft_heads.eagle_module import EagleConfig, EagleHead
 from attar.models.head import Head
 
+TOKEN_WEIGHT = 0.1  # of the predicted tokens, by that of the predicted states
 LENGTH = 512  # tokens of a row that ``noise`` is for
 
 
@@ -68,4 +69,4 @@ def loss(head: EagleHead, target: TargetPass, settings: EagleSettings) -> Tensor
     wide = torch.promote_types(predicted.dtype, torch.float32)
     distance = F.smooth_l1_loss(predicted.to(wide), wanted.to(wide), reduction="sum")
     distance = distance / max(predicted.numel(), 1)
-    return distance + settings.token_weight * head_loss(predicted, target.head, divergence)
+    return distance + TOKEN_WEIGHT * head_loss(predicted, target.head, divergence)

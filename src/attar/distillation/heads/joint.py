@@ -3,7 +3,7 @@
     L = L_model + w s(t) L_heads              L_heads: Medusa-1's (medusa.py), through the model's states
     L_model   self   KL(p_0 || p) of the next token: the model stays what it was, p_0 (section 2.3.2)
               text   CE(p, next token)
-    s(t) = 1, or sin(pi t / 2)                t from 0 to 1 along the steps that they learn together
+    s(t) = sin(pi t / 2)                      t from 0 to 1 along the steps that they learn together
 
 The heads' learning rate is that of the settings; the model's is a part of it, 1/4 as in the paper. Held-out
 losses have s = 1, so that those of a run can be compared.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
 from attar.distillation.fused import head_loss
-from attar.distillation.head_settings import JointSettings, MedusaSettings
+from attar.distillation.head_settings import MedusaSettings
 from attar.distillation.heads import medusa_loss as medusa
 from attar.distillation.heads.target_pass import TargetPass
 from attar.distillation.objectives import forward_kl, hard
@@ -34,6 +34,8 @@ from attar.models.head import Head, without_logits
 from attar.models.inputs import model_inputs
 
 FinalStates = Callable[[Examples], Tensor]
+HEADS_WEIGHT = 0.2  # w
+MODEL_RATE = 0.25  # learning rate of the model, by that of the heads
 ROUNDING = 1e-6  # of a sum of parts of a step
 
 
@@ -67,10 +69,9 @@ class JointLearner(nn.Module):  # type: ignore[misc]
 
     def forward(self, batch: Examples) -> Tensor:
         """The loss of a batch."""
-        batch, together = batch.trimmed(), self.options.together
-        weight = together.heads_weight
+        batch, weight = batch.trimmed(), HEADS_WEIGHT
         if self.training:
-            weight *= schedule(int(self.step + ROUNDING) / self.steps, together)
+            weight *= schedule(int(self.step + ROUNDING) / self.steps)
             self.step += 1 / self.passes
         final = final_states(self.base, batch)
         embedding = self.base.get_input_embeddings().weight
@@ -99,7 +100,7 @@ class JointLearner(nn.Module):  # type: ignore[misc]
 
     def rate_scales(self) -> dict[int, float]:
         """Learning rates by those of the settings, of parameters by ``id``."""
-        return {id(parameter): self.options.together.base_rate for parameter in self.base.parameters()}
+        return {id(parameter): MODEL_RATE for parameter in self.base.parameters()}
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """Compute the model's activations again in the backward pass."""
@@ -115,9 +116,9 @@ def text_loss(final: Tensor, batch: Examples, target_head: Head) -> Tensor:
     )
 
 
-def schedule(t: float, together: JointSettings) -> float:
+def schedule(t: float) -> float:
     """s(t)."""
-    return math.sin(math.pi / 2 * min(t, 1.0)) if together.heads_schedule == "sine" else 1.0
+    return math.sin(math.pi / 2 * min(t, 1.0))
 
 
 def final_states(model: Any, batch: Examples) -> Tensor:

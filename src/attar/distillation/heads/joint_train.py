@@ -22,12 +22,11 @@ from attar.checkpoint.output import StageOutput
 from attar.checkpoint.processes import count
 from attar.data.examples import Examples
 from attar.distillation.adapters import add_adapters
-from attar.distillation.head_settings import MedusaSettings
+from attar.distillation.head_settings import MedusaSettings, TrainHeadSettings
 from attar.distillation.heads.joint import JointLearner, final_states, original_of, text_loss
 from attar.distillation.heads.rows import HeadRows
 from attar.distillation.heads.states import TargetStates
 from attar.distillation.learn import mean_loss
-from attar.distillation.settings import DistillSettings
 from attar.errors import SettingsError
 from attar.models.anatomy.discover import discover
 from attar.models.draft_heads.folder import save_draft_head
@@ -49,7 +48,7 @@ def train_jointly(
     target_head: Head,
     heads: Any,
     rows: HeadRows,
-    settings: DistillSettings,
+    settings: TrainHeadSettings,
     output: StageOutput,
     progress: Progress,
 ) -> tuple[Any, TargetStates, TrainHistory]:
@@ -60,7 +59,7 @@ def train_jointly(
         target: frozen so far.
         own: its head.
     """
-    options, rank = cast(MedusaSettings, settings.head_options), settings.adapter_rank
+    options, rank = cast(MedusaSettings, settings.options), settings.joint.adapter_rank
     steps = settings.joint_steps
     if rank:
         torch.manual_seed(settings.seed)  # A is drawn
@@ -99,7 +98,7 @@ def _loss(model: nn.Module, batch: Examples) -> torch.Tensor:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _held_out_loss(learner: JointLearner, rows: Examples, settings: DistillSettings) -> float:
+def _held_out_loss(learner: JointLearner, rows: Examples, settings: TrainHeadSettings) -> float:
     """The model's cross-entropy on rows, in nats a token."""
     learner.eval()
     total, device = 0.0, learner.target_head.weight.device
@@ -129,13 +128,13 @@ def save_joint(
     fingerprint = open_checkpoint(output.folder).fingerprint()
     ancestors = (as_parent(source, "weights", source.fingerprint()),)
     parent = Parent(
-        role="weights", name=out.name, stage="distill", fingerprint=fingerprint, parents=ancestors
+        role="weights", name=out.name, stage="train-head", fingerprint=fingerprint, parents=ancestors
     )
     names = sorted(path.name for path in folder.iterdir())
     hashes = in_parallel(lambda name: sha256_file(folder / name), names)
     card = Card(
         name=f"{out.name}/{HEAD}",
-        stage="distill",
+        stage="train-head",
         key=output.key,
         parents=(parent,),
         versions=versions(),

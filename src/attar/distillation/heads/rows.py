@@ -1,4 +1,5 @@
-"""What a head is trained on: rows that its target writes after prompts, and with a smaller ``--share`` text.
+"""What a head is trained on: rows that its target writes after prompts, and with ``--teacher-generated``
+below 1 text.
 
 A head drafts in contexts that its target has written, so by default all rows are the target's. Prompts are
 those of any source (``rollouts/prompts.py``).
@@ -16,12 +17,12 @@ from attar.checkpoint.output import StageOutput
 from attar.data.examples import Examples
 from attar.data.packing import row_length
 from attar.data.seen import note_texts
+from attar.distillation.head_settings import TrainHeadSettings
 from attar.distillation.heads.states import NumberedRows
 from attar.distillation.learn import training_rows
 from attar.distillation.rollouts.prompts import PromptRows, read_prompts
 from attar.distillation.rollouts.sampling import joined
 from attar.distillation.rollouts.teacher import HELD_OUT_SEED, RolloutWriter, held_out_tokens, repeated
-from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks import TASKS
 from attar.errors import DataError
 from attar.models.loading.load import load_tokenizer
@@ -43,7 +44,7 @@ class HeadText:
         records: of what was read, see :func:`attar.data.seen.note_texts`.
     """
 
-    settings: DistillSettings
+    settings: TrainHeadSettings
     count: int
     prompts: PromptRows | None
     held_out: PromptRows
@@ -59,7 +60,7 @@ class HeadText:
         """The rows of the training; with text as many as its steps take, otherwise each once."""
         settings, parts = self.settings, list[Examples]()
         if self.prompts is not None:
-            wanted = min(settings.rollouts.samples, self.written)
+            wanted = min(settings.teacher_rows.num_rollouts, self.written)
             prompts = [self.prompts.prompts[n % len(self.prompts.prompts)] for n in range(wanted)]
             rows = writer.after(prompts, settings.rollout_temperature, settings.seed, "train")
             parts.append(rows if self.text is None else repeated(rows, self.written))
@@ -72,31 +73,31 @@ class HeadText:
         return writer.after(self.held_out.prompts, 1.0, HELD_OUT_SEED, "held-out")
 
 
-def read_head_text(source: Checkpoint, tokenizer: Any, settings: DistillSettings, count: int) -> HeadText:
+def read_head_text(source: Checkpoint, tokenizer: Any, settings: TrainHeadSettings, count: int) -> HeadText:
     """Read the prompts and the text.
 
     Raises:
         DataError: there are none, or none that fit into a row.
     """
     length, task = row_length(settings.sequence_length, source.config), TASKS["causal"]
-    prompt = min(settings.rollouts.prompt_tokens, length - 1)
+    prompt = min(settings.prompt_tokens, length - 1)
     held_out_rows = max(held_out_tokens() // (length - prompt), 1)
     options: dict[str, Any] = {"length": length, "bos": settings.bos, "tokens": prompt}
     held_out = read_prompts(tokenizer, settings.data, "calibration", count=held_out_rows, seed=0, **options)
-    records = [held_out.record("distill", tokenizer, settings.data, "calibration")]
+    records = [held_out.record("train-head", tokenizer, settings.data, "calibration")]
     written = round(settings.teacher_share * count)
     prompts: PromptRows | None = None
     text: Examples | None = None
     if written:
-        wanted = min(settings.rollouts.samples, written)
+        wanted = min(settings.teacher_rows.num_rollouts, written)
         options |= {"count": wanted, "seed": settings.seed, "packing": settings.packing}
         prompts = read_prompts(tokenizer, settings.data, "train", **options)
-        records.append(prompts.record("distill", tokenizer, settings.data, "train"))
+        records.append(prompts.record("train-head", tokenizer, settings.data, "train"))
     if written < count:
         given = task.training(source, settings, count - written)
         assert isinstance(given, Examples), "the causal task has rows"
         text = given
-        records += task.records("distill", source, settings, count - written)[:1]
+        records += task.records("train-head", source, settings, count - written)[:1]
     return HeadText(settings, count, prompts, held_out, text, records)
 
 
@@ -118,7 +119,7 @@ class HeadRows:
 def write_rows(
     source: Checkpoint,
     target: Any,
-    settings: DistillSettings,
+    settings: TrainHeadSettings,
     output: StageOutput,
     samples: Path | None,
     progress: Progress,

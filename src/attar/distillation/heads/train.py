@@ -1,4 +1,4 @@
-"""``attar distill MODEL -o HEAD --head KIND``: train a draft head for a model.
+"""The verb ``train-head``: ``attar train-head MODEL -o HEAD --head KIND``.
 
 rows      the model answers prompts itself (rows.py)
 states    of each batch from a pass of the model over it, or from a cache that was filled before (states.py)
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
+from attar.data.auto import fit
 from attar.data.examples import Examples
 from attar.data.sources import fingerprint
-from attar.distillation.head_settings import DraftHeadSettings
+from attar.distillation.authors import check_authors
+from attar.distillation.head_settings import VERSION, TrainHeadSettings
 from attar.distillation.heads import HEAD_FINISHES, HEAD_MAKERS
 from attar.distillation.heads.draft_vocabulary import check_draft_vocabulary, choose_tokens
 from attar.distillation.heads.joint_train import save_joint, train_jointly
@@ -27,14 +29,14 @@ from attar.distillation.heads.report import describe_drafting, drafting_report
 from attar.distillation.heads.rows import HeadRows, write_rows
 from attar.distillation.heads.states import TargetStates, row_bytes
 from attar.distillation.learn import mean_loss
-from attar.distillation.settings import VERSION, DistillSettings
-from attar.distillation.tasks import TASKS, task_of
+from attar.distillation.tasks import TASKS, natural_task
 from attar.errors import ModelError
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.frozen import round_frozen
 from attar.models.head import Head, head_of
 from attar.models.loading.device import bf16_products, resolve
-from attar.progress import Progress
+from attar.models.loading.fit import admit
+from attar.progress import SILENT, Progress
 from attar.walks.train import TrainHistory, train
 
 if TYPE_CHECKING:
@@ -53,38 +55,42 @@ class HeadLoss:
         return loss
 
 
-def distill_head(
-    source: Checkpoint,
+def train_head(
+    model: str | Path | Checkpoint,
     out: Path,
-    settings: DistillSettings,
+    settings: TrainHeadSettings,
     *,
-    authors: Any,
-    progress: Progress,
-    force: bool,
-    key: str | None,
+    progress: Progress = SILENT,
+    force: bool = False,
+    key: str | None = None,
     samples: Path | None = None,
 ) -> Checkpoint:
-    """Train a head of the source; see :func:`attar.distillation.stage.distill`.
+    """Train a draft head for a model, which stays as it is; with ``joint`` (Medusa-2) it learns too.
 
     Args:
-        settings: fitted to the source.
-        authors: of the text.
-        samples: folder of the rows that the source writes; None: in the work folder.
+        model: a dense or packed causal language model.
+        out: the head; with ``joint`` the new model, and its head in ``out/head``. The card has acceptance and
+            tokens a pass.
+        samples: folder of the rows that the model writes, for several heads; None: in the work folder.
 
     Raises:
-        ModelError: the source is no causal language model, or its own head is more than a Linear, a scale and
+        ModelError: the model is no causal language model, or its own head is more than a Linear, a scale and
             a cap.
+        AttarError: see errors.py; no output is left.
     """
-    if task_of(source.config, settings).name != "causal":
+    source = admit(model, progress, text=True)
+    settings = fit(settings, source, progress)
+    authors = check_authors(source, [source], settings, progress)
+    if natural_task(source.config, settings.data) != "causal":
         kind = (source.config.get("architectures") or ["a model"])[0]
         raise ModelError(f"{source.name}: {kind} predicts no next token, so nothing can be drafted for it")
     target = TASKS["causal"].load(source, settings, teacher=True, progress=progress).requires_grad_(False)
     target_head = head_of(target)
     if target_head is None:
         raise ModelError(f"{source.name}: no draft head can read it: its own head is no plain Linear")
-    check_draft_vocabulary(_options(settings).draft_vocabulary, len(target_head.weight))
+    check_draft_vocabulary(settings.options.draft_vocabulary, len(target_head.weight))
     parents: dict[str, Any] = {"signals": [source], "data": authors, "text": fingerprint(settings.data)}
-    with produce(out, "distill", settings, VERSION, [source], **parents, force=force, key=key) as output:
+    with produce(out, "train-head", settings, VERSION, [source], **parents, force=force, key=key) as output:
         rows = write_rows(source, target, settings, output, samples, progress)
         head, history = _trained_head(target, target_head, rows, settings, output, progress)
         model, states = target, TargetStates(target, target_head, head.config.layers)
@@ -114,12 +120,12 @@ def _trained_head(
     target: Any,
     target_head: Head,
     rows: HeadRows,
-    settings: DistillSettings,
+    settings: TrainHeadSettings,
     output: StageOutput,
     progress: Progress,
 ) -> tuple[Any, TrainHistory]:
     """The head after the steps in which the target stays as it is; adds to the details of the card."""
-    device, options, work = target_head.weight.device, _options(settings), output.work
+    device, options, work = target_head.weight.device, settings.options, output.work
     precision = resolve(settings.precision, device, work / "train")
     chosen = choose_tokens(rows.different, len(target_head.weight), options.draft_vocabulary)
     torch.manual_seed(settings.seed)
@@ -148,7 +154,7 @@ def _trained_head(
         work=work / "train",
         held_out=lambda model: mean_loss(loss, model, rows.held_out, settings.batch_size),
         progress=progress,
-        what="distill",
+        what="train-head",
     )
     return head, history
 
@@ -157,7 +163,7 @@ def _measure(
     head: Any,
     states: TargetStates,
     rows: HeadRows,
-    settings: DistillSettings,
+    settings: TrainHeadSettings,
     output: StageOutput,
     progress: Progress,
 ) -> None:
@@ -168,11 +174,6 @@ def _measure(
         batches = [batch.to(device) for batch in rows.held_out.split(settings.batch_size)]
         precision = resolve(settings.precision, device, output.work / "train")
         with torch.no_grad(), bf16_products(device, precision == "bf16"):
-            chains, more = finish(head, states.run, batches, _options(settings))
+            chains, more = finish(head, states.run, batches, settings.options)
         output.details["drafting"] = drafting_report(chains) | more
         progress.log(describe_drafting(output.details["drafting"]))
-
-
-def _options(settings: DistillSettings) -> DraftHeadSettings:
-    assert isinstance(settings.head_options, DraftHeadSettings), settings.head
-    return settings.head_options

@@ -2,19 +2,18 @@
 thinkingmachines.ai/blog/on-policy-distillation. The student is rewarded for each token that it drew by what
 the teacher thinks of it.
 
-    A_t = sum over i >= t of D^(i - t) (log p(y_i) - log q(y_i))      D = 0: the token's own reward alone
+    A_t = log p(y_t) - log q(y_t)
     rho_t = q(y_t) / b(y_t),   L = - sum over t of min(rho_t A_t, clip(rho_t, 1 - e, 1 + e) A_t)
 
-With D = 0 the expectation of dL is that of the reverse KL at each position, given the text before it; with
-D = 1 it is the gradient of KL(q || p) of whole rows. The advantage A is a constant: no gradient goes through
-the reward or through the draws. b is the law that drew the row, a student of some steps ago for instance; its
-numbers, bfloat16 say, are corrected by the ratio too. T^2 as in forward KL; q and p are at temperature T.
+The expectation of dL is that of the reverse KL at each position, given the text before it. The advantage A is
+a constant: no gradient goes through the reward or through the draws. b is the distribution that drew the row,
+a student of some steps ago for instance; its numbers, bfloat16 say, are corrected by the ratio too. T^2 as in
+forward KL; q and p are at temperature T. Rewards are of the student that drew.
 
-Differs from the source: a discount and PPO's clip (Schulman et al. 2017, arXiv 1707.06347, equation 7) are
-options. Rewards are of the student that drew, as in the source.
+MiniLLM clips the ratio as PPO does (Schulman et al. 2017, arXiv 1707.06347, equation 7); the source does not.
 
 Letters: B rows, S positions a row, c drawn tokens of a chunk; p, q teacher and student; b behaviour; A
-advantage; D discount; rho ratio; e clip; y tokens; T temperature.
+advantage; rho ratio; e clip; y tokens; T temperature.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.distillation.objectives.softmax import log_softmax
-from attar.distillation.policy.returns import returns, rewards
+from attar.distillation.policy.returns import rewards
 
 
 class PolicyTerms(NamedTuple):
@@ -40,17 +39,15 @@ class PolicyTerms(NamedTuple):
     advantage: Tensor
 
 
-def terms(
-    log_p: Tensor, behaviour: Tensor, policy: Tensor, *, discount: float, reward_clip: float
-) -> PolicyTerms:
+def terms(log_p: Tensor, behaviour: Tensor, policy: Tensor) -> PolicyTerms:
     """From log-probabilities of drawn tokens (B, S), 0 where none was drawn.
 
     Args:
         log_p: the teacher's.
-        behaviour: of the law that drew them, log b.
+        behaviour: of the distribution that drew the tokens, log b.
         policy: of the student at that time.
     """
-    return PolicyTerms(behaviour, returns(rewards(log_p, policy, reward_clip), discount))
+    return PolicyTerms(behaviour, rewards(log_p, policy))
 
 
 def loss_and_grad(

@@ -4,8 +4,8 @@
     the student, the others are from a data set.
 
 Steps are divided into rounds of ``rollout_every``. At the start of a round the student writes rows with its
-current weights; batches draw from the rows of the last rounds, none older than ``staleness`` steps, without
-repetition before all were used. The others are text, or what the teacher wrote.
+current weights; batches draw from them without repetition before all were used. The others are text, or what
+the teacher wrote.
 
 Each round is a few files in the work folder, renamed whole. A killed run resumes from a state that may lie
 inside a round: the files have the rows that were written at its start. A file that lies ahead of the state is
@@ -33,7 +33,7 @@ from attar.data.examples import Examples
 from attar.data.packing import Batches
 from attar.distillation.rollouts.sampling import ROWS, Rollouts, joined
 from attar.distillation.rollouts.student import StudentWriter
-from attar.distillation.settings import LearnSettings, MiniLLMSettings
+from attar.distillation.settings import LearnSettings
 from attar.progress import Progress
 
 STORED = ("tokens", "targets", "behaviour", "policy")
@@ -62,10 +62,8 @@ class RolloutBuffer:
             return Batches(self.text, size, self.settings.seed)[number]  # type: ignore[no-any-return]
         now = number // self._per_round
         used = self._student_batches(number) - self._student_batches(now * self._per_round)
-        pool = self._pool(now, model)
-        rollouts: Rollouts = Batches(pool, size, self.settings.seed + now + 1)[used]
-        loss = self.settings.loss
-        if isinstance(loss, MiniLLMSettings) and loss.lm_weight:
+        rollouts: Rollouts = Batches(self._rows(now, model), size, self.settings.seed + now + 1)[used]
+        if self.settings.soft_loss == "minillm":
             return joined([rollouts, as_text(Batches(self.text, size, self.settings.seed)[number])])
         return rollouts
 
@@ -84,12 +82,6 @@ class RolloutBuffer:
         """Micro-batches in a round."""
         return self.settings.rollouts.rollout_every * self.settings.accumulate
 
-    @property
-    def _kept(self) -> int:
-        """Rounds whose rows are used at a time."""
-        rollouts = self.settings.rollouts
-        return max(rollouts.staleness // rollouts.rollout_every, 1)
-
     def _student_batches(self, micro: int) -> int:
         """How many of the first micro-batches are the student's text."""
         return math.floor(micro * self.settings.student_share + EXACT)
@@ -98,17 +90,13 @@ class RolloutBuffer:
         """Rows that a round writes: each is used about once."""
         last = min((now + 1) * self._per_round, self.settings.steps * self.settings.accumulate)
         used = self._student_batches(last) - self._student_batches(now * self._per_round)
-        return -(-used * self.settings.batch_size // self._kept)
+        return used * self.settings.batch_size
 
-    def _pool(self, now: int, model: Any) -> Rollouts:
-        """The rows that a round draws from; written where they are not."""
-        first = max(now - self._kept + 1, 0)
-        for number in range(first, now + 1):
-            if number not in self._rounds and self._written(number):
-                self._rounds[number] = self._round(number, model)
-        for number in [number for number in self._rounds if number < first]:
-            del self._rounds[number]
-        return joined([self._rounds[number] for number in sorted(self._rounds)])
+    def _rows(self, now: int, model: Any) -> Rollouts:
+        """The rows of a round; written where they are not."""
+        if now not in self._rounds:
+            self._rounds = {now: self._round(now, model)}
+        return self._rounds[now]
 
     def _round(self, number: int, model: Any) -> Rollouts:
         """The rows of a round, from its files; processes write them in turn."""
@@ -142,7 +130,7 @@ class RolloutBuffer:
         settings = self.settings
         behind = settings.checkpoint_every // settings.rollouts.rollout_every + 1
         for file in self.work.glob("*.safetensors"):
-            if int(file.name[:6]) < now - behind - self._kept and self.rank == 0:
+            if int(file.name[:6]) < now - behind - 1 and self.rank == 0:
                 file.unlink(missing_ok=True)
 
 

@@ -32,16 +32,14 @@ class StudentWriter:
         vocabulary: tokens that may be drawn.
         ends: tokens that end a text.
         temperature: T.
-        tokens: most tokens that are drawn for a row; 0: until the row is full.
         prompt_tokens: of text, where nothing else says what a prompt is.
-        mix: the teacher's weight in the law that rows are drawn from.
+        mix: the teacher's weight in the distribution that rows are drawn from.
         teacher: needed with ``mix``.
     """
 
     vocabulary: int
     ends: tuple[int, ...]
     temperature: float = 1.0
-    tokens: int = 0
     prompt_tokens: int = 32
     mix: float = 0.0
     teacher: Any = None
@@ -70,7 +68,6 @@ class StudentWriter:
             ends=self.ends,
             seed=seed,
             temperature=sampled_at,
-            tokens=self.tokens,
         )
         policy = None
         if self.mix:

@@ -26,6 +26,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.examples import Examples
 from attar.data.packing import pack
+from attar.distillation.head_settings import TrainHeadSettings
 from attar.distillation.rollouts.sampling import ROWS, completions, joined, prompt_lengths, sample_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS
@@ -48,7 +49,7 @@ class RolloutWriter:
 
     teacher: Any
     tokenizer: Any
-    settings: DistillSettings
+    settings: DistillSettings | TrainHeadSettings
     length: int
     work: Path
     progress: Progress
@@ -57,7 +58,7 @@ class RolloutWriter:
     @property
     def prompt(self) -> int:
         """P."""
-        return min(self.settings.rollouts.prompt_tokens, self.length - 1)
+        return min(self.settings.prompt_tokens, self.length - 1)
 
     def training_rows(self, count: int, text: Examples) -> Examples:
         """``count`` rows, ``teacher_share`` of them rollouts after prompts of the text; both kinds repeat as
@@ -70,7 +71,7 @@ class RolloutWriter:
         if not generated:
             return text
         settings = self.settings
-        prompts = repeated(text, min(settings.rollouts.samples, generated))
+        prompts = repeated(text, min(settings.teacher_rows.num_rollouts, generated))
         rollouts = self.after_text(prompts, settings.rollout_temperature, settings.seed, "train")
         return joined([repeated(rollouts, generated), repeated(text, count - generated)])
 

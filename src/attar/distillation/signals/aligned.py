@@ -43,7 +43,7 @@ def aligned_signal(source: SignalSource, student: Any, settings: LearnSettings) 
     """The settings' objective, or ULD, between models of two tokenizers."""
     retokenizer, T = source.tokens.retokenizer, settings.temperature
     assert retokenizer is not None
-    if settings.predictions.alignment == "uld":
+    if settings.alignment == "uld":
         values: GroupValues = partial(uld_values, T=T)
     else:
         objective = partial(OBJECTIVES[settings.soft_loss], **vars(settings.loss))

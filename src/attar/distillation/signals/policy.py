@@ -6,7 +6,6 @@ Rows without log-probabilities of their own (held-out text) are judged by the re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from attar.data.examples import Examples
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import BYTES, LossAndGrad, blockwise
 from attar.distillation.outputs import Intermediates, ModelOutputs
-from attar.distillation.policy import minillm, policy_gradient
+from attar.distillation.policy import minillm as minillm_loss
+from attar.distillation.policy import policy_gradient
 from attar.distillation.rollouts.sampling import Rollouts
-from attar.distillation.settings import LearnSettings, MiniLLMSettings, PolicySettings
+from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.online import OnlineTarget, OnlineTeacher
 from attar.distillation.signals.target import SignalSource
 from attar.errors import SettingsError
@@ -33,8 +33,7 @@ def policy_signal(source: SignalSource, student: Any, settings: LearnSettings) -
     objective, head = OBJECTIVES["reverse-kl"], head_of(source.teacher)
     vocabulary = source.tokens.vocabulary
     on_text = OnlineTeacher(source.teacher, objective, settings.temperature, head, vocabulary)
-    assert isinstance(settings.loss, PolicySettings), settings.soft_loss
-    return PolicyTeacher(on_text, settings.loss)
+    return PolicyTeacher(on_text, settings.soft_loss == "minillm")
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class PolicyTeacher:
 
     Attributes:
         on_text: the teacher where the text is not the student's.
-        options: of the loss.
+        minillm: whether the loss is MiniLLM's, else the plain policy gradient.
     """
 
     on_text: OnlineTeacher
-    options: PolicySettings
+    minillm: bool = False
 
     def target(self, batch: Examples, intermediates: Intermediates) -> OnlineTarget | PolicyTarget:
         """See :class:`attar.distillation.signals.target.Signal`."""
@@ -56,12 +55,10 @@ class PolicyTeacher:
             return target
         log_p = torch.zeros_like(batch.policy)
         log_p[batch.predicted] = token_logprobs(target, batch.labels)
-        return policy_target(target, batch, log_p, self.options)
+        return policy_target(target, batch, log_p, minillm=self.minillm)
 
 
-def policy_target(
-    target: OnlineTarget, batch: Rollouts, log_p: Tensor, options: PolicySettings
-) -> PolicyTarget:
+def policy_target(target: OnlineTarget, batch: Rollouts, log_p: Tensor, *, minillm: bool) -> PolicyTarget:
     """The target of rows.
 
     Args:
@@ -70,41 +67,27 @@ def policy_target(
     read = batch.behaviour.isnan() & batch.predicted
     drawn = batch.predicted & ~read
     log_p, behaviour, policy = (x.masked_fill(~drawn, 0.0) for x in (log_p, batch.behaviour, batch.policy))
-    if isinstance(options, MiniLLMSettings):
-        terms = _minillm_terms(log_p, behaviour, policy, drawn, read, options)
-        objective = partial(minillm.loss_and_grad, clip_ratio=options.clip_ratio)
-        return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in terms], True)
+    if minillm:
+        terms = _minillm_terms(log_p, behaviour, policy, drawn, read)
+        weights = [x[batch.predicted] for x in terms]
+        return PolicyTarget(target, minillm_loss.loss_and_grad, batch.labels, weights, True)
     assert not bool(read.any()), "text in a batch of the policy gradient"
-    plain = policy_gradient.terms(
-        log_p, behaviour, policy, discount=options.discount, reward_clip=options.reward_clip
-    )
-    objective = partial(policy_gradient.loss_and_grad, clip_ratio=options.clip_ratio)
-    return PolicyTarget(target, objective, batch.labels, [x[batch.predicted] for x in plain], False)
+    plain = [x[batch.predicted] for x in policy_gradient.terms(log_p, behaviour, policy)]
+    return PolicyTarget(target, policy_gradient.loss_and_grad, batch.labels, plain, False)
 
 
 def _minillm_terms(
-    log_p: Tensor, behaviour: Tensor, policy: Tensor, drawn: Tensor, read: Tensor, options: MiniLLMSettings
-) -> minillm.MiniLLMTerms:
-    """Weighted so that the mean over all predictions is the mean over drawn tokens, and ``lm_weight`` times
-    that over read ones."""
-    terms = minillm.terms(
-        log_p,
-        behaviour,
-        policy,
-        drawn,
-        single_step=options.single_step,
-        importance=options.importance,
-        length_norm=options.length_norm,
-        discount=options.discount,
-        reward_clip=options.reward_clip,
-        whiten=options.whiten,
-    )
+    log_p: Tensor, behaviour: Tensor, policy: Tensor, drawn: Tensor, read: Tensor
+) -> minillm_loss.MiniLLMTerms:
+    """Weighted so that the mean over all predictions is the mean over drawn tokens plus the mean over read
+    ones."""
+    terms = minillm_loss.terms(log_p, behaviour, policy, drawn)
     drawn_count, read_count = max(int(drawn.sum()), 1), max(int(read.sum()), 1)
     n = int(drawn.sum()) + int(read.sum())
     return terms._replace(
         advantage=terms.advantage * (n / drawn_count),
         step=terms.step * (n / drawn_count),
-        text=read.to(terms.step.dtype) * (options.lm_weight * n / read_count),
+        text=read.to(terms.step.dtype) * (n / read_count),
     )
 
 

@@ -137,7 +137,7 @@ def _mixtures(teacher: Any, way: str) -> list[Mixture]:
             f"{family}: some of the teacher's layers are dense", hint="give a student of your own"
         )
     if way == "shared" and any(mixture is None or mixture.shared is None for mixture in mixtures):
-        raise ModelError(f"{family}: has no shared expert", hint="--dense active, mean or used")
+        raise ModelError(f"{family}: has no shared expert", hint="--moe-to-dense active, mean or used")
     return [mixture for mixture in mixtures if mixture is not None]
 
 

@@ -15,7 +15,7 @@ from attar.errors import SettingsError
 from attar.models.classifiers import is_classifier
 from attar.options import flatten
 
-CAUSAL_ONLY = ("for_drafting", "share", "teacher_top", "teacher_samples")
+CAUSAL_ONLY = ("for_drafting", "teacher_generated", "teacher_top", "teacher_samples")
 """Options that need rows of text, predicted from left to right."""
 
 TASKS: dict[str, Task] = {"causal": causal, "masked": masked, "classification": classification}
@@ -31,13 +31,14 @@ def task_of(config: Mapping[str, Any], settings: LearnSettings) -> Task:
     Raises:
         SettingsError: a setting is of causal language models alone.
     """
-    task = TASKS[_natural_task(config, settings.data) if settings.task == "auto" else settings.task]
+    task = TASKS[natural_task(config, settings.data) if settings.task == "auto" else settings.task]
     if task is not causal:
         _refuse_causal_settings(task, settings)
     return task
 
 
-def _natural_task(config: Mapping[str, Any], data: str) -> str:
+def natural_task(config: Mapping[str, Any], data: str) -> str:
+    """What a model's architecture predicts; of a model without a head, what its data labels."""
     architecture = str((config.get("architectures") or [""])[0])
     if is_classifier(config):
         return "classification"
@@ -54,4 +55,4 @@ def _refuse_causal_settings(task: Task, settings: LearnSettings) -> None:
         if options.get(name):
             raise SettingsError(name, options[name], f"left out with task {task.name}")
     if settings.student_share:
-        raise SettingsError("on_policy", settings.student_share, f"0 with task {task.name}")
+        raise SettingsError("student_generated", settings.student_share, f"0 with task {task.name}")

@@ -11,7 +11,7 @@ from attar.data.answers import AnswerRows, has_conversations, pack_answers
 from attar.data.examples import Examples
 from attar.data.packing import pack, row_length
 from attar.data.seen import record
-from attar.distillation.settings import LearnSettings
+from attar.distillation.settings import RowSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS, Task
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_causal(
-    checkpoint: Checkpoint, settings: LearnSettings, *, teacher: bool = False, progress: Progress = SILENT
+    checkpoint: Checkpoint, settings: RowSettings, *, teacher: bool = False, progress: Progress = SILENT
 ) -> Any:
     """The model in float32 on its device; refused unless it is a causal language model."""
     model = load_model(checkpoint, dtype=torch.float32, device=pick_device(settings.device))
@@ -36,12 +36,12 @@ def load_causal(
     return model
 
 
-def training_text(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> Tensor:
+def training_text(checkpoint: Checkpoint, settings: RowSettings, count: int) -> Tensor:
     """At most ``count`` rows int64 (N, S) of text of the train split."""
     return _text(checkpoint, settings, "train", count, settings.seed)
 
 
-def _text(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int, seed: int) -> Tensor:
+def _text(checkpoint: Checkpoint, settings: RowSettings, split: str, count: int, seed: int) -> Tensor:
     length = row_length(settings.sequence_length, checkpoint.config)
     return pack(
         load_tokenizer(checkpoint),
@@ -56,7 +56,7 @@ def _text(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: in
 
 
 def _answers(
-    checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int, seed: int
+    checkpoint: Checkpoint, settings: RowSettings, split: str, count: int, seed: int
 ) -> AnswerRows | None:
     """Rows of conversations of which the answers alone are predicted; None where the settings or the data
     want all tokens."""
@@ -74,12 +74,12 @@ def _answers(
     )
 
 
-def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> Examples:
+def _training(checkpoint: Checkpoint, settings: RowSettings, count: int) -> Examples:
     answers = _answers(checkpoint, settings, "train", count, settings.seed)
     return answers.examples if answers else Examples.of_text(training_text(checkpoint, settings, count))
 
 
-def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
+def _held_out(checkpoint: Checkpoint, settings: RowSettings) -> Examples:
     count = _held_out_rows(checkpoint, settings)
     answers = _answers(checkpoint, settings, "calibration", count, 0)
     if answers is not None:
@@ -87,17 +87,17 @@ def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
     return Examples.of_text(_text(checkpoint, settings, "calibration", count, 0))
 
 
-def _held_out_rows(checkpoint: Checkpoint, settings: LearnSettings) -> int:
+def _held_out_rows(checkpoint: Checkpoint, settings: RowSettings) -> int:
     return max(HELD_OUT_TOKENS // row_length(settings.sequence_length, checkpoint.config), 1)
 
 
-def _records(stage: str, checkpoint: Checkpoint, settings: LearnSettings, count: int) -> list[dict[str, Any]]:
+def _records(stage: str, checkpoint: Checkpoint, settings: RowSettings, count: int) -> list[dict[str, Any]]:
     splits = {"train": (count, settings.seed), "calibration": (_held_out_rows(checkpoint, settings), 0)}
     return [_record(stage, checkpoint, settings, split, *numbers) for split, numbers in splits.items()]
 
 
 def _record(
-    stage: str, checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int, seed: int
+    stage: str, checkpoint: Checkpoint, settings: RowSettings, split: str, count: int, seed: int
 ) -> dict[str, Any]:
     """The record of a split's text; with conversations, how many did not fit."""
     answers = _answers(checkpoint, settings, split, count, seed)

@@ -22,7 +22,7 @@ from attar.data.labelled import (
     read_labelled,
 )
 from attar.data.packing import SimilarLengths, row_length
-from attar.distillation.settings import LearnSettings
+from attar.distillation.settings import RowSettings
 from attar.distillation.tasks.task import Task
 from attar.errors import ModelError
 from attar.models.classifiers import class_names_of, fresh_weights, is_classifier, with_classifier
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def load_classifier(
-    checkpoint: Checkpoint, settings: LearnSettings, *, teacher: bool = False, progress: Progress = SILENT
+    checkpoint: Checkpoint, settings: RowSettings, *, teacher: bool = False, progress: Progress = SILENT
 ) -> Any:
     """The classifier in float32 on its device; a model without a classifier's head gets a fresh one, with
     the classes of the data.
@@ -62,35 +62,35 @@ def load_classifier(
     return classifier
 
 
-def classes(checkpoint: Checkpoint, settings: LearnSettings) -> list[str]:
+def classes(checkpoint: Checkpoint, settings: RowSettings) -> list[str]:
     """The names of the classes, by number: the model's; where it is no classifier, those of the data."""
     if is_classifier(checkpoint.config):
         return class_names_of(load_config(checkpoint.path, checkpoint.config), checkpoint.name)
     return class_names(read_labelled(settings.data))
 
 
-def _chosen(settings: LearnSettings, split: str, count: int | None) -> LabelledSplit:
+def _chosen(settings: RowSettings, split: str, count: int | None) -> LabelledSplit:
     """The first ``count`` texts of a split; those held out are in one order whatever the seed."""
     chosen = labelled_split(settings.data, split, settings.seed if split == "train" else 0)
     return replace(chosen, rows=chosen.rows[:count])
 
 
-def _examples(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int | None) -> Examples:
+def _examples(checkpoint: Checkpoint, settings: RowSettings, split: str, count: int | None) -> Examples:
     rows = _chosen(settings, split, count).rows
     length = row_length(settings.sequence_length, checkpoint.config)
     return classification_examples(load_tokenizer(checkpoint), rows, classes(checkpoint, settings), length)
 
 
-def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> SimilarLengths:
+def _training(checkpoint: Checkpoint, settings: RowSettings, count: int) -> SimilarLengths:
     examples = _examples(checkpoint, settings, "train", count)
     return SimilarLengths(examples, settings.batch_size, settings.seed)
 
 
-def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
+def _held_out(checkpoint: Checkpoint, settings: RowSettings) -> Examples:
     return _examples(checkpoint, settings, "calibration", None)
 
 
-def _records(stage: str, checkpoint: Checkpoint, settings: LearnSettings, count: int) -> list[dict[str, Any]]:
+def _records(stage: str, checkpoint: Checkpoint, settings: RowSettings, count: int) -> list[dict[str, Any]]:
     return [
         labelled_record(stage, settings.data, split, _chosen(settings, split, limit))
         for split, limit in (("train", count), ("calibration", None))

@@ -14,7 +14,7 @@ from attar.data.examples import Examples
 from attar.data.masking import MaskedBatches, MaskRule, hide, masked_rows
 from attar.data.packing import Batches, numbered_generator, row_length
 from attar.data.seen import record
-from attar.distillation.settings import LearnSettings
+from attar.distillation.settings import RowSettings
 from attar.distillation.tasks.task import HELD_OUT_TOKENS, Task
 from attar.errors import ModelError
 from attar.models.anatomy.discover import discover
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_masked(
-    checkpoint: Checkpoint, settings: LearnSettings, *, teacher: bool = False, progress: Progress = SILENT
+    checkpoint: Checkpoint, settings: RowSettings, *, teacher: bool = False, progress: Progress = SILENT
 ) -> Any:
     """The model in float32 on its device; refused unless it is a masked language model."""
     MaskRule.of(load_tokenizer(checkpoint))
@@ -40,28 +40,28 @@ def load_masked(
     return model
 
 
-def _rows(checkpoint: Checkpoint, settings: LearnSettings, split: str, count: int, seed: int) -> torch.Tensor:
+def _rows(checkpoint: Checkpoint, settings: RowSettings, split: str, count: int, seed: int) -> torch.Tensor:
     length = row_length(settings.sequence_length, checkpoint.config)
     options: dict[str, Any] = {"length": length, "rows": count, "seed": seed, "packing": settings.packing}
     return masked_rows(load_tokenizer(checkpoint), settings.data, split, **options).rows
 
 
-def _training(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> MaskedBatches:
+def _training(checkpoint: Checkpoint, settings: RowSettings, count: int) -> MaskedBatches:
     rows = _rows(checkpoint, settings, "train", count, settings.seed)
     rule = MaskRule.of(load_tokenizer(checkpoint))
     return MaskedBatches(Batches(rows, settings.batch_size, settings.seed), rule)
 
 
-def _held_out_count(checkpoint: Checkpoint, settings: LearnSettings) -> int:
+def _held_out_count(checkpoint: Checkpoint, settings: RowSettings) -> int:
     return max(HELD_OUT_TOKENS // row_length(settings.sequence_length, checkpoint.config), 1)
 
 
-def _held_out(checkpoint: Checkpoint, settings: LearnSettings) -> Examples:
+def _held_out(checkpoint: Checkpoint, settings: RowSettings) -> Examples:
     rows = _rows(checkpoint, settings, "calibration", _held_out_count(checkpoint, settings), 0)
     return hide(rows, MaskRule.of(load_tokenizer(checkpoint)), numbered_generator(0, 0))
 
 
-def _records(stage: str, checkpoint: Checkpoint, settings: LearnSettings, count: int) -> list[dict[str, Any]]:
+def _records(stage: str, checkpoint: Checkpoint, settings: RowSettings, count: int) -> list[dict[str, Any]]:
     tokenizer, length = load_tokenizer(checkpoint), row_length(settings.sequence_length, checkpoint.config)
     held_out = _held_out_count(checkpoint, settings)
     common: dict[str, Any] = {"length": length, "packing": settings.packing}

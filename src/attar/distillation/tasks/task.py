@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attar.data.examples import Examples
-from attar.distillation.settings import LearnSettings
+from attar.distillation.settings import RowSettings
 from attar.walks.train import BatchSource
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Task:
 
     name: str
     load: Callable[..., Any]
-    training: Callable[[Checkpoint, LearnSettings, int], Examples | BatchSource]
-    held_out: Callable[[Checkpoint, LearnSettings], Examples]
-    records: Callable[[str, Checkpoint, LearnSettings, int], list[dict[str, Any]]]
+    training: Callable[[Checkpoint, RowSettings, int], Examples | BatchSource]
+    held_out: Callable[[Checkpoint, RowSettings], Examples]
+    records: Callable[[str, Checkpoint, RowSettings, int], list[dict[str, Any]]]
     check_pair: Callable[[Any, Any], None] = lambda student, teacher: None

@@ -14,7 +14,7 @@ from attar.measure.numbers import significant
 from attar.measure.report.markup import Child, Markup, el, join
 
 PixelPoint = tuple[float, float]
-VERBS = ("original", "distill", "prune", "recover", "quantize", "merge", "export")
+VERBS = ("original", "distill", "prune", "recover", "quantize", "merge", "export", "train-head")
 LOG_STEPS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,))
 
 

@@ -159,7 +159,6 @@ def _training(task: PruneTask) -> TrainSettings:
         learning_rate=LEARNING_RATE,
         precision=settings.precision,
         data=settings.data,
-        bos=settings.bos,
         seed=settings.seed,
         device=settings.device,
     )

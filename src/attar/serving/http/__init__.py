@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from attar.errors import MissingExtraError, SettingsError
 from attar.progress import SILENT, Progress
+from attar.serving.http.limits import read_limits
 from attar.serving.http.settings import (
     EmbeddingSettings,
     LoraSettings,
@@ -39,6 +41,7 @@ def serve(
     models: ModelsSettings | None = None,
     lora: LoraSettings | None = None,
     *,
+    limits_file: str | Path | None = None,
     progress: Progress = SILENT,
     show: Callable[[str], None] = print,
     **options: Any,
@@ -54,6 +57,8 @@ def serve(
         embeddings: how texts become embeddings.
         models: further models, by name.
         lora: adapters of the model, by name.
+        limits_file: bounds and times (:mod:`attar.serving.http.limits`), which take the place of those
+            of ``settings``, ``lora`` and ``options``.
         show: called with lines: what runs the model, the address, warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
@@ -61,12 +66,24 @@ def serve(
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed; or grpcio, where other
             services take part.
         ModelError: the model has no tokenizer.
+        RecipeError: the file of limits is wrong; names file and line.
         SettingsError: there is no parser of this name; or others could load adapters without a key.
         OutputError: the port cannot be opened.
         DataError: the file of keys, of the chat template or of generation settings is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
     """
-    settings = with_environment_keys(settings or ServerSettings())
+    settings, lora = settings or ServerSettings(), lora or LoraSettings()
+    if limits_file is not None:
+        bounds = read_limits(limits_file)
+        settings, lora = (
+            replace(settings, **bounds.of(bounds.server)),
+            replace(lora, **bounds.of(bounds.loras)),
+        )
+        scheduling = options.get("limits") or bounds.scheduling.limits()
+        options["limits"] = replace(scheduling, **bounds.of(bounds.scheduling))
+    settings, transport = with_environment_keys(settings), transport or ConnectionSettings()
+    if settings.unix_socket and transport.tls_cert:
+        raise SettingsError("tls_cert", transport.tls_cert, "left out with a unix socket")
     _check_extra()
     services = services or ServiceSettings()
     embeddings = embeddings or EmbeddingSettings()
@@ -79,7 +96,6 @@ def serve(
     from attar.serving.http.run import bind
     from attar.serving.http.serve_command import ServeCommand
 
-    lora = lora or LoraSettings()
     open_to_others = not settings.loopback and not settings.api_key and not settings.keys
     if lora and services.role is not None:
         raise SettingsError("lora", services.role, "a server without --role")
@@ -87,7 +103,7 @@ def serve(
         raise SettingsError(
             "lora_folder", lora.lora_folder, f"a key ({KEY_VARIABLE}), or an address of this machine"
         )
-    answers, transport = answers or TemplateSettings(), transport or ConnectionSettings()
+    answers = answers or TemplateSettings()
     template = read_template(answers.chat_template) if answers.chat_template else ""
     defaults = sampling_defaults(answers.generation_config, open_checkpoint(model).path)
     if open_to_others:
@@ -107,7 +123,7 @@ def serve(
         options=options,
         progress=progress,
         show=show,
-        bound=bind(settings, transport),
+        bound=bind(settings),
     )
     SERVERS[services.role](command)
 

@@ -38,7 +38,7 @@ class ApiKey:
         set_priority: its requests may have a priority of their own.
         adapters: it may load and unload LoRA adapters, which every caller uses by name.
         max_texts: completions that run or wait at the same time; 0: its share of the server
-            (``--client-share``).
+            (``client_share``).
         tokens_per_minute: of prompts and completions; 0: any number.
     """
 

@@ -122,7 +122,7 @@ async def _run(service: Service, prompt: list[int], start: int, observe: PromptO
     id, seconds = f"score-{uuid4().hex}", service.settings.request_s or None
     async for event in backend.score(prompt, start, observe, id=id, salt=salt, deadline_s=seconds):
         if event.finish_reason == "deadline":
-            raise ApiError(503, "the comparison takes longer than --request-s allows", code="cancelled")
+            raise ApiError(503, "the comparison takes longer than request_s allows", code="cancelled")
         if event.finish_reason in ("error", "cancelled", "capacity"):
             raise ApiError(500, f"{service.model} failed on the comparison; the server's log has the reason")
 

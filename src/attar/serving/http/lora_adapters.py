@@ -134,7 +134,7 @@ class LoraTable:
             if name in models or name in self._entries:
                 raise _refused("lora_name", f"there is a model or an adapter {name!r} already")
             if self._engine_has >= self.settings.max_loras:
-                message = f"{self._engine_has} adapters are loaded, --max-loras allows no more"
+                message = f"{self._engine_has} adapters are loaded, max_loras allows no more"
                 raise ApiError(503, message, code="too_many_adapters", retry_s=5)
             try:
                 adapter = await run_in_daemon_thread(lambda: read_lora(folder), "attar-lora")

@@ -38,7 +38,7 @@ from attar.serving.http.model_table import ServedModel
 from attar.serving.http.run import run
 from attar.serving.http.serve_command import ServeCommand
 from attar.serving.http.tokenizer import ServerTokenizer
-from attar.serving.services.settings import KEY_VARIABLE, ServiceSettings
+from attar.serving.services.settings import KEY_VARIABLE
 
 
 def serve_ordinary(command: ServeCommand) -> None:
@@ -80,7 +80,7 @@ def serve_draft(command: ServeCommand) -> None:
     from attar.serving.services.draft_stream import serve_drafts
 
     services = command.services
-    security = security_of(services)
+    security = security_of(command)
     check_files(security)
     network = Network()
     with ExitStack() as stack:
@@ -91,7 +91,7 @@ def serve_draft(command: ServeCommand) -> None:
             task.advance()
         hello = hello_of_model("draft", loaded)
         methods = {DRAFT: lambda stream: serve_drafts(stream, service, hello)}
-        server, port = network.run(listen(methods, command.settings.host, services.grpc_port, security))
+        server, port = network.run(listen(methods, command.settings.address, services.grpc_port, security))
         stack.callback(lambda: network.run(server.stop(0.5)))
         backend = DraftBackend(service, loaded.runner.context, hello.vocabulary)
         command.show(f"{loaded.name} drafts with {service.proposer.name}")
@@ -107,7 +107,7 @@ def serve_target(command: ServeCommand) -> None:
     from attar.serving.services.channel import TARGET, Network, check_files, listen
     from attar.serving.services.target_service import TargetService
 
-    security = security_of(command.services)
+    security = security_of(command)
     check_files(security)
     network, service = Network(), TargetService()
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def serve_target(command: ServeCommand) -> None:
         service.streams = streams = llm.streams()
         backend = EngineBackend(streams, samples)
         service.load = lambda: load_of(backend.stats())
-        work = listen({TARGET: service.serve}, command.settings.host, command.services.grpc_port, security)
+        work = listen({TARGET: service.serve}, command.settings.address, command.services.grpc_port, security)
         server, port = network.run(work)
         stack.callback(lambda: network.run(server.stop(0.5)))
         _show_grpc(command, port)
@@ -142,7 +142,7 @@ def serve_coordinator(command: ServeCommand) -> None:
     from attar.serving.services.channel import Network, check_files
     from attar.serving.services.coordinator import Coordinator
 
-    services, security = command.services, security_of(command.services)
+    services, security = command.services, security_of(command)
     check_files(security)
     checkpoint, pooling = open_checkpoint(command.model), command.embeddings.of_causal
     tokenizer = tokenizer_of(checkpoint)
@@ -202,11 +202,12 @@ class DraftBackend(Backend):
         """The service is closed by its maker."""
 
 
-def security_of(services: ServiceSettings) -> Any:
-    """Keys and certificates of the settings."""
+def security_of(command: ServeCommand) -> Any:
+    """The key between services, and certificates: the server's own are those of its services too."""
     from attar.serving.services.channel import Security
 
-    return Security(services.key, services.service_cert, services.service_cert_key, services.service_ca)
+    services, transport = command.services, command.transport
+    return Security(services.key, transport.tls_cert, transport.tls_key, services.service_ca)
 
 
 def _with_drafters(
@@ -218,7 +219,7 @@ def _with_drafters(
     from attar.serving.services.channel import Network, check_files
     from attar.serving.services.replicas import Replicas
 
-    endpoints, security = command.services.draft_endpoint, security_of(command.services)
+    endpoints, security = command.services.draft_endpoint, security_of(command)
     check_files(security)
     network = Network()
     stack.callback(network.close)
@@ -288,7 +289,8 @@ def _run(
 
 
 def _show_grpc(command: ServeCommand, port: int) -> None:
-    host = f"[{command.settings.host}]" if ":" in command.settings.host else command.settings.host
+    address = command.settings.address
+    host = f"[{address}]" if ":" in address else address
     command.show(f"grpc://{host}:{port}")
     if not command.settings.loopback and not command.services.key:
         command.show(f"warning: grpc://{host}:{port} can be reached by other machines; set {KEY_VARIABLE}")

@@ -130,7 +130,7 @@ def run(
         AttarError: the engine has stopped.
     """
     transport = transport or ConnectionSettings()
-    listening = listen(settings, transport, bound)
+    listening = listen(settings, bound)
     _log_to_stderr()
     server = Server(app, settings, transport)
     if server.connections.limit < settings.max_connections:
@@ -143,8 +143,8 @@ def run(
         asyncio.run(_serve(server, listening))
     finally:
         listening.close()
-        if transport.unix_socket:
-            Path(transport.unix_socket).unlink(missing_ok=True)
+        if settings.unix_socket:
+            Path(settings.unix_socket).unlink(missing_ok=True)
     if app.state.models.failure is not None:
         reason = app.state.models.failure_reason()
         raise AttarError(f"the engine has stopped: {reason}", hint="the log has the reason; start it again")
@@ -156,20 +156,20 @@ async def _serve(server: Server, listening: socket.socket) -> None:
 
 
 def _address(settings: ServerSettings, transport: ConnectionSettings, listening: socket.socket) -> str:
-    if transport.unix_socket:
-        return f"unix:{transport.unix_socket}"
+    if settings.unix_socket:
+        return f"unix:{settings.unix_socket}"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if transport.tls_cert else "http"
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
-def bind(settings: ServerSettings, transport: ConnectionSettings) -> socket.socket | None:
+def bind(settings: ServerSettings) -> socket.socket | None:
     """The port, taken before a model is loaded; nobody can connect yet. None for a unix socket.
 
     Raises:
         OutputError: the port is in use, or the address is not this machine's.
     """
-    if transport.unix_socket:
+    if settings.unix_socket:
         return None
     bound = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,11 +182,7 @@ def bind(settings: ServerSettings, transport: ConnectionSettings) -> socket.sock
     return bound
 
 
-def listen(
-    settings: ServerSettings,
-    transport: ConnectionSettings | None = None,
-    bound: socket.socket | None = None,
-) -> socket.socket:
+def listen(settings: ServerSettings, bound: socket.socket | None = None) -> socket.socket:
     """The open port, or unix socket.
 
     Args:
@@ -195,10 +191,9 @@ def listen(
     Raises:
         OutputError: the port or socket is in use, or the address is not this machine's.
     """
-    transport = transport or ConnectionSettings()
-    listening = bound or bind(settings, transport)
+    listening = bound or bind(settings)
     if listening is None:
-        return listen_on_unix(transport.unix_socket)
+        return listen_on_unix(settings.unix_socket)
     with _explained(settings):
         listening.listen(BACKLOG)
     return listening

@@ -10,6 +10,7 @@ from attar.errors import SettingsError
 
 VERSION = 1
 MIB = 1 << 20
+UNIX = "unix:"
 
 
 def is_key(text: object) -> bool:
@@ -19,10 +20,56 @@ def is_key(text: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class LimitSettings:
+    """What requests may take and do: bounds, and times in seconds."""
+
+    max_body: int = field(default=MIB, metadata={"help": "bytes of a request at most"})
+    max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
+    max_texts: int = field(
+        default=128, metadata={"help": "completions of one request, prompts times n, at most"}
+    )
+    max_queue: int = field(default=256, metadata={"help": "completions that may wait; more get 429"})
+    max_connections: int = field(
+        default=1024, metadata={"help": "open connections; idle ones make room for new ones"}
+    )
+    client_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "fraction of all completions and connections that one key or address may hold; "
+            "0: half where several may call, else all"
+        },
+    )
+    header_s: float = field(default=10.0, metadata={"help": "seconds for a request's headers"})
+    body_s: float = field(default=30.0, metadata={"help": "seconds for a request's body"})
+    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection may be idle"})
+    write_s: float = field(
+        default=60.0, metadata={"help": "seconds for a client to read a piece of its answer"}
+    )
+    request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
+    drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
+    alive_s: float = field(
+        default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
+    )
+    priority: bool = field(default=False, metadata={"help": "every request may have a priority"})
+    allow_special_tokens: bool = field(
+        default=False, metadata={"help": "special tokens in messages are special tokens, not text"}
+    )
+
+    def __post_init__(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                allowed = f"from {least:g} to {most:g}" if most < float("inf") else f"at least {least:g}"
+                raise SettingsError(name, value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(LimitSettings):
     """Address, callers and limits of the server."""
 
-    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "address to listen on; unix:PATH: a unix socket"}
+    )
     port: int = field(default=8000, metadata={"help": "port; 0: any that is free"})
     name: str = field(
         default="", metadata={"help": "the model's name for clients; empty: MODEL as it is written"}
@@ -38,37 +85,6 @@ class ServerSettings:
     allowed_host: tuple[str, ...] = field(
         default=(), metadata={"help": "name by which browsers may call it, besides localhost"}
     )
-    priority: bool = field(default=False, metadata={"help": "every request may have a priority"})
-    allow_special_tokens: bool = field(
-        default=False, metadata={"help": "special tokens in messages are special tokens, not text"}
-    )
-    max_body: int = field(default=MIB, metadata={"help": "bytes of a request at most"})
-    max_queue: int = field(default=256, metadata={"help": "completions that may wait; more get 429"})
-    max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
-    max_texts: int = field(
-        default=128, metadata={"help": "completions of one request, prompts times n, at most"}
-    )
-    client_share: float = field(
-        default=0.0,
-        metadata={
-            "help": "fraction of all completions and connections that one key or address may hold; "
-            "0: half where several may call, else all"
-        },
-    )
-    max_connections: int = field(
-        default=1024, metadata={"help": "open connections; idle ones make room for new ones"}
-    )
-    header_s: float = field(default=10.0, metadata={"help": "seconds for a request's headers"})
-    body_s: float = field(default=30.0, metadata={"help": "seconds for a request's body"})
-    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection may be idle"})
-    write_s: float = field(
-        default=60.0, metadata={"help": "seconds for a client to read a piece of its answer"}
-    )
-    request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
-    drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
-    alive_s: float = field(
-        default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
-    )
     compare: str = field(
         default="", metadata={"help": "a second model, for comparisons: same options, without speculation"}
     )
@@ -76,17 +92,15 @@ class ServerSettings:
     log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
     def __post_init__(self) -> None:
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if not least <= value <= most:
-                allowed = f"from {least:g} to {most:g}" if most < float("inf") else f"at least {least:g}"
-                raise SettingsError(name, value, allowed)
+        super().__post_init__()
+        if not 0 <= self.port <= 65535:
+            raise SettingsError("port", self.port, "from 0 to 65535")
         for key in self.api_key:
             if not is_key(key):
                 raise SettingsError(
                     "api_key", "(not shown)", "8 or more printable ASCII characters, no blanks"
                 )
-        if not self.host:
+        if not self.host or self.host == UNIX:
             raise SettingsError("host", self.host, "an address or a name")
 
     @property
@@ -97,8 +111,20 @@ class ServerSettings:
         return self.client_share or (0.5 if several else 1.0)
 
     @property
+    def unix_socket(self) -> str:
+        """Path of the unix socket to listen on; "": a port."""
+        return self.host.removeprefix(UNIX) if self.host.startswith(UNIX) else ""
+
+    @property
+    def address(self) -> str:
+        """The address to listen on with a port, for other services too."""
+        return "127.0.0.1" if self.unix_socket else self.host
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
+        if self.unix_socket:
+            return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -136,7 +162,18 @@ class ModelsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraSettings:
+class LoraLimitSettings:
+    """How many LoRA adapters a model may have."""
+
+    max_loras: int = field(default=16, metadata={"help": "adapters that are loaded at the same time"})
+
+    def __post_init__(self) -> None:
+        if self.max_loras < 1:
+            raise SettingsError("max_loras", self.max_loras, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(LoraLimitSettings):
     """LoRA adapters of the model, by the names that requests give."""
 
     lora: tuple[str, ...] = field(default=(), metadata={"help": "NAME=PATH: an adapter that peft wrote"})
@@ -146,11 +183,9 @@ class LoraSettings:
             "help": "requests may load adapters from below this folder, and unload all; empty: neither"
         },
     )
-    max_loras: int = field(default=16, metadata={"help": "adapters that are loaded at the same time"})
 
     def __post_init__(self) -> None:
-        if self.max_loras < 1:
-            raise SettingsError("max_loras", self.max_loras, "at least 1")
+        super().__post_init__()
         if len(self.paths) < len(self.lora):
             raise SettingsError("lora", " ".join(self.lora), "each name once")
         if len(self.lora) > self.max_loras:
@@ -234,7 +269,6 @@ class TemplateSettings:
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive
-    ("port", 0, 65535),
     ("max_body", 1024, float("inf")),
     ("max_queue", 1, float("inf")),
     ("max_prompts", 1, float("inf")),

@@ -26,9 +26,6 @@ PREFLIGHT_S = 600  # a browser remembers what is allowed
 class ConnectionSettings:
     """How clients reach the server."""
 
-    unix_socket: str = field(
-        default="", metadata={"help": "path of a unix socket to listen on, instead of host and port"}
-    )
     tls_cert: str = field(default="", metadata={"help": "file of the TLS certificate and its chain, PEM"})
     tls_key: str = field(default="", metadata={"help": "file of the certificate's private key, PEM"})
     cors_origin: tuple[str, ...] = field(
@@ -40,8 +37,6 @@ class ConnectionSettings:
         if bool(self.tls_cert) != bool(self.tls_key):
             name = "tls_key" if self.tls_cert else "tls_cert"
             raise SettingsError(name, "", "given where the other of --tls-cert and --tls-key is")
-        if self.tls_cert and self.unix_socket:
-            raise SettingsError("tls_cert", self.tls_cert, "absent where there is a --unix-socket")
         for name in ("tls_cert", "tls_key"):
             file = getattr(self, name)
             if file and not Path(file).is_file():
@@ -101,7 +96,7 @@ def listen_on_unix(path: str) -> socket.socket:
         listening.close()
         reason = error.strerror or str(error)
         raise OutputError(
-            f"cannot listen on {path}: {reason}", hint="choose another --unix-socket"
+            f"cannot listen on {path}: {reason}", hint="choose another --host unix:PATH"
         ) from error
     return listening
 

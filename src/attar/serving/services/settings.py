@@ -34,12 +34,9 @@ class ServiceSettings:
         (), "HOST:PORT of a service that drafts, for a coordinator or an ordinary server"
     )
     grpc_port: int = _option(9000, "port for other services, of a draft or a target; 0: any that is free")
-    service_key: str = _option(
-        "", f"key that services send each other; the variable {KEY_VARIABLE} hides it from ps"
+    service_ca: str = _option(
+        "", "certificates (PEM) that a target or draft must have; none: no TLS between services"
     )
-    service_cert: str = _option("", "certificate (PEM) of a draft or a target; none: no TLS")
-    service_cert_key: str = _option("", "its private key (PEM)")
-    service_ca: str = _option("", "certificates (PEM) that a target or draft must have; none: no TLS")
 
     def __post_init__(self) -> None:
         endpoints = [("draft_endpoint", endpoint) for endpoint in self.draft_endpoint]
@@ -51,8 +48,6 @@ class ServiceSettings:
                 raise SettingsError(name, endpoint, "HOST:PORT")
         if not 0 <= self.grpc_port <= 65535:
             raise SettingsError("grpc_port", self.grpc_port, "from 0 to 65535")
-        if bool(self.service_cert) != bool(self.service_cert_key):
-            raise UsageError("service_cert and service_cert_key are given together")
         if (self.role == "coordinator") != (self.target_endpoint is not None):
             raise UsageError(
                 "a target_endpoint goes together with the role coordinator",
@@ -101,5 +96,5 @@ class ServiceSettings:
 
     @property
     def key(self) -> str:
-        """The key between services: of the settings, or of the environment."""
-        return self.service_key or os.environ.get(KEY_VARIABLE, "")
+        """The key between services, of the environment."""
+        return os.environ.get(KEY_VARIABLE, "")

@@ -43,7 +43,7 @@ TREES = {
 CHAINS = {
     "medusa": KindCase("medusa"),
     "eagle": KindCase("eagle"),
-    "eagle3": KindCase("eagle3", {"norm_output": True, "fc_norm": True}),
+    "eagle3": KindCase("eagle3", {"norms": "3.1"}),
     "dflash": KindCase("dflash", {"context_layers": 2}),
     "dspark without confidence": KindCase("dspark", {"context_layers": 2, "confidence": 0.0}),
     "dspark": KindCase("dspark", {"context_layers": 2}),
@@ -68,7 +68,7 @@ def head_of_kind(
     chosen: torch.Tensor | None = None,
     seed: int | None = 0,
 ) -> Any:
-    """Modules in the sizes that ``attar distill --head`` chooses.
+    """Modules in the sizes that ``attar train-head --head`` chooses.
 
     Args:
         chosen: the tokens of a reduced vocabulary; None: all.

@@ -91,11 +91,11 @@ def _check(settings: LearnSettings, teacher: Checkpoint, task: str) -> None:
             "features", ",".join(settings.features.features), f"left out: positions differ, {why}"
         )
     if settings.teacher_signal == "cached":
-        raise SettingsError("signal", "cached", f"online: {why}")
+        raise SettingsError("teacher_top", settings.predictions.teacher_top, f"0: {why}")
     if task != "causal":
         raise SettingsError("task", task, f"causal: {why}")
     if isinstance(settings, DistillSettings) and (settings.for_drafting or settings.teacher_share > 0):
-        name = "for_drafting" if settings.for_drafting else "share"
+        name = "for_drafting" if settings.for_drafting else "teacher_generated"
         raise SettingsError(
             name, getattr(settings, name, settings.teacher_share), f"left out: rows are the teacher's, {why}"
         )

@@ -75,7 +75,7 @@ def load_head_proposer(checkpoint: Checkpoint, target: Loaded, model: Any = None
         raise ModelError(
             f"{checkpoint.name} drafts for a vocabulary of {config.vocabulary}, {target.name} has "
             f"{runner.vocabulary}",
-            hint="train a head for this model: attar distill MODEL -o HEAD --head KIND",
+            hint="train a head for this model: attar train-head MODEL -o HEAD --head KIND",
         )
     keep = getattr(runner, "keep_hidden", None)
     if keep is None:

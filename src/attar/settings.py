@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
 from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
+from attar.old_names import old_name
 from attar.options import default_of, differing, flatten, listed, misplaced, nest, option_fields
 from attar.yaml import scalar
 
@@ -141,23 +142,26 @@ def title(settings: Any) -> str:
     return ", ".join(words)
 
 
-def document(cls: type) -> str:
+def document(cls: type, without: Container[str] = ()) -> str:
     """The settings class as Markdown tables: setting, type, default, meaning; the options of each method in
-    a table of its own."""
+    a table of its own.
+
+    Args:
+        without: names of settings that are documented elsewhere.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    choices = dict.fromkeys((setting.by, name) for setting in settings_of(cls) for name in setting.variants)
+    settings = [setting for setting in settings_of(cls) if setting.name not in without]
+    choices = dict.fromkeys((setting.by, name) for setting in settings for name in setting.variants)
     for by, name in choices:
         names_of_choice = tuple(
-            setting.name for setting in settings_of(cls) if setting.by == by and name in setting.variants
+            setting.name for setting in settings if setting.by == by and name in setting.variants
         )
         groups.setdefault((by, names_of_choice), []).append(name)
-    tables = [_table([setting for setting in settings_of(cls) if not setting.variants])]
+    tables = [_table([setting for setting in settings if not setting.variants])]
     for (by, names_of_choice), names in groups.items():
         heading = f"With `{by}` {listed([f'`{name}`' for name in names])}:"
-        tables.append(
-            f"{heading}\n\n"
-            + _table([setting for setting in settings_of(cls) if setting.name in names_of_choice])
-        )
+        rows = [setting for setting in settings if setting.name in names_of_choice]
+        tables.append(f"{heading}\n\n" + _table(rows))
     return "\n".join(tables)
 
 
@@ -298,6 +302,8 @@ class PythonOrigin:
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the keyword and the verb."""
+        if old := old_name(self.verb, name):
+            return UsageError(old)
         return UsageError(f"unknown setting {name!r} of {self.verb}{did_you_mean(name, known)}")
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
@@ -315,6 +321,8 @@ class CommandOrigin:
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
+        if old := old_name(self.verb, name, option):
+            return UsageError(old, hint=f"attar {self.verb} --help")
         options = [option(setting) for setting in known]
         return UsageError(
             f"no option {option(name)!r} in attar {self.verb}{did_you_mean(option(name), options)}"
@@ -334,19 +342,23 @@ class RecipeOrigin:
         where: ``file:line`` of the mapping.
         locations: ``file:line`` of each key.
         extra: other allowed keys, for suggestions.
+        verb: whose settings they are; empty: none.
     """
 
     what: str
     where: str
     locations: Mapping[str, str]
     extra: Sequence[str] = field(default=())
+    verb: str = ""
     text: bool = False
     resolved: bool = True
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name file, line, key and the nearest key."""
-        tail = did_you_mean(name, [*known, *self.extra])
         where = self.locations.get(name, self.where)
+        if old := old_name(self.verb, name):
+            return RecipeError(f"{where}: in {self.what} {old}")
+        tail = did_you_mean(name, [*known, *self.extra])
         return RecipeError(f"{where}: unknown key {name!r} in {self.what}{tail}")
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
