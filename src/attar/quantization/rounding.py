@@ -192,7 +192,6 @@ def _schedule(settings: QuantizeSettings, options: QATSettings) -> TrainSettings
         weight_decay=0.0,
         precision=settings.calibration.precision,
         data=settings.data,
-        bos=settings.bos,
         seed=settings.seed,
         device=settings.device,
     )

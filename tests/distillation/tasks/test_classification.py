@@ -209,9 +209,7 @@ def test_settings_of_language_models_are_refused():
         SettingsError, match="teacher_top is 8, but must be left out with task classification"
     ):
         task_of(config, recover_settings(teacher_top=8))
-    with pytest.raises(
-        SettingsError, match=r"teacher_generated is 0\.5, but must be left out"
-    ):
+    with pytest.raises(SettingsError, match=r"teacher_generated is 0\.5, but must be left out"):
         task_of(config, distill_settings(teacher_generated=0.5))
     with pytest.raises(SettingsError, match="for_drafting is True"):
         task_of(config, distill_settings(for_drafting=True))

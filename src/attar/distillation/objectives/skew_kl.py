@@ -39,7 +39,9 @@ def loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.1) ->
     return values.mul_(T * T), q.mul_(w.sum(-1, keepdim=True)).sub_(w).mul_(T * (1.0 - beta))
 
 
-def reverse_loss_and_grad(z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.1) -> tuple[Tensor, Tensor]:
+def reverse_loss_and_grad(
+    z: Tensor, t: Tensor, T: float = 1.0, *, beta: float = 0.1
+) -> tuple[Tensor, Tensor]:
     """T^2 KL(q || a q + (1 - a) p) of each token in nats, and its gradient.
 
     Args:
