@@ -124,11 +124,10 @@ def _schedule(settings: QuantizeSettings, rows: int, length: int, precision: str
         sequence_length=length,
         learning_rate=RATES.get(bits, RATE),
         warmup=min(WARMUP / steps, 1.0),
-        final=0.0,
+        min_lr_ratio=0.0,
         weight_decay=0.0,
         precision=precision,
         data=settings.data,
-        bos=settings.bos,
         seed=settings.seed,
         device=settings.device,
     )
