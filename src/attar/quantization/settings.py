@@ -153,6 +153,10 @@ class CalibrationSettings:
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
 
 
+TUNE_TOKENS = 2048
+"""Tokens of a step of tuning."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuningSettings:
     """What is learned after the rounding, at the same bytes."""

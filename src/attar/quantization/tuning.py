@@ -24,10 +24,9 @@ from attar.models.loading.stored import stored_of
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states, tunable_norms, tune
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings
 from attar.walks.settings import TrainSettings
 
-TOKENS = 2048  # of a step
 HELD_OUT = 4  # steps' worth of tokens that decide
 
 
@@ -44,7 +43,7 @@ class TunedCodes:
 
 def training_rows(settings: QuantizeSettings, length: int) -> tuple[int, int]:
     """Rows of a step, and of the whole tuning with those that decide."""
-    rows = max(TOKENS // length, 1)
+    rows = max(TUNE_TOKENS // length, 1)
     return rows, rows * (settings.tuning.tune + HELD_OUT)
 
 

@@ -16,7 +16,7 @@ from attar.distillation.head_settings import TrainHeadSettings
 from attar.distillation.settings import LearnSettings, RowSettings
 from attar.measure.settings import EvaluateSettings
 from attar.pruning.settings import MixedSettings, PruneSettings, UnitSettings, ZerosSettings
-from attar.quantization.settings import AutoRoundSettings, QATSettings, QuantizeSettings
+from attar.quantization.settings import TUNE_TOKENS, AutoRoundSettings, QATSettings, QuantizeSettings
 from attar.recipe.costs import (
     CRITERION_PASSES,
     EXL2_COST,
@@ -260,6 +260,9 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
+    if steps := settings.tuning.tune:
+        learned = float(steps * TUNE_TOKENS)
+        work += Work(read=learned, learned=learned, text=_text(settings.data, learned))
     return work
 
 

@@ -20,7 +20,7 @@ from attar.errors import MemoryNeededError
 from attar.measure.settings import EvaluateSettings
 from attar.memory import free_memory
 from attar.pruning.settings import PruneSettings
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings
 from attar.recipe.costs import (
     GRADIENTS,
     METHOD_COSTS,
@@ -65,7 +65,9 @@ def memory_needs(
             return max(_stream(stage, source), checked if tokens else 0.0), 0.0
         case QuantizeSettings(calibration=text):
             tokens = text.samples * text.sequence_length
-            return _sweep(source, METHOD_COSTS[settings.method], tokens), result.bytes
+            swept = _sweep(source, METHOD_COSTS[settings.method], tokens)
+            tuned = 4 * source.parameters + _activations(TUNE_TOKENS, source) if settings.tuning.tune else 0.0
+            return max(swept, tuned), result.bytes
     return _stream(stage, source), 0.0
 
 
