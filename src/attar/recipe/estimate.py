@@ -261,8 +261,8 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
     if steps := settings.tuning.tune:
-        learned = float(steps * TUNE_TOKENS)
-        work += Work(read=learned, learned=learned, text=_text(settings.data, learned))
+        tuned = float(steps * TUNE_TOKENS)
+        work += Work(read=tuned, learned=tuned, text=_text(settings.data, tuned))
     return work
 
 
