@@ -310,6 +310,23 @@ def test_a_look_up_that_fails_ends_speculation_and_no_request(broken_proposers: 
     broken_proposers.clear()
 
 
+@pytest.mark.parametrize("method", ["note_lookup", "note", "select", "passes_to_skip", "forget"])
+def test_a_policy_that_fails_ends_speculation_and_no_request(
+    method: str, broken_proposers: list[str]
+) -> None:
+    proposer = Mute(speaks=9)
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}))
+    setattr(policy, method, lambda *given, **named: 1 / 0)
+    running = engine(speculator=Speculator(proposer, policy, most=4, clock=proposer.clock))
+    request = ([1, 2, 3], replace(GREEDY, max_tokens=16))
+    name = running.add(*request)
+    (sample,) = results(finish(running), {name: request})[name].samples
+    assert list(sample.token_ids) == alone(*request)
+    assert isinstance(running.speculator.failure, ZeroDivisionError) and running.scheduler.idle
+    assert len(broken_proposers) == 1
+    broken_proposers.clear()
+
+
 def test_skipped_passes_are_not_measured() -> None:
     """Four passes as without speculation after each empty proposal."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])

@@ -115,10 +115,10 @@ class Speculator:
         self._pass = None
         if self.failure is not None or not planned:
             return planned
-        began = self.clock()
         try:
             if self._passed_by(planned):
                 return planned
+            began = self.clock()
             self.drop_finished(scheduler.running)
             this = self._pass = SpeculativePass.of(planned, scheduler.limits.step_tokens)
             if self.state is PassState.DRAFTING:
@@ -128,15 +128,14 @@ class Speculator:
                     this.called = True
                     drafts = self._propose(this, limits, completion, scheduler)
                     this.assign(drafts, scheduler, complete=self.proposer.needs_full_tree)
-                    planned = [(sequence, share + len(sequence.drafts)) for sequence, share in planned]
+            this.began = self.clock()
+            this.drafting, self._overhead = self._overhead + this.began - began, 0.0
+            return [(sequence, share + len(this.drafts.get(sequence.id, ()))) for sequence, share in planned]
         except Exception as failure:
             self._stop(failure)
             for sequence, _ in planned:
                 sequence.drafts, sequence.parents = [], None
             return planned
-        this.began = self.clock()
-        this.drafting, self._overhead = self._overhead + this.began - began, 0.0
-        return planned
 
     @property
     def lossy(self) -> bool:
@@ -212,14 +211,10 @@ class Speculator:
         if self.state is not PassState.LOOKUP:
             return False
         began, has_draft = self.clock(), cast(LookupProposer, self.proposer).has_draft
-        try:
-            empty = len(planned) == len(self._running) and all(
-                decodes_one(sequence) and not has_draft(sequence.id, sequence.tokens, self.most)
-                for sequence, _ in planned
-            )
-        except Exception as failure:
-            self._stop(failure)
-            return True
+        empty = len(planned) == len(self._running) and all(
+            decodes_one(sequence) and not has_draft(sequence.id, sequence.tokens, self.most)
+            for sequence, _ in planned
+        )
         seconds = self.clock() - began
         if empty:
             self._decide(self.policy.note_lookup(len(planned), seconds), self._lookups - 1)
