@@ -93,7 +93,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return lambda model, *more: model
         return (
             behind(path)
-            if ".stage:" in path or path.endswith((":evaluate", ":generate", ":export"))
+            if ".stage:" in path or path.endswith((":evaluate", ":generate", ":export", ":train_head"))
             else real(path)
         )
 
@@ -253,7 +253,7 @@ stages_load = stages.load
 
 def test_public_names() -> None:
     assert set(attar.__all__) >= {
-        *STAGES,
+        *(verb.replace("-", "_") for verb in STAGES),
         "demo",
         "run",
         "evaluate",

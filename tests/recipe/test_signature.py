@@ -11,7 +11,7 @@ import attar
 from attar.recipe.signature import verb_settings
 from attar.recipe.stages import OTHER_SETTINGS, STAGES
 
-VERBS = [*STAGES, *OTHER_SETTINGS]
+VERBS = [verb.replace("-", "_") for verb in (*STAGES, *OTHER_SETTINGS)]
 
 
 @pytest.mark.parametrize("verb", VERBS)
