@@ -23,7 +23,7 @@ from attar.runtime.speculate.build import layers_read, make_speculator
 from attar.runtime.speculate.settings import LOSSY, ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 
-ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
+ALIKE = ("device",)  # of target and draft; what is drafted is checked, in whatever dtype
 DRAFTING = tuple(option.name for option in fields(SpeculationSettings))
 
 
