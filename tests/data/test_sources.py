@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import fields
 
 import pytest
 
@@ -129,6 +130,9 @@ def test_every_verb_has_one_rule_for_data_bos_and_seed(name):
     module, _, cls = name.partition(":")
     kind = getattr(importlib.import_module(f"attar.{module}"), cls)
     assert (kind().data, kind().bos, kind(seed=2**63 - 1).seed) == ("auto", "auto", 2**63 - 1)
-    for wrong in ({"seed": -1}, {"seed": 2**63}, {"data": ""}, {"data": ":"}, {"data": " "}, {"bos": "yes"}):
+    wrongs = [{"seed": -1}, {"seed": 2**63}, {"data": ""}, {"data": ":"}, {"data": " "}]
+    if "bos" in {field.name for field in fields(kind)}:  # trainings have the tokenizer's own
+        wrongs.append({"bos": "yes"})
+    for wrong in wrongs:
         with pytest.raises(SettingsError):
             kind(**wrong)
