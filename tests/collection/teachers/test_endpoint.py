@@ -350,7 +350,7 @@ def test_a_redirect_in_the_same_place_is_followed():
         if handler.path.endswith("/"):
             reply_with(answered())(handler, body)
         else:
-            reply_with(b"", 307, location=f"{handler.path}/")(handler, body)
+            reply_with(b"", 307, location=f"{handler.path}/", connection="close")(handler, body)
 
     with hostile(respond) as url:
         assert ask(url).content == content_of("a b")
