@@ -343,3 +343,16 @@ def test_statistics_are_summed_in_the_precision_of_the_sweep(tmp_path, precision
         SweepOptions(work=tmp_path / "w", precision=precision),
     )
     assert set(asked) == {products} and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_solver_that_fails_leaves_gradients_as_they_were(tmp_path):
+    class Failing(Recorder):
+        def solve(self, weights, seen):
+            assert not torch.is_grad_enabled()
+            raise ZeroDivisionError
+
+    source = save_family("llama3", tmp_path / "model")
+    options = SweepOptions(work=tmp_path / "work")
+    with pytest.raises(ZeroDivisionError):
+        sweep_linears(open_checkpoint(source), batches(320), Failing(), options)
+    assert torch.is_grad_enabled()

@@ -198,8 +198,8 @@ class BlockRunner:
         training.remove()
         self._replace(hidden, self._outputs(self.block.module, hidden))
 
-    def observe(self, groups: list[list[str]], file: Path) -> None:
-        """Run the block as it is, and note in an empty file that it was run; there are no groups."""
+    def observe(self, file: Path) -> None:
+        """Run the block as it is, and note in an empty file that it was run."""
         self._replace(self.state.hidden, self._outputs(self.block.module, self.state.hidden))
         if self.state.processes.first:
             write_solutions(file, {})

@@ -23,8 +23,8 @@ solved as a whole is the first process's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,10 @@ def sweep_linears(
     if options.processes.count > 1:
         batches, solver = own_batches(batches, options.processes), SharedSolver(solver, options.processes)
 
-    def solve(runner: BlockRunner, groups: list[list[str]], file: Path) -> None:
-        runner.solve(solver, groups, file)
-
-    return sweep.run(batches, solve, solver.restore, originals=solver.original)
+    with closing(sweep.unsolved(batches, solver.restore, originals=solver.original)) as blocks:
+        for runner, groups, file in blocks:
+            runner.solve(solver, groups, file)
+    return sweep.result()
 
 
 def sweep_blocks(
@@ -149,16 +149,14 @@ def sweep_blocks(
     sweep = _Sweep(checkpoint, options)
     if not options.processes.first:
         options.processes.wait()
-        return SweepResult.read(sweep.files, sweep.precision)
+        return sweep.result()
     sweep.options = replace(options, processes=SINGLE_PROCESS)
-
-    def solve(runner: BlockRunner, groups: list[list[str]], file: Path) -> None:
-        with interruptible() as interruption:
-            runner.solve_whole(solver, groups, file, interruption)
-
-    result = sweep.run(batches, solve, solver.restore, originals=True)
+    with closing(sweep.unsolved(batches, solver.restore, originals=True)) as blocks:
+        for runner, groups, file in blocks:
+            with interruptible() as interruption:
+                runner.solve_whole(solver, groups, file, interruption)
     options.processes.wait()
-    return result
+    return sweep.result()
 
 
 def observe(checkpoint: Any, batches: Sequence[Tensor], options: SweepOptions) -> SweepResult:
@@ -167,7 +165,10 @@ def observe(checkpoint: Any, batches: Sequence[Tensor], options: SweepOptions) -
     sweep = _Sweep(checkpoint, replace(options, select=lambda name: False))
     if options.processes.count > 1:
         batches = own_batches(batches, options.processes)
-    return sweep.run(batches, BlockRunner.observe, _none_stored, originals=False)
+    with closing(sweep.unsolved(batches, _none_stored, originals=False)) as blocks:
+        for runner, _, file in blocks:
+            runner.observe(file)
+    return sweep.result()
 
 
 def _none_stored(name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -192,19 +193,18 @@ class _Sweep:
             raise SettingsError("moe_calibrate", "all", allowed)
         self.files = [work / f"block-{index:05d}.safetensors" for index in range(len(self.offloaded.blocks))]
 
-    def run(
+    def unsolved(
         self,
         batches: Sequence[Tensor],
-        solve: Callable[[BlockRunner, list[list[str]], Path], None],
         restore: Callable[[str, dict[str, Tensor]], Tensor],
         *,
         originals: bool,
-    ) -> SweepResult:
-        """Run the batches through all blocks.
+    ) -> Generator[tuple[BlockRunner, list[list[str]], Path], None, None]:
+        """Run the batches through all blocks. Yields each that has no solutions yet, loaded, with its groups
+        of Linears and its file: the caller writes the solutions there, and replaces the hidden states by the
+        block's outputs. No gradient is recorded in between.
 
         Args:
-            solve: writes the solutions of a block's groups to a file, and replaces the hidden states by the
-                block's outputs.
             restore: the weight (N, K) of a solution read back from disk.
             originals: the hidden states of the original model are run too.
         """
@@ -220,13 +220,16 @@ class _Sweep:
                         elif options.processes.agreed(file.exists()):
                             runner.restore(restore, file)
                         else:
-                            solve(runner, groups, file)
+                            yield runner, groups, file
                     options.processes.wait()  # for the first one's file
                     errors = [float(row["error"]) for row in read_reports(file) if "error" in row]
                     task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
                     trim_memory()
             if options.after_blocks is not None:
                 options.after_blocks(offloaded, batches, state.hidden, options.processes)
+
+    def result(self) -> SweepResult:
+        """What the files of the blocks say."""
         return SweepResult.read(self.files, self.precision)
 
     @contextmanager
