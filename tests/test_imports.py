@@ -379,7 +379,7 @@ REFUSED = [
     (["quantize", "--overrides", "model.layers.0"], "MODULE=SCHEME"),
     (["prune", "--ratio", "20"], "--ratio is 20"),
     (["prune", "--method", "wanda", "--ratio", "0.5"], "--ratio"),
-    (["distill", "--layers", "0"], "--layers is 0"),
+    (["distill", "--layers", "-1"], "--layers is -1"),
     (["distill", "--keep-layers", "2"], "--keep-layers is 2"),
     (["distill", "--objective", "mse"], "--objective is 'mse'"),
     (["recover", "--steps", "0"], "--steps is 0"),
