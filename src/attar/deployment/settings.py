@@ -199,8 +199,14 @@ def output_defaults(given: dict[str, Any], out: str | Path, dense: Callable[[], 
 
     Args:
         dense: whether the model is stored dense; asked only where it matters.
+
+    Raises:
+        SettingsError: a format other than gguf is given for a file ``NAME.gguf``.
     """
     file = Path(out).suffix == GGUF
+    if file and given.get("format", "gguf") != "gguf":
+        allowed = f"gguf for a file {Path(out).name}, or a folder as -o"
+        raise SettingsError("format", given["format"], allowed)
     if "format" in given or not (file or any(name in given for name in GGUF_OPTIONS)):
         return given
     sized = any(name in given for name in ("type", "bits", "size"))

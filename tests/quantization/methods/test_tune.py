@@ -23,7 +23,7 @@ SETTINGS = TrainSettings(
     sequence_length=12,
     learning_rate=1e-2,
     weight_decay=0.0,
-    final=0.0,
+    min_lr_ratio=0.0,
     precision="fp32",
 )
 ROWS = torch.randint(5, 300, (16, 12), generator=torch.Generator().manual_seed(0))
