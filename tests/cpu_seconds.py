@@ -10,7 +10,27 @@ from typing import Any
 
 import pytest
 
-BUDGETS: dict[str, int] = {}
+BUDGETS = {
+    "runtime": 60,
+    "quantization": 50,
+    "distillation": 48,
+    "serving": 46,
+    "": 32,
+    "pruning": 20,
+    "deployment": 18,
+    "formats": 17,
+    "checkpoint": 13,
+    "models": 12,
+    "cli": 11,
+    "merging": 11,
+    "kernels": 10,
+    "recipe": 9,
+    "measure": 7,
+    "walks": 6,
+    "collection": 5,
+    "data": 4,
+    "sensitivity": 1,
+}
 """Folder below ``tests`` ("" for the files beside the folders): seconds that the fast tests may take."""
 
 _LAST = pytest.StashKey[float]()
@@ -50,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     terminalreporter.section("processor seconds by folder")
     for folder, seconds in spent.most_common():
-        budget = BUDGETS.get(folder, 0)
+        budget = BUDGETS.get(folder, 1)
         over = f"  over its {budget} s" if seconds > budget else ""
         terminalreporter.write_line(f"{seconds:7.1f}  {folder or 'beside the folders'}{over}")
     terminalreporter.write_line(f"{spent.total():7.1f}  of {sum(BUDGETS.values())} s")

@@ -10,6 +10,7 @@ from tests.marks import slow_but
 WRITTEN = parse(DOCUMENT.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(ROWS.values(), "granitemoe"))
 def test_every_cell_is_what_happens(family, tmp_path):
     tiny = Tiny(family, tmp_path)

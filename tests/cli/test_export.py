@@ -9,6 +9,7 @@ from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
 from attar.deployment.settings import output_defaults
+from attar.errors import SettingsError
 
 TEXT = ["--data", str(Path(json.__file__).parent)]  # a few files: the whole library takes seconds to read
 
@@ -23,12 +24,17 @@ TEXT = ["--data", str(Path(json.__file__).parent)]  # a few files: the whole lib
         ({"bits": 4.5}, "a.gguf", True, {"format": "gguf", "bits": 4.5}),
         ({"rounding": "gptq"}, "folder", True, {"format": "gguf", "type": "Q4_K_M", "rounding": "gptq"}),
         ({"format": "gguf"}, "a.gguf", True, {"format": "gguf"}),
-        ({"format": "dense"}, "a.gguf", True, {"format": "dense"}),
+        ({"format": "dense"}, "folder", True, {"format": "dense"}),
         ({}, "folder", True, {}),
     ],
 )
 def test_what_the_output_implies(given, out, dense, implied):
     assert output_defaults(given, out, lambda: dense) == implied
+
+
+def test_a_file_has_one_format():
+    with pytest.raises(SettingsError, match=r"gguf for a file a\.gguf"):
+        output_defaults({"format": "dense"}, "a.gguf", lambda: True)
 
 
 @pytest.fixture

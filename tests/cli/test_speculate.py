@@ -69,6 +69,7 @@ def generated(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
     return dict(result)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]], ids=["greedy", "seeded"])
 def test_generate_says_the_same_with_every_method(
     sampling: list[str], capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from tests.quantization.packing import pack, save
 CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision": "fp32"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_export_meets_its_bits_and_loads(tmp_path, tied):
     source = save(tmp_path / "model", tie_word_embeddings=tied, num_hidden_layers=1)

@@ -145,6 +145,7 @@ def zeroed(entry):
     return replace(entry, in_sum2=entry.in_sum2.index_fill(0, torch.tensor([1, 2]), 0.0))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "note"),
     [

@@ -42,7 +42,7 @@ def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
     assert kinds == ({"BF16"} if dtype == "auto" else {"F32"})
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_every_scheme_leaves_dense_and_is_checked(tmp_path, family, name):

@@ -104,6 +104,7 @@ def test_the_zero_start_changes_nothing_and_trains_only_adapters():
     assert trained and all("lora_" in name for name in trained)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("init", ["zero", "error"])
 def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
     peft = pytest.importorskip("peft")

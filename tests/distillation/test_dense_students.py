@@ -80,6 +80,7 @@ def test_use_is_counted_and_experts_are_joined_by_hand():
     torch.testing.assert_close(gate, 0.6 * experts[0][0] + 0.1 * experts[0][1] + 0.3 * experts[0][2])
 
 
+@pytest.mark.slow
 def test_a_dense_student_learns_from_its_mixture(tmp_path):
     teacher = tiny_models.save(build("Qwen3Moe"), tmp_path / "teacher")
     common = {"batch_size": 4, "sequence_length": 32, "data": "python-stdlib", "optimizer": "adamw"}

@@ -67,6 +67,7 @@ def test_recorded_logits_are_the_routers_own(mixture):
     torch.testing.assert_close(loss.loss(logits, mask), sum(parts) / 2)
 
 
+@pytest.mark.slow
 def test_a_student_trained_with_balance_uses_its_experts_more_alike(mixture, tmp_path):
     def skewed():
         model = load_model(mixture)

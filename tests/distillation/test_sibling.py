@@ -1,6 +1,7 @@
 """attar:draft, the model that drafts for attar:tiny: it agrees with it near the start of a text and far into
 it, and texts stay those of attar:tiny."""
 
+import pytest
 import torch
 
 from attar.data.packing import pack
@@ -11,6 +12,7 @@ from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 
 
+@pytest.mark.slow
 def test_it_agrees_along_the_whole_context():
     """A student of rows of 256 tokens falls from 0.70 to 0.28 behind token 1,024; this one must not."""
     rows = pack(load_tokenizer("attar:tiny"), "python-stdlib", "evaluation", length=2048, rows=2, seed=0).rows

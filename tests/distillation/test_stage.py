@@ -146,6 +146,7 @@ def test_adapters_of_a_given_student_are_the_difference(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_adapters_of_a_cut_student_learn_and_are_merged(tmp_path):
     folder = save("smollm", tmp_path)
     settings = distill_settings(layers=2, adapter_rank=8, **{**SMALL, "steps": 60, "learning_rate": 1e-2})
@@ -160,6 +161,7 @@ def test_adapters_of_a_cut_student_learn_and_are_merged(tmp_path):
     assert torch.equal(*embeddings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradient_checkpointing_changes_nothing_but_memory(rank, tmp_path):
     folder = save("smollm", tmp_path)

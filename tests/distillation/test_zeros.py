@@ -91,6 +91,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", mostly_slow(WAYS, ["adamw", "muon", "cached teacher", "adapters"]))
 def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
     teacher, pruned = models
@@ -183,6 +184,7 @@ def test_without_a_teacher_alpha_is_zero(models, tmp_path):
     assert curve[-1] < 0.95 * curve[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A16"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_quantized_sparse_student_keeps_its_zeros(models, tmp_path, scheme, rank):

@@ -122,7 +122,9 @@ def test_sets_that_vllm_fuses():
     rules = dict.fromkeys(SHAPES, W4)
     rules["model.layers.1.mlp.up_proj"] = rule(8, 128)
     message = one("gptq", rules)
-    assert "one Linear of gate_proj, up_proj" in message and "the codes of model.layers.1.mlp differ" in message
+    assert (
+        "one Linear of gate_proj, up_proj" in message and "the codes of model.layers.1.mlp differ" in message
+    )
     assert "transformers knows one rule for all Linears, and model.layers.1.mlp.up_proj differs" in message
     del rules["model.layers.0.self_attn.k_proj"]
     assert "(and 1 more)" in one("awq", rules, {name: SHAPES[name] for name in rules})

@@ -40,6 +40,7 @@ def options(scan_file, **changes):
     return prune_settings(**{**SMALL, "scan": str(scan_file), **changes})
 
 
+@pytest.mark.slow
 def test_the_first_trial_is_the_choice_of_brute_force(llama, scan_file, tmp_path):
     """Every plan of the grid is cut and saved; of those whose file fits, the least sum of KLs is chosen."""
     study = study_of(llama, scan_file)

@@ -126,6 +126,7 @@ def wanda_by_hand(model, batches, sparsity, by_row):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("amount", "compare"), [("0.5", "row"), ("0.5", "layer"), ("2:4", "row")])
 def test_wanda_sees_the_inputs_after_the_blocks_pruned_before(amount, compare, tmp_path, monkeypatch):
     before = open_checkpoint(save("llama3", tmp_path, torch.float32))
@@ -326,6 +327,7 @@ def test_order_of_the_methods_on_the_embedded_model(tmp_path):
     assert magnitude > 1.1 * wanda > 1.5 * sparsegpt > 1.6 * alps, (magnitude, wanda, sparsegpt, alps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("reconstruct", ["linear", "block"])
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "alps", "magnitude", "neurons", "heads"])
 def test_a_linear_that_is_zero_stays_zero_and_what_it_feeds_keeps_its_weights(tmp_path, method, reconstruct):

@@ -125,7 +125,7 @@ METHODS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", METHODS, ids=str)
 def test_every_method_takes_experts(tmp_path, options):
     model, out = quantized(tmp_path, "mixtral", **options)
@@ -214,6 +214,7 @@ def test_other_codes_of_experts_are_said_not_to_load_in_transformers(tmp_path, s
     assert loads_in(chosen)["transformers"].startswith("no: it stacks experts")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "layout"),
     [

@@ -138,7 +138,7 @@ def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "INT8"])
 def test_every_scheme_goes_through_save_load_and_evaluate(folder, tmp_path, scheme):
     settings = settings_for(scheme=scheme, method="gptq", **SMALL)
@@ -195,6 +195,7 @@ def test_fp8_with_an_fp8_cache_equals_transformers_in_the_stored_type(tmp_path):
     assert (logits(theirs) - wanted).norm() < 1e-3 * wanted.norm()
 
 
+@pytest.mark.slow
 def test_better_methods_are_closer_in_the_whole_model(folder, tmp_path):
     settings = {**SMALL, "samples": 64, "check_tokens": 512}
     kl = {}

@@ -338,6 +338,7 @@ def crash_at(count: int, action: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.mark.slow
 def test_a_crash_anywhere_ends_in_the_same_bytes(run: Any, tmp_path: Path) -> None:
     """fsync is called before and after every rename, so this dies on both sides of each."""
     run()

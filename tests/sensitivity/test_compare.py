@@ -29,7 +29,7 @@ def tokens(vocabulary):
     return [torch.randint(5, vocabulary, (2, 10), generator=g) for _ in range(3)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_agrees_with_both_models_run_whole(tmp_path, family):
     original = open_checkpoint(tiny_models.save(tiny_models.build(family), tmp_path / "original"))

@@ -150,6 +150,7 @@ def test_recovery_with_projected_features_keeps_zeros(tmp_path):
     assert not after[:, ::2].any() and not torch.equal(after, weight.detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16"}, {"gradient_checkpointing": True}, {"optimizer": "muon"}]
 )

@@ -158,6 +158,7 @@ def test_layers_are_spread_as_the_published_drafters_have_them(blocks, count, la
     assert block.spread_layers(blocks, count) == layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -26,6 +26,7 @@ SLOW = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [*CASES.values(), *(pytest.param(options, marks=pytest.mark.slow) for options in SLOW.values())],

@@ -272,6 +272,7 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
             recover(teacher, tmp_path / "three", other, teacher=teacher, signal=tmp_path / "signal")
 
 
+@pytest.mark.slow
 def test_drawn_tokens_alone_teach(tmp_path):
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
     pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")

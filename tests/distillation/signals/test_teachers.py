@@ -53,7 +53,7 @@ def packed(dense, folder, kind):
     return attar.quantize(dense, folder / kind, scheme=kind, method="rtn")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["W4A16", "FP8", "gptq", "bitsandbytes", "gguf"])
 def test_a_student_learns_from_a_teacher_of_any_kind(tmp_path, dense, kind):
     path = getattr(packed(dense, tmp_path, kind), "path", tmp_path / "teacher.gguf")

@@ -77,6 +77,7 @@ def test_a_fresh_head_is_trained_without_a_teacher(teacher):
     assert {item["split"] for item in checkpoint.card.details["text"]} == {"train", "calibration"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [0, 32])
 def test_a_student_of_fewer_layers_or_of_half_the_width_learns_from_the_classifier(teacher, tmp_path, width):
     checkpoint, data = teacher
@@ -248,6 +249,7 @@ def test_teacher_and_student_must_have_the_same_classes(teacher, tmp_path):
         recover(checkpoint, tmp_path / "out", recover_settings(**SMALL, data=data), teacher=other)
 
 
+@pytest.mark.slow
 def test_tinybert_in_two_phases(teacher, tmp_path):
     """First the intermediates of the teacher, then its predictions."""
     checkpoint, data = teacher

@@ -64,6 +64,7 @@ def test_a_head_of_a_target_whose_positions_change_has_plain_ones():
     assert shape.rope_scaling == {} and shape.rope_theta == 3e4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "head"),
     mostly_slow([("yarn", "dspark"), ("llama3", "eagle3"), ("linear", "eagle")], fast=[("yarn", "dspark")]),

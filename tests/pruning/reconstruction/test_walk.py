@@ -49,7 +49,7 @@ def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):
         assert not torch.equal(before, after), name
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "opt", "bert"])
 @pytest.mark.parametrize("kind", ["linear", "block"])
 def test_every_family_is_reconstructed(tmp_path, family, kind):
@@ -74,6 +74,7 @@ def test_every_family_is_reconstructed(tmp_path, family, kind):
     assert bool(biases) == any(not torch.equal(out.load(name), source.load(name)) for name in biases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["heads", "neurons", "query-heads"])
 def test_units_are_reconstructed_before_the_cut(tmp_path, method):
     model = tiny_models.build("llama3")

@@ -166,6 +166,7 @@ def spoken(seed: int) -> tuple[int, ...]:
     return tuple(context[:LENGTH])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_exact_texts_have_the_target_s_law(count: int) -> None:
     assert fits([spoken(seed) for seed in range(count)], law())

@@ -100,7 +100,7 @@ def test_ordinary_messages_have_the_tokens_that_they_ever_had(shape, build):
         assert specials.encode(words._rendered(specials.escape(lines))) == expected
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("shape", "build"), CASES)
 def test_a_user_cannot_write_a_role(shape, build):
     tokenizer, words = make(shape, build)

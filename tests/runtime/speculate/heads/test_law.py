@@ -163,6 +163,7 @@ def law_of(
     return total_variation(law, plain_law(p, LENGTH)), sizes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", mostly_slow(CASES, FAST))
 def test_texts_have_the_targets_law(name, monkeypatch):
     distance, sizes = law_of(name, monkeypatch)
