@@ -3,10 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertForSequenceClassification
 
 import attar
-from attar.errors import SettingsError
+from attar.errors import DataError, SettingsError
 from attar.quantization import tuning
 from attar.quantization.settings import quantize_settings
 from tests import tiny_models
@@ -64,3 +64,18 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
 def test_groups_in_order_are_refused():
     with pytest.raises(SettingsError, match="act_order"):
         quantize_settings(tune=4, act_order="group")
+
+
+def test_a_model_without_logits_of_tokens_is_refused_before_any_work(tmp_path):
+    classifier = BertForSequenceClassification(tiny_models.build("bert").config)
+    folder = tiny_models.save(classifier, tmp_path / "bert")
+    with pytest.raises(SettingsError, match="tune"):
+        attar.quantize(folder, tmp_path / "out", tune=2, **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["bert"]
+
+
+def test_one_row_of_text_is_refused(model, tmp_path, monkeypatch):
+    plain = tuning.pack
+    monkeypatch.setattr(tuning, "pack", lambda *given, rows, **more: plain(*given, rows=1, **more))
+    with pytest.raises(DataError, match="one row"):
+        attar.quantize(model, tmp_path / "out", tune=2, **SMALL)

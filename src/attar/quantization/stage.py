@@ -47,7 +47,7 @@ from attar.quantization.settings import (
     SparseGPTQSettings,
 )
 from attar.quantization.transforms.apply import apply_transforms
-from attar.quantization.tuning import training_rows, tuned
+from attar.quantization.tuning import check_tunable, training_rows, tuned
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
@@ -82,6 +82,8 @@ def quantize(
     for layer in first.sites.values():
         if settings.amount is not None:
             settings.amount.check(layer.shape[1], layer.module)
+    if settings.tuning.tune:
+        check_tunable(checkpoint, settings)
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
     text = fingerprint(settings.data)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attar.data.packing import pack, row_length
-from attar.errors import SettingsError
-from attar.models.head import head_of
+from attar.errors import DataError, SettingsError
+from attar.models.head import head_of, output_linear
 from attar.models.loading.device import pick_device, resolve
+from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.loading.stored import stored_of
@@ -26,6 +27,9 @@ from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
 from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings
 from attar.walks.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
 
 HELD_OUT = 4  # steps' worth of tokens that decide
 
@@ -45,6 +49,16 @@ def training_rows(settings: QuantizeSettings, length: int) -> tuple[int, int]:
     """Rows of a step, and of the whole tuning with those that decide."""
     rows = max(TUNE_TOKENS // length, 1)
     return rows, rows * (settings.tuning.tune + HELD_OUT)
+
+
+def check_tunable(checkpoint: Checkpoint, settings: QuantizeSettings) -> None:
+    """Refuse by the config, before any work, a model without a head of logits (an encoder, say).
+
+    Raises:
+        SettingsError: names the option.
+    """
+    if output_linear(empty_model(checkpoint.config)) is None:
+        raise SettingsError("tune", settings.tuning.tune, "0: this model has no head of logits to compare")
 
 
 def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
@@ -70,12 +84,15 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         seed=settings.seed,
         bos=settings.bos,
     ).rows
+    held_out = min(rows * HELD_OUT, len(packed) // 2)
+    if not held_out:
+        hint = "more text, a smaller --sequence-length, or --tune 0"
+        raise DataError(f"{settings.data}: one row of {length} tokens is too few to tune on", hint=hint)
     if len(packed) < total:
         task.progress.log(f"note: {len(packed)} of {total} rows to tune on: some are read again")
     precision = resolve(settings.calibration.precision, device, task.work / "tune")
     with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
         examples = original_states(model, packed, rows)
-    held_out = min(rows * HELD_OUT, len(packed) // 2)
     norms = tunable_norms(model)
     stored_norms = stored_of(model, norms, checkpoint)
     result = tune(

@@ -302,6 +302,11 @@ def _codes(rule: ActivationRule, storage: torch.dtype) -> IntGrid | Float8Grid:
 
 
 def linear_of(model: nn.Module, name: str) -> nn.Module:
+    """The Linear or Conv1D of a name.
+
+    Raises:
+        ModelError: the name is none.
+    """
     try:
         module: nn.Module = model.get_submodule(name)
     except AttributeError:

@@ -41,9 +41,12 @@ WARMUP = 4  # steps
 
 @dataclass(frozen=True)
 class TuningResult:
-    """Attributes:
-    weights: codes with tuned scales by module name; norms: by parameter name, float32.
-    before, after: KL(original || model) on the held-out rows, nats a token; ``after`` is of these tensors.
+    """What was learned.
+
+    Attributes:
+        weights: codes with tuned scales, by module name.
+        norms: by parameter name, float32.
+        before, after: KL(original || model) on the held-out rows, nats a token.
     """
 
     weights: dict[str, QuantizedTensor]
@@ -167,22 +170,22 @@ class _HeadKL(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, h: Tensor, t: Tensor, head: Head) -> Tensor:
         kind = product_type(h)
         used, total = head.to(kind), h.new_zeros((), dtype=torch.float32)
-        slopes = torch.empty_like(h, dtype=torch.float32) if h.requires_grad else None
+        gradient = torch.empty_like(h, dtype=torch.float32) if h.requires_grad else None
         for rows in _chunks(len(h), len(head.weight)):
             z = used.logits(h[rows].to(kind))
             log_q = z.float().log_softmax(-1)
             log_p = used.logits(t[rows].to(kind)).float().log_softmax(-1)
             p = log_p.exp()
             total += (p * (log_p - log_q)).sum()
-            if slopes is not None:
+            if gradient is not None:
                 dz = used.backward(z, log_q.exp_().sub_(p).div_(len(h)).to(kind))
-                slopes[rows] = (dz @ used.weight).float()
-        ctx.slopes = slopes
+                gradient[rows] = (dz @ used.weight).float()
+        ctx.gradient = gradient
         return total / len(h)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.slopes * upstream[0], None, None
+        return ctx.gradient * upstream[0], None, None
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
