@@ -83,7 +83,6 @@ class ServerFaults:
             self._wrap(parts.tokenizer, method, index)
         self._wrap(parts.tokenizer, "_rendered", "template")
         self._wrap(parts.tokenizer._escaper, "encode", "special")
-        self._wrap(parts, "params", "params")
         self._wrap(parts.admission, "admit", "gate")
         self._wrap(parts.admission, "preparing", "entering")
         self._wrap(parts.admission, "serving", "inside")
@@ -123,6 +122,8 @@ class ServerFaults:
     def _wrap_modules(self) -> None:
         self._wrap(middleware, "client_address", "address")
         self._wrap(request_body, "parse", "body")
+        self._wrap(endpoints, "completion_params", "params")
+        self._wrap(chat_endpoint, "chat_params", "params")
         self._wrap(endpoints, "completion_logprobs", "scores")
         self._wrap(chat_endpoint, "chat_logprobs", "scores")
         self._wrap(responses, "dump_json", "written")

@@ -52,9 +52,9 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     tools, shown = running.tools, body.include_reasoning is not False
     named = tools is not None and tools.named
     options: dict[str, Any] = {"named": named, "reasoning": shown}
-    build = partial(ChatBuilder, service, body, running.handler, running.parser, **options)
+    build = partial(ChatBuilder, body, running.handler, running.parser, **options)
     with naming_tools(tools):
-        return await respond(service, running.handler, build, stream=body.stream)
+        return await respond(running.handler, build, stream=body.stream)
 
 
 async def start_chat(
@@ -67,7 +67,8 @@ async def start_chat(
         start: time of arrival.
     """
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = service.params(chat_params, body)
+    params = chat_params(body, service.defaults)
+    params.fit(service.backend.vocabulary)
     schema = None if params.json_schema is None else str(params.json_schema)
     with naming_tools(tools):
         fields = service.answers.constraints(tools, service.tokenizer.special_token, schema)
@@ -83,7 +84,8 @@ async def start_chat(
                 ids + service.tokenizer.encode(service.answers.no_reasoning, special=False)
             )
         parser = partial(service.answers.parser, tools, prompt_end, guided)
-        handler = await service.submit(request, prefix, params, [ids], priority=body.priority, start=start)
+        handler = RequestHandler(service, request, prefix, params, [ids], priority=body.priority, start=start)
+        await handler.submit()
     return RunningChat(handler, tools, parser)  # what fails from here on would leave the handler open
 
 
@@ -133,16 +135,15 @@ class ChatBuilder(BodyBuilder):
 
     def __init__(
         self,
-        service: Service,
         body: ChatRequest,
         handler: RequestHandler,
         parser: Callable[[], AnswerParser],
         named: bool = False,
         reasoning: bool = True,
     ) -> None:
-        super().__init__(service, body, handler)
+        super().__init__(body, handler)
         self._reasoning = reasoning
-        self._logprobs, self._named, self._answers = bool(body.logprobs), named, service.answers
+        self._logprobs, self._named, self._answers = bool(body.logprobs), named, handler.service.answers
         self._parser, self._parsers = parser, dict[int, AnswerParser]()  # of choices that have begun
         self._calling: set[int] = set()  # choices with a call
 

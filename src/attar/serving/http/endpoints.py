@@ -30,7 +30,8 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for a probability of 0: JSON has no infi
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Complete one or several prompts."""
     start = monotonic()
-    params = service.params(completion_params, body)
+    params = completion_params(body, service.defaults)
+    params.fit(service.backend.vocabulary)
     prompts = body.prompts
     if len(prompts) > service.settings.max_prompts:
         message = f"{len(prompts)} prompts in one request; the limit is {service.settings.max_prompts}"
@@ -40,9 +41,9 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         ids = [await _token_ids(service, prompt, keep) for prompt in prompts]
         echoes = await service.threads.run_small(_echoes, service, body)
-        handler = await service.submit(request, "cmpl", params, ids, priority=body.priority, start=start)
-    build = partial(CompletionBuilder, service, body, handler, ids, echoes)
-    return await respond(service, handler, build, stream=body.stream)
+        handler = RequestHandler(service, request, "cmpl", params, ids, priority=body.priority, start=start)
+        await handler.submit()
+    return await respond(handler, partial(CompletionBuilder, body, handler, echoes), stream=body.stream)
 
 
 async def _token_ids(service: Service, prompt: str | list[int], keep: int | None) -> list[int]:
@@ -66,9 +67,10 @@ class BodyBuilder:
     body_kind: str
     chunk_kind: str
     done = DONE
+    write = staticmethod(sse_event)
 
-    def __init__(self, service: Service, body: SamplingRequest, handler: RequestHandler) -> None:
-        self._tokenizer, self._model, self._handler = service.tokenizer, service.model, handler
+    def __init__(self, body: SamplingRequest, handler: RequestHandler) -> None:
+        self._handler, self._tokenizer = handler, handler.service.tokenizer
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
 
@@ -81,10 +83,6 @@ class BodyBuilder:
     def failure(self, error: dict[str, Any]) -> dict[str, Any]:
         """The chunk of an error."""
         return error
-
-    def write(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event."""
-        return sse_event(chunk)
 
     def _complete_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head(self.body_kind) | {"choices": choices, "usage": self._usage()}
@@ -102,7 +100,7 @@ class BodyBuilder:
             "id": self._handler.id,
             "object": kind,
             "created": self._handler.created,
-            "model": self._model,
+            "model": self._handler.service.model,
         }
 
     def _completion_tokens(self) -> int:
@@ -129,16 +127,9 @@ class CompletionBuilder(BodyBuilder):
 
     body_kind = chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        handler: RequestHandler,
-        prompts: list[list[int]],
-        echoes: list[str],
-    ) -> None:
-        super().__init__(service, body, handler)
-        self._prompts, self._echoes, self._echo = prompts, echoes, bool(body.echo)
+    def __init__(self, body: CompletionRequest, handler: RequestHandler, echoes: list[str]) -> None:
+        super().__init__(body, handler)
+        self._echoes, self._echo = echoes, bool(body.echo)
         self._logprobs, self._scores_only = body.logprobs is not None, body.max_tokens == 0
         self._offsets: dict[int, TextOffsets] = {}  # of each choice that has begun
 
@@ -178,7 +169,7 @@ class CompletionBuilder(BodyBuilder):
         if self._logprobs:
             ids, scores = list(sample.token_ids), list[TokenLogprob | None](sample.logprobs or ())
             if self._echo:
-                ids = self._prompts[index] + ids
+                ids = self._handler.prompts[index] + ids
                 scores = [*_prompt_logprobs(events[index * self._handler.params.n]), *scores]
             offsets = TextOffsets(self._tokenizer, self._echoes[index] + sample.text)
             logprobs = completion_logprobs(scores, ids, self._tokenizer, offsets)

@@ -1,6 +1,6 @@
 """One HTTP request in the engine: its prompts are submitted, its events queued, and the rest cancelled.
 
-    submit(prompt) ...  →  events(): lists of events, an empty one after a silence  →  close()
+    submit()  →  events(): lists of events, an empty one after a silence  →  close()
 
 Choice = index of the prompt * n + sample. One queue per request takes the events of all its prompts and the
 client's disconnect, so a request waits in one place and ends in one place. Events are counted and timed when
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from uuid import uuid4
 
 from starlette.requests import Request
 
@@ -21,12 +22,9 @@ from attar.errors import DataError, UsageError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.access_log import log_errors
-from attar.serving.http.admission_control import AdmissionControl
-from attar.serving.http.api_keys import ApiKey
-from attar.serving.http.backend import Backend
 from attar.serving.http.errors import ApiError, api_error
-from attar.serving.http.metrics import Metrics, PromptMetrics
-from attar.serving.http.middleware import ASGIReceive
+from attar.serving.http.metrics import PromptMetrics
+from attar.serving.http.service import Service
 
 MAX_EVENTS = 64  # events of a choice that wait before they are merged
 
@@ -113,53 +111,62 @@ class RequestHandler:
     """Runs one HTTP request in the engine.
 
     Args:
-        admission: counts the request until it is closed.
-        receive: of ASGI; reports the client's disconnect.
-        log_fields: fields of its line in the access log; written to.
+        service: its admission counts the request until it is closed.
+        request: tells that the client has left; its line in the access log is added to.
+        prefix: of the request's id.
+        priority: requested; None or 0: the caller's.
+        start: time of arrival.
+
+    Raises:
+        ApiError: 400, the caller may not choose a priority.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        admission: AdmissionControl,
-        metrics: Metrics,
-        receive: ASGIReceive,
-        *,
-        id: str,
+        service: Service,
+        request: Request,
+        prefix: str,
         params: SamplingParams,
-        caller: ApiKey,
-        completions: int,
+        prompts: list[list[int]],
+        *,
+        priority: int | None,
         start: float,
-        log_fields: dict[str, Any],
     ) -> None:
-        self.id, self.params = id, params
+        self.service, self.params, self.prompts = service, params, prompts
+        self._receive, self._caller, self._start = request.receive, service.caller(request), start
+        self._priority = service.priority_of(priority, self._caller)
+        self._log_fields: dict[str, Any] = request.scope["state"]["log_fields"]
+        self.id = self._log_fields["request"] = f"{prefix}-{uuid4().hex}"
         self.created = int(time.time())  # the same in every chunk
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.lossy = False
-        self._backend, self._admission, self._metrics, self._receive = backend, admission, metrics, receive
-        self._caller, self._start, self._log_fields = caller, start, log_fields
         self._billed_tokens = 0
         self._queue = EventQueue()
         self._prompt_metrics: list[PromptMetrics] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
-        self._stack.enter_context(admission.serving(self._shut_down, completions, caller))
+        self._stack.enter_context(service.admission.serving(self._shut_down, self.choices, self._caller))
 
     @property
     def choices(self) -> int:
-        """Completions of all submitted prompts."""
-        return len(self._prompt_metrics) * self.params.n
+        """Completions of all prompts."""
+        return len(self.prompts) * self.params.n
 
-    def submit(self, prompt: Sequence[int], *, priority: int = 0, deadline_s: float | None = None) -> None:
-        """Submit a prompt to the engine; ``events`` raises if the engine refuses it."""
-        index = len(self._prompt_metrics)
-        id = f"{self.id}-{index}"
-        stream = self._backend.submit(
-            prompt, self.params, id=id, priority=priority, deadline_s=deadline_s, salt=self._caller.salt
-        )
-        self._billed_tokens += len(prompt)
-        self._prompt_metrics.append(self._metrics.of_prompt(self.params.n, self._start))
-        self._tasks.append(asyncio.create_task(self._read_stream(index, id, stream)))
+    async def submit(self) -> None:
+        """Submit the prompts to the engine; ``events`` raises if the engine refuses one. A request that fails
+        here is closed."""
+        deadline_s, salt = self.service.settings.request_s or None, self._caller.salt
+        options: dict[str, Any] = {"priority": self._priority, "deadline_s": deadline_s, "salt": salt}
+        try:
+            for index, prompt in enumerate(self.prompts):
+                id = f"{self.id}-{index}"
+                stream = self.service.backend.submit(prompt, self.params, id=id, **options)
+                self._billed_tokens += len(prompt)
+                self._prompt_metrics.append(self.service.metrics.of_prompt(self.params.n, self._start))
+                self._tasks.append(asyncio.create_task(self._read_stream(index, id, stream)))
+        except BaseException:
+            await self.close()
+            raise
 
     async def events(self, silence_s: float | None = None) -> AsyncGenerator[ChoiceEvents, None]:
         """Lists of (choice, event) as they arrive; an empty list after each ``silence_s`` seconds without
@@ -195,7 +202,7 @@ class RequestHandler:
         self._log_fields["prompt_tokens"] = self.prompt_tokens
         self._log_fields["completion_tokens"] = self.completion_tokens
         tokens, self._billed_tokens = self._billed_tokens, 0
-        self._admission.served(time.monotonic() - self._start, tokens, self._caller)
+        self.service.admission.served(time.monotonic() - self._start, tokens, self._caller)
         for metrics in self._prompt_metrics:
             metrics.close()
 
@@ -219,7 +226,7 @@ class RequestHandler:
             if isinstance(
                 event.failure, UsageError | DataError
             ):  # the request's own fault, such as a grammar
-                raise api_error(event.failure, self._admission.retry_s())
+                raise api_error(event.failure, self.service.admission.retry_s())
             raise ApiError(500, f"the model failed on request {self.id}; the server's log has the reason")
         if event.finish_reason == "cancelled":
             raise ApiError(503, "the server cancelled the request", code="cancelled", retry_s=1)
@@ -243,10 +250,10 @@ class RequestHandler:
             for metrics in self._prompt_metrics:
                 metrics.discard()
             stopped = ApiError(503, "the engine has stopped", code="engine_stopped")
-            self._queue.fail(failure if self._backend.alive else stopped)
+            self._queue.fail(failure if self.service.backend.alive else stopped)
         finally:
             if unfinished:
-                self._backend.cancel(id)
+                self.service.backend.cancel(id)
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

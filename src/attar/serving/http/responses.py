@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -23,7 +23,6 @@ from attar.runtime.results import Event
 from attar.serving.http.errors import ApiError, api_error
 from attar.serving.http.middleware import LOGGER, ASGIReceive, ASGIScope, ASGISend
 from attar.serving.http.request_handler import ChoiceEvents, ClientDisconnectedError, RequestHandler
-from attar.serving.http.service import Service
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"
@@ -56,7 +55,7 @@ class ResponseBuilder(Protocol):
 
 
 async def respond(
-    service: Service, handler: RequestHandler, build: Callable[[], ResponseBuilder], *, stream: bool | None
+    handler: RequestHandler, build: Callable[[], ResponseBuilder], *, stream: bool | None
 ) -> Response:
     """The response to a request whose prompts are submitted.
 
@@ -66,58 +65,43 @@ async def respond(
     Raises:
         ApiError: what is refused before the first event has a status of its own.
     """
-    try:
+    service = handler.service
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(handler.close)
         builder = build()
-    except BaseException:
-        await handler.close()
-        raise
-    return await (_streamed if stream else _complete)(service, handler, builder)
-
-
-async def _complete(service: Service, handler: RequestHandler, builder: ResponseBuilder) -> Response:
-    try:
-        events: list[list[Event]] = [[] for _ in range(handler.choices)]
-        async for batch in handler.events():
-            for choice, event in batch:
-                events[choice].append(event)
-        content = await service.threads.run_response(_write_body, builder, events)
-        return Response(content, media_type="application/json")
-    except ClientDisconnectedError:
-        return Response(status_code=_DISCONNECTED)
-    except AttarError as error:
-        raise api_error(error, service.admission.retry_s()) from error
-    finally:
-        await handler.close()
-
-
-async def _streamed(service: Service, handler: RequestHandler, builder: ResponseBuilder) -> Response:
-    events = handler.events(service.settings.alive_s)
-    try:
-        first = await anext(events)
-    except ClientDisconnectedError:
-        await handler.close()
-        return Response(status_code=_DISCONNECTED)
-    except AttarError as error:
-        await handler.close()
-        raise api_error(error, service.admission.retry_s()) from error
-    except BaseException:
-        await handler.close()
-        raise
-    return EventStreamResponse(_sse_chunks(service, handler, first, events, builder))
+        try:
+            if stream:
+                events = handler.events(service.settings.alive_s)
+                response = EventStreamResponse(_sse_chunks(handler, await anext(events), events, builder))
+                stack.pop_all()  # the response closes the handler
+                return response
+            choices: list[list[Event]] = [[] for _ in range(handler.choices)]
+            async for batch in handler.events():
+                for choice, event in batch:
+                    choices[choice].append(event)
+            content = await service.threads.run_response(_write_body, builder, choices)
+            return Response(content, media_type="application/json")
+        except ClientDisconnectedError:
+            return Response(status_code=_DISCONNECTED)
+        except AttarError as error:
+            raise api_error(error, service.admission.retry_s()) from error
 
 
 async def _sse_chunks(
-    service: Service,
     handler: RequestHandler,
     first: ChoiceEvents,
     events: AsyncGenerator[ChoiceEvents, None],
     builder: ResponseBuilder,
 ) -> AsyncGenerator[bytes, None]:
+    """The body of a stream; chunks with many log-probabilities are written in a thread."""
+    batch: ChoiceEvents | None = first
     try:
-        yield await _sse_bytes(service, first, builder)
-        async for batch in events:
-            if part := await _sse_bytes(service, batch, builder):
+        while batch is not None:
+            if sum(len(event.logprobs) for _, event in batch) > _INLINE_LOGPROBS:
+                yield await handler.service.threads.run_response(_write_chunks, batch, builder)
+            elif part := _write_chunks(batch, builder):
                 yield part
+            batch = await anext(events, None)
         for data in builder.last_chunks():
             yield builder.write(data)
     except ClientDisconnectedError:
@@ -125,19 +109,11 @@ async def _sse_chunks(
     except Exception as error:
         if not isinstance(error, AttarError | ApiError):
             logging.getLogger(LOGGER).error("request %s failed", handler.id, exc_info=error)
-        yield builder.write(builder.failure(service.error_for(error).body))
+        yield builder.write(builder.failure(handler.service.error_for(error).body))
     finally:
         await handler.close()
     if builder.done:
         yield builder.done
-
-
-async def _sse_bytes(service: Service, events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
-    """The chunks of some events; in a thread where they have many log-probabilities."""
-    if sum(len(event.logprobs) for _, event in events) > _INLINE_LOGPROBS:
-        chunks: bytes = await service.threads.run_response(_write_chunks, events, builder)
-        return chunks
-    return _write_chunks(events, builder)
 
 
 def _write_chunks(events: ChoiceEvents, builder: ResponseBuilder) -> bytes:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 from starlette.requests import Request
 
@@ -26,7 +25,6 @@ from attar.serving.http.backend import Backend
 from attar.serving.http.conversation import ChatMessage
 from attar.serving.http.errors import ApiError, api_error
 from attar.serving.http.metrics import Metrics
-from attar.serving.http.request_handler import RequestHandler
 from attar.serving.http.settings import ServerSettings
 from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 
@@ -161,10 +159,10 @@ class Service:
         return ids
 
     async def encode_text(self, text: str, keep: int | None, special: bool = True) -> list[int]:
-        """Token ids of a text to embed or score.
+        """Token ids of a text; only the last ``keep`` where that is given.
 
-        Args:
-            keep: only this number of last tokens; None: all.
+        Raises:
+            ApiError: 400, all of it is wanted, and it exceeds the context whatever its tokens are.
         """
         if keep is None:
             self._check_length(len(text))
@@ -180,18 +178,6 @@ class Service:
         )
         return pair
 
-    def params(
-        self, convert: Callable[[Any, Mapping[str, Any]], SamplingParams], body: Any
-    ) -> SamplingParams:
-        """Sampling parameters of a body.
-
-        Raises:
-            SettingsError: fields that do not go together, or tokens outside the vocabulary.
-        """
-        params = convert(body, self.defaults)
-        params.fit(self.backend.vocabulary)
-        return params
-
     async def encode(self, prompt: str, special: bool = True, keep: int | None = None) -> list[int]:
         """Token ids of a text.
 
@@ -201,10 +187,7 @@ class Service:
         Raises:
             ApiError: 400, it is longer than the context.
         """
-        if keep is None:
-            self._check_length(len(prompt))
-        ids = await self.threads.run_sized(len(prompt), self.tokenizer.encode, prompt, special)
-        return self.check_prompt(ids if keep is None else ids[-keep:])
+        return self.check_prompt(await self.encode_text(prompt, keep, special))
 
     def kept_tokens(self, truncate: int | None, params: SamplingParams) -> int | None:
         """Last tokens of a prompt that are kept; None: all.
@@ -252,48 +235,6 @@ class Service:
                 f"which are at least {least:,} tokens."
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-
-    async def submit(
-        self,
-        request: Request,
-        prefix: str,
-        params: SamplingParams,
-        prompts: list[list[int]],
-        *,
-        priority: int | None,
-        start: float,
-    ) -> RequestHandler:
-        """Submit the prompts of a request to the engine.
-
-        Args:
-            priority: requested; None or 0: the caller's.
-
-        Raises:
-            ApiError: 400, the caller may not choose a priority.
-        """
-        caller = self.caller(request)
-        priority = self.priority_of(priority, caller)
-        log_fields = request.scope.setdefault("state", {}).setdefault("log_fields", {})
-        id = log_fields["request"] = f"{prefix}-{uuid4().hex}"
-        handler = RequestHandler(
-            self.backend,
-            self.admission,
-            self.metrics,
-            request.receive,
-            id=id,
-            params=params,
-            caller=caller,
-            completions=len(prompts) * params.n,
-            start=start,
-            log_fields=log_fields,
-        )
-        try:
-            for ids in prompts:
-                handler.submit(ids, priority=priority, deadline_s=self.settings.request_s or None)
-        except BaseException:
-            await handler.close()
-            raise
-        return handler
 
     def priority_of(self, requested: int | None, caller: ApiKey) -> int:
         """The priority of a request; smaller runs first.

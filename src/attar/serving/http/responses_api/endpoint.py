@@ -42,7 +42,7 @@ async def respond_to(
         return ResponseOutput(chat.handler, service.answers, chat.parser(), repeated_fields(body), keep)
 
     with naming_tools(chat.tools):
-        return await respond(service, chat.handler, build, stream=body.stream)
+        return await respond(chat.handler, build, stream=body.stream)
 
 
 def stored(store: ResponseStore, owner: str, id: str) -> StoredResponse:
