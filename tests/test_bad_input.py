@@ -140,6 +140,7 @@ PRUNINGS = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("options", "words"), PRUNINGS, ids=lambda value: " ".join(value))
 def test_prunings_that_cannot_be(options, words, refused, model, tmp_path):
     """Settings are refused (2), and what a model cannot have (1 or 2), by name and with the mend."""
@@ -153,6 +154,7 @@ def test_group_size_that_does_not_divide(refused, model, tmp_path):
     assert "down_proj" in message and "32" in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", VERBS)
 def test_nan_weights(verb, refused, model, tmp_path):
     damaged(model, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("nan")))
@@ -200,6 +202,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", VERBS)
 def test_full_disk(verb, refused, model, small_disk):
     message = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
@@ -279,6 +282,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("verb", STREAMS)
 @pytest.mark.parametrize("fault", MISFITS)
 def test_what_does_not_fit_together_is_refused_before_any_work(fault, verb, refused, model, tmp_path):

@@ -211,6 +211,7 @@ def test_a_dense_checkpoint_keeps_what_the_tool_did_not_change(tmp_path):
         job.write_dense(result, {"a.weight": torch.zeros(2, 3)})
 
 
+@pytest.mark.slow
 def test_output_error_of_scaled_blocks(tmp_path):
     from attar.models.loading.load import load_model, save_model
 
@@ -364,6 +365,7 @@ def tiny_kv(tmp_path, monkeypatch):
     return ["--data", str(tmp_path), "--lengths", "320", "--tail", "16"]
 
 
+@pytest.mark.slow
 def test_keys_in_few_bits_cost_more_than_in_eight(tiny_kv):
     table = real_kv.kv([*tiny_kv, "--tables", "formats", "--formats", "int8", "kivi2"]).splitlines()[4:]
     cells = [[cell.strip() for cell in row.split("|")[3:-1]] for row in table]
@@ -372,6 +374,7 @@ def test_keys_in_few_bits_cost_more_than_in_eight(tiny_kv):
     assert abs(first) < 1e-5 <= eight < two
 
 
+@pytest.mark.slow
 def test_what_keeps_everything_changes_nothing_and_a_fifth_does(tiny_kv):
     (text,) = real_kv.passages("wikitext", 320, 1, Path(tiny_kv[1]))
     actual = real_kv.tails(text[:-8], text[-8:], ["SnapKV", "Reread", "H2O"], [1.0, 0.5])

@@ -179,6 +179,7 @@ FAST = ("loops", "doubling", "tojson", "power", "length")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in COSTLY if name not in FAST]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_a_template_has_bounds_of_time_and_memory(name, monkeypatch):
     """Whatever it is that takes so much, in one line; and the next is rendered."""

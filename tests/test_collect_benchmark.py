@@ -26,6 +26,7 @@ def cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+@pytest.mark.slow
 def test_answers_come_after_the_delay_and_the_journal_asks_nothing():
     arguments = Namespace(prompts=6, delay=0.05, concurrency=3, words=5)
     first, again = cells(benchmark.answers(arguments))

@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from attar import extras
 from attar.errors import MissingExtraError
 from attar.extras import install_command, requirements
+from tests.syntax import tree_of
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -26,12 +28,14 @@ DOCUMENTS = [
 OPTION = re.compile(r"--(?:index-url|python) \S+|--no-deps|-[eq]\b")
 
 
+@cache
 def raised() -> list[tuple[str, str]]:
     """Package and extra of every error about a missing package, where both are literals."""
     calls = [
         node.args
         for path in (ROOT / "src/attar").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "MissingExtraError" in path.read_text()
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
     ]
     values = [[part.value for part in args if isinstance(part, ast.Constant)] for args in calls]

@@ -196,6 +196,7 @@ def test_oracle_takes_heads_as_they_are_loaded(tmp_path, monkeypatch):
     assert "| medusa |" in table
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_there_is_measured_as_it_is(tmp_path):
     args = arguments(tmp_path, "--drafters", "attar:head", "suffix", "--sets", "code", "--fixed", "2")
     rows = [line.split(" | ")[:2] for line in heads_drafting.chosen(args).splitlines()[2:]]

@@ -5,6 +5,7 @@ import graphlib
 import importlib.util
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -122,17 +123,19 @@ KERNELS = {  # solvers that prefer a compiled kernel
 }
 
 
+@cache
 def import_statements(file):
     """The import statements of a file that run, within functions too (not under TYPE_CHECKING)."""
-    tree = tree_of(file)
+    nodes = [*ast.walk(tree_of(file))]
     guarded = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    statements = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-    return [node for node in statements if id(node) not in guarded]
+    return [
+        node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded
+    ]
 
 
 def imports(file):
@@ -327,6 +330,7 @@ def heavy_after(code):
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
 @pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
 def test_the_compiled_step_serves_without_transformers(code, model):
@@ -349,7 +353,7 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("type", ["Q4_K_M", "F16"])
 def test_a_plain_gguf_export_does_without_transformers(type, tmp_path):
     assert heavy_after(EXPORT.format(out=str(tmp_path / "x.gguf"), type=type)) == "heavy: []"

@@ -39,6 +39,7 @@ def limited(monkeypatch):
     return LimitedProcess(NAME, 0.3, 1 << 30)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("costly", ["time", "inside", "memory", "end"])
 def test_what_costs_too_much_is_ended_and_the_next_is_answered(limited, costly):
     first = limited("a")
@@ -61,6 +62,7 @@ def test_threads_get_their_own_answers_from_one_process(limited):
     assert [number for number, _ in answers] == list(range(200)) and len({pid for _, pid in answers}) == 1
 
 
+@pytest.mark.slow
 def test_a_child_that_was_killed_is_started_again_and_ends_with_its_owner(limited):
     _, pid = limited("a")
     os.kill(pid, signal.SIGKILL)

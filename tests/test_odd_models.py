@@ -113,7 +113,7 @@ def check_content(folders: odd_models.OddFolders, name: str, out: Path, bound: f
         assert "auto_map" not in (out / "config.json").read_text()
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_that_make_a_checkpoint(verb, name, folders, attempt, tmp_path):
@@ -125,7 +125,7 @@ def test_verbs_that_make_a_checkpoint(verb, name, folders, attempt, tmp_path):
         check_content(folders, name, out, bound)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ODD)
 def test_merge(name, folders, attempt, tmp_path, tmp_path_factory):
     recipe = tmp_path_factory.mktemp("recipe") / "merge.yml"
@@ -139,7 +139,7 @@ def test_merge(name, folders, attempt, tmp_path, tmp_path_factory):
         check_content(folders, name, out, EXACT)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ODD)
 def test_codes_in_another_layout(name, folders, attempt, tmp_path, tmp_path_factory):
     """What was quantized, exported to GPTQ."""
@@ -153,7 +153,7 @@ def test_codes_in_another_layout(name, folders, attempt, tmp_path, tmp_path_fact
     check_content(folders, name, out, NEAR)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ODD)
 def test_evaluate(name, folders, attempt):
     options = ["--tokens", "64", "--sequence-length", "32", "--no-speed", "--json", *TEXT]
@@ -165,14 +165,14 @@ def test_evaluate(name, folders, attempt):
         assert measured["perplexity"] > 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ODD)
 def test_generate(name, folders, attempt):
     command = ["generate", str(folders.odd(name)), "-p", "the value", "--max-tokens", "3"]
     attempt(ODD[name], "generate", lambda: call(command))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ODD)
 def test_the_engine_that_serve_loads(name, folders, attempt, capsys):
     """Greedy tokens are those of transformers."""

@@ -17,6 +17,7 @@ TABLES = (*old_names._RENAMED.items(), *old_names._REMOVED.items())
 ROWS = sorted({(verb, name) for verbs, names in TABLES for verb in verbs for name in names})
 
 
+@pytest.mark.few(35)
 @pytest.mark.parametrize(("verb", "name"), ROWS)
 def test_a_name_of_the_table_is_no_option_and_its_successor_is_one(verb, name):
     options = options_of(verb)

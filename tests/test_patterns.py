@@ -36,6 +36,7 @@ def test_agrees_with_re(pattern, name):
     assert search(pattern, name) == bool(re.search(pattern, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", SLOW)
 def test_a_pattern_of_exponential_time_ends_and_other_threads_run_meanwhile(pattern):
     beats, ended = [], threading.Event()

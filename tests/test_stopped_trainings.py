@@ -10,6 +10,7 @@ import torch
 import attar
 from attar.interruption import Interruption, StoppedError
 from tests import tiny_models
+from tests.cases import mostly_slow
 
 STEPS = 7
 TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 6 for i in range(60)]
@@ -58,12 +59,11 @@ class StepCounter:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    built = tiny_models.build("smollm")
+    built = tiny_models.build("smollm", num_hidden_layers=2)
     return tiny_models.save(built, tmp_path_factory.mktemp("stopped") / "model", dtype=torch.bfloat16)
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, ["recover", "qat"]))
 def test_a_stopped_training_goes_on_from_its_step(case, model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     verb, settings = CASES[case]

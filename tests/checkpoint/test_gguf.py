@@ -148,6 +148,7 @@ def test_the_licence_of_a_file(folder: Path, tmp_path: Path) -> None:
     assert as_parent(open_checkpoint(file), "weights").licence["ids"] == ["apache-2.0"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("front", "ids"),
     [

@@ -253,9 +253,9 @@ def content(folder):
 root = Path(sys.argv[1])
 assert run(root / "whole" / "out", -1)
 whole = content(root / "whole" / "out")
-kill, ended = 0, False
+kill, ended, step = 1 - int(sys.argv[3]), False, int(sys.argv[3])
 while not ended:
-    kill += 1
+    kill += step
     out = root / str(kill) / "out"
     ended = run(out, kill)
     assert content(out) in (None, whole), f"half a checkpoint after kill {kill}"
@@ -273,11 +273,13 @@ print(kill)
 """
 
 
-def test_kill_9_before_every_system_call_then_again_gives_the_undisturbed_bytes(tmp_path):
+@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_9_before_every_system_call_then_again_gives_the_undisturbed_bytes(tmp_path, step):
+    """Before every fifteenth one always."""
     # In memory where there is such a folder: a disk spends the time on fsync, and a kill needs no disk.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        command = [sys.executable, "-c", KILLED, folder, Path(__file__).parent]
+        command = [sys.executable, "-c", KILLED, folder, Path(__file__).parent, str(step)]
         run = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )

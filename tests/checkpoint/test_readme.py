@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import yaml
 
@@ -13,6 +14,7 @@ from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.readme import FILE, render_readme, with_new_readme, write_readme
 from attar.pruning.settings import prune_settings
 from attar.pruning.stage import prune
+from tests import tiny_models
 
 APACHE = {"id": "apache-2.0", "title": "Apache License 2.0", "role": "weights", "model": "org/base@abc"}
 ROOT = Parent(role="weights", name="org/base@abc", stage="original")
@@ -83,8 +85,10 @@ def test_licences_that_the_hub_does_not_know_are_other(tmp_path):
 
 
 def test_every_stage_writes_it_among_its_hashed_files(tmp_path):
-    settings = prune_settings(ratio=0.25, method="neurons", samples=1, sequence_length=32)
-    items = [prune("attar:tiny", tmp_path / name / "cut", settings) for name in "ab"]
+    model = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=1), tmp_path / "model")
+    data = str(Path(json.__file__).parent)
+    settings = prune_settings(ratio=0.25, method="neurons", samples=1, sequence_length=32, data=data)
+    items = [prune(model, tmp_path / name / "cut", settings) for name in "ab"]
     cards = [item.card for item in items]
     for name, card in zip("ab", cards, strict=True):
         assert card.files[FILE] == sha256_file(tmp_path / name / "cut" / FILE)

@@ -201,6 +201,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_writing_needs_the_memory_of_one_tensor(tmp_path):
     run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 40_000  # kB, for 192 MB of 8 MB tensors

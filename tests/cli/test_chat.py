@@ -233,6 +233,7 @@ def _interrupted(terminal: Terminal, offset: int) -> int:
     return len(terminal.shown)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(model: Path) -> None:
     terminal = Terminal(model)
     interrupted_at = terminal.wait("> ")

@@ -65,6 +65,7 @@ def test_without_a_check_nothing_is_measured(here, capsys):
     assert open_checkpoint(here / "a.gguf").card.measurements == {}
 
 
+@pytest.mark.slow
 def test_several_types_are_a_file_each_and_one_table(here, capsys):
     assert call(["export", "attar:tiny", "-o", "t.gguf", "--types", "q8_0,Q5_0", *TEXT, "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]

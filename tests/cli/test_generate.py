@@ -51,6 +51,7 @@ def test_texts_of_every_source(
     assert capsys.readouterr().out == "import" + known["import"] + "\n"
 
 
+@pytest.mark.slow
 def test_json_has_every_sample(known: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", "attar:tiny", "def f(", "x = ", "--max-tokens", "6", "--json", "--n", "2"]
     assert call([*line, "--logprobs", "1", "--eviction", "streaming:4,60", "--step-tokens", "64"]) == 0

@@ -64,6 +64,7 @@ def test_without_a_verb_there_is_help_and_a_failure(capsys: pytest.CaptureFixtur
     assert "quantize" in capsys.readouterr().out
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("verb", list(VERBS))
 def test_help_of_a_verb_ends_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call([verb, "--help"]) == 0
@@ -134,6 +135,7 @@ def test_help_shows_every_setting_with_its_default_and_choices(
             assert "|".join(str(choice) for choice in setting.choices) in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

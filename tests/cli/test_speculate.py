@@ -69,7 +69,7 @@ def generated(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
     return dict(result)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]], ids=["greedy", "seeded"])
 def test_generate_says_the_same_with_every_method(
     sampling: list[str], capsys: pytest.CaptureFixture[str]
@@ -129,6 +129,7 @@ def test_serve_hands_speculation_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [seen[1][name] for name in FLAGS] == [None, "small", None, None]
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sets = ["--sets", "repetition", "--sets", "random", "--prompts", "2"]
     assert call([*BENCH, *sets, "--speculate", "ngram", "--draft", "attar:tiny"]) == 0
@@ -177,6 +178,7 @@ def test_one_prompt_has_no_interval(questions: Path, capsys: pytest.CaptureFixtu
     assert rows[1][5] == "-" and rows[3][6] == "to"
 
 
+@pytest.mark.slow
 def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speedup.svg"
     options = ["--sets", "code", "--prompts", "1", "--speculate", "ngram", "--speculate", "lookahead"]
@@ -189,6 +191,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("options", "code", "error"),
     [

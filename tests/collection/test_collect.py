@@ -251,6 +251,7 @@ def test_a_wait_that_is_too_long_ends_the_run(tmp_path, prompts):
         attar.collect(prompts, tmp_path / "data.jsonl", teacher=server.url, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_asked_too_often_is_asked_until_it_answers(tmp_path, prompts):
     """More 429 than a request has attempts: they are no failures."""
     with ChatServer(lambda prompt, number: "429" if number < 6 else "ok") as server:

@@ -46,10 +46,11 @@ def test_a_record_of_a_short_text_is_exact():
     assert seen.contained(half, "no base 64!") == 0.0 == seen.contained(half, "")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 def test_a_record_of_a_long_text_estimates(share):
     noise = random.Random(3)
-    read = [str(noise.getrandbits(40)) for _ in range(200_000)]
+    read = [str(noise.getrandbits(40)) for _ in range(100_000)]
     fresh = [str(noise.getrandbits(40)) for _ in range(20_000)]
     count = int(share * 20_000)
     evaluated = np.unique(hashes(*read[50_000 : 50_000 + count], *fresh[count:]))
@@ -106,6 +107,7 @@ def test_the_other_split_of_the_same_file_was_not_read(pruned):
     assert note(model.path, folder / "read.txt") == ""
 
 
+@pytest.mark.slow
 def test_the_same_text_under_another_name_was(pruned, tmp_path):
     model, text, _ = pruned
     (tmp_path / "other-name.txt").write_text(text)
@@ -123,6 +125,7 @@ def test_one_shared_document_among_many_is_seen(pruned, tmp_path):
     assert "of the evaluation text was read by prune" in message and "all" not in message
 
 
+@pytest.mark.slow
 def test_another_text_gives_no_warning(pruned, tmp_path):
     (tmp_path / "fresh.txt").write_text(prose(60, seed=2))
     assert note(pruned[0].path, f"whole:{tmp_path}/fresh.txt") == ""
@@ -162,6 +165,7 @@ stages:
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_that_evaluates_on_what_it_recovered_on(tmp_path):
     """The evaluated file holds the recovery's text: the recovered model is marked, the pruned one is not."""
     model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")

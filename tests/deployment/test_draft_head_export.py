@@ -60,6 +60,7 @@ def heads(target, tmp_path_factory):
     return folder
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_an_exported_head_is_read_as_the_head_that_it_was(heads, target, tmp_path, kind, layout):
     exported = export(heads / kind, tmp_path / "out", ExportSettings(format=layout))
@@ -73,7 +74,7 @@ def test_an_exported_head_is_read_as_the_head_that_it_was(heads, target, tmp_pat
     assert "read back equal" in exported.card.details["checks"][0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_drafts_from_a_published_folder(heads, target, tmp_path, kind):
     export(heads / kind, tmp_path / "out", ExportSettings(format=KINDS[kind][1][-1]))

@@ -50,6 +50,7 @@ def decoded(file):
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", [*PER_EXPERT, *STACKED])
 def test_a_float_file_is_the_checkpoint_bit_for_bit(variant, tmp_path):
     folder = saved(variant, tmp_path, torch.bfloat16)
@@ -99,6 +100,7 @@ def test_gate_and_up_of_gpt_oss_alternate(tmp_path):
     assert torch.equal(actual["blk.1.attn_sinks.weight"], source.load("model.layers.1.self_attn.sinks"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_quantized_experts_are_near_and_the_file_is_carried_over_unchanged(variant, tmp_path):
     folder = saved(variant, tmp_path)
@@ -142,6 +144,7 @@ def test_an_eight_expert_model_gets_llama_cpps_types(tmp_path):
     assert four["blk.0.ffn_up_exps.weight"] == eight["blk.0.ffn_up_exps.weight"] == "Q4_0"
 
 
+@pytest.mark.slow
 def test_each_expert_is_rounded_with_its_own_importance(tmp_path):
     folder = saved("qwen3_moe", tmp_path)
     name = "blk.0.ffn_up_exps.weight"
@@ -202,6 +205,7 @@ def test_blocks_that_predict_further_tokens_are_left_out():
         placements(config, {**state, "model.layers.2.enorm.weight": torch.ones(64)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
 def test_int4_codes_of_experts_are_carried_over(tmp_path, symmetric, kind):
     """An int4 mixture in compressed-tensors keeps its codes; the gguf library decodes what its scales say."""
@@ -273,7 +277,7 @@ def routed_inputs(folder, block):
     return inputs, [torch.nn.functional.silu(gate) * up for gate, up in (x.chunk(2, -1) for x in both)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["mixtral", "granitemoe"])
 def test_importance_of_experts_is_that_of_the_tokens_that_reach_them(variant, tmp_path):
     """Against transformers' own routing; llama.cpp's imatrix has the same names, shapes and counts."""
@@ -289,6 +293,7 @@ def test_importance_of_experts_is_that_of_the_tokens_that_reach_them(variant, tm
     assert len({len(x) for x in inputs}) > 1
 
 
+@pytest.mark.slow
 def test_rounding_with_data_sees_each_experts_own_tokens(tmp_path):
     """GPTQ against nearest at the same bytes, on the tokens that transformers routes to each expert."""
     folder = saved("mixtral", tmp_path)

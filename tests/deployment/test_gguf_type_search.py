@@ -125,7 +125,7 @@ def kl_by_hand(case, kinds):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama2", "smollm", "gemma3"])
 def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, family):
     case = Case(tmp_path, family, num_hidden_layers=2)
@@ -142,6 +142,7 @@ def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, 
     assert mix.report["measured"] == pytest.approx(kl_by_hand(case, chosen), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_size_is_that_of_the_written_file(tmp_path):
     case = Case(tmp_path)
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": [f"t{i}" for i in range(320)]}
@@ -169,6 +170,7 @@ def test_the_size_is_that_of_the_written_file(tmp_path):
         case.mix(size=least - 1, metadata=metadata)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(tmp_path, cache):
     case = Case(tmp_path)
     with pytest.raises(
@@ -189,6 +191,7 @@ def test_inputs_that_256_does_not_divide(tmp_path):
     assert {TYPES[kind].block for kind in mix.kinds.values()} <= {1, 32}
 
 
+@pytest.mark.slow
 def test_inputs_that_32_does_not_divide_stay_numbers(tmp_path):
     case = Case(tmp_path, intermediate_size=80)
     mix = case.mix(bits=6.0)
@@ -213,6 +216,7 @@ def test_types_given_by_hand_are_kept_and_paid_for(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_each_its_own(tmp_path):
     case = Case(tmp_path)
     shared, alone = case.mix(bits=4.0), case.mix(bits=4.0, share=False)
@@ -230,6 +234,7 @@ def test_nothing_is_measured_twice_and_the_same_comes_out(tmp_path):
     assert file.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_tensors_of_one_parameter_share_a_type_and_both_are_paid_for(tmp_path):
     """A family whose file needs a copy of the tied embedding as its head."""
     case = Case(tmp_path, "gpt_neox", tie_word_embeddings=True)
@@ -240,6 +245,7 @@ def test_tensors_of_one_parameter_share_a_type_and_both_are_paid_for(tmp_path):
     assert mix.kinds["blk.0.attn_qkv.weight"] in WIDE
 
 
+@pytest.mark.slow
 def test_conv1d_and_positions(tmp_path):
     case = Case(tmp_path, "gpt2", n_embd=256, n_layer=1)
     mix = case.mix(bits=7.0)

@@ -41,6 +41,7 @@ def by_hooks(model, batches):
     return actual, sum(batch.numel() for batch in batches)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family", ["llama2", "smollm", "gpt2", "gemma3", "phi3", "qwen2", "gpt_neox", "bert"]
 )
@@ -106,6 +107,7 @@ def test_an_input_that_is_not_finite_is_named():
         linear(torch.tensor([[1.0, torch.inf, 0.0, 0.0]]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama2", "gpt_neox"])
 def test_the_heads_importance_comes_from_the_sweep_that_rounds(family, tmp_path):
     checkpoint = saved(tmp_path / "model", family)

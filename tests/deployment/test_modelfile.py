@@ -149,6 +149,7 @@ def test_an_exported_file_has_one_under_its_own_name(tmp_path: Path) -> None:
         assert all(sha256_file(tmp_path / file) == mark for file, mark in card.files.items())
 
 
+@pytest.mark.slow
 def test_an_exported_folder_has_one(tmp_path: Path) -> None:
     export("attar:tiny", tmp_path / "out", ExportSettings(format="gguf", type="Q8_0"))
     card = Card.read(tmp_path / "out")

@@ -40,7 +40,7 @@ def logits(checkpoint):
     return tiny_models.logits(model, tiny_models.tokens(model))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("scheme", "targets"),
     [
@@ -88,6 +88,7 @@ def test_scales_that_float16_rounds_are_reported(make, tmp_path):
     assert exported.card.details["limits"][0].startswith("tensor parallel")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scheme", "target", "match"),
     [

@@ -29,6 +29,7 @@ def logits(model):
     return tiny_models.logits(model.eval(), tiny_models.tokens(model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["smollm", "gpt2", "phi3"])
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
@@ -42,7 +43,7 @@ def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
     assert kinds == ({"BF16"} if dtype == "auto" else {"F32"})
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_every_scheme_leaves_dense_and_is_checked(tmp_path, family, name):

@@ -109,7 +109,7 @@ def test_the_zero_start_changes_nothing_and_trains_only_adapters():
 def test_recover_trains_adapters_over_frozen_codes(models, init, tmp_path):
     peft = pytest.importorskip("peft")
     teacher, student = models
-    settings = recover_settings(**{**SETTINGS, "steps": 40}, adapter_init=init)
+    settings = recover_settings(**{**SETTINGS, "steps": 24, "checkpoint_every": 24}, adapter_init=init)
     recovered = recover(student, tmp_path / "out", settings, teacher=teacher)
     base, merged = (load_model(path, dtype=torch.float32) for path in (student, recovered.path))
     for name, value in base.named_parameters():

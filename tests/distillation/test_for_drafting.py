@@ -124,6 +124,7 @@ def counted(calls, function):
     return wrapped
 
 
+@pytest.mark.slow
 def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     """So that cards of different seeds tell of the same rows; what is trained on follows the seed."""
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)

@@ -34,6 +34,7 @@ def teacher_loss(name, states, head, T=2.0):
     return chunk_loss
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_value_and_all_gradients_in_every_family(family):
     """Soft caps, scales, biases and tied weights are part of the head: float64, all parameters."""

@@ -22,7 +22,6 @@ SMALL = {
     "sequence_length": 32,
     "learning_rate": 3e-3,
     "precision": "fp32",
-    "checkpoint_every": 6,
     "data": str(Path(json.__file__).parent),  # a few files: the whole library takes seconds to read
 }
 
@@ -43,7 +42,7 @@ def save(family, tmp_path, name=None, **changes):
 
 def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
     folder = save("llama3", tmp_path)
-    student = distill(folder, tmp_path / "out", distill_settings(layers=2, **{**SMALL, "steps": 60}))
+    student = distill(folder, tmp_path / "out", distill_settings(layers=2, **{**SMALL, "steps": 40}))
     assert student.config["num_hidden_layers"] == 2
     AutoModelForCausalLM.from_pretrained(student.path)
     curve = [row["loss"] for row in student.card.details["curve"] if "loss" in row]
@@ -55,7 +54,7 @@ def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
 def test_recover_keeps_the_shape_and_comes_closer(tmp_path):
     teacher = save("smollm", tmp_path, "teacher")
     pruned = save("smollm", tmp_path, "pruned", intermediate_size=64)
-    recovered = recover(pruned, tmp_path / "out", recover_settings(**{**SMALL, "steps": 60}), teacher=teacher)
+    recovered = recover(pruned, tmp_path / "out", recover_settings(**{**SMALL, "steps": 40}), teacher=teacher)
     assert recovered.config["intermediate_size"] == 64
     curve = [row["loss"] for row in recovered.card.details["curve"] if "loss" in row]
     assert curve[-1] < 0.8 * curve[0]
@@ -77,6 +76,7 @@ def test_documents_can_be_kept_apart(tmp_path):
     assert recovered.card.details["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_given_student_keeps_its_weights_in_the_lineage(tmp_path):
     """Its own shape; the teacher is a signal; a step at no rate leaves its weights as they are."""
     teacher, own = save("smollm", tmp_path, "teacher"), save("smollm", tmp_path, "own", intermediate_size=64)
@@ -161,7 +161,7 @@ def test_adapters_of_a_cut_student_learn_and_are_merged(tmp_path):
     assert torch.equal(*embeddings)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradient_checkpointing_changes_nothing_but_memory(rank, tmp_path):
     folder = save("smollm", tmp_path)

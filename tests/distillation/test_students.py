@@ -73,6 +73,7 @@ def test_a_student_begins_with_its_teachers_layers():
     assert units.layers == (2,) and narrow.config.hidden_size == 32
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_influence_keeps_the_layers_that_turn_the_stream_most(family, tmp_path):
     teacher = tiny_models.build(family, **{"gpt2": {"n_layer": 6}}.get(family, {"num_hidden_layers": 6}))
@@ -103,6 +104,7 @@ def test_influence_keeps_the_layers_that_turn_the_stream_most(family, tmp_path):
         torch.testing.assert_close(student(input_ids=rows).logits, teacher(input_ids=rows).logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["kl", "run"])
 def test_layers_by_what_the_teacher_misses(kind, tmp_path):
     teacher = tiny_models.build("llama3", num_hidden_layers=5)
@@ -122,6 +124,7 @@ def test_layers_by_what_the_teacher_misses(kind, tmp_path):
     assert gone == sorted(sorted(range(5), key=lambda layer: kls[layer])[:2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "smollm", "phi3"])
 def test_widths_keep_the_units_that_put_out_most(family, tmp_path):
     """Neurons against Minitron's score in one expression; the student is what the masked teacher is."""
@@ -175,7 +178,7 @@ def test_random_weights_of_the_same_shape():
     assert all(parameter.requires_grad for parameter in student.parameters())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "smollm", "gemma3", "bert"])
 @pytest.mark.parametrize("share", mostly_slow([0.9, 0.75, 0.5, 0.3], [0.75, 0.3]))
 def test_a_size_is_kept_and_nearly_reached(family, share):
@@ -204,6 +207,7 @@ def test_a_size_is_kept_and_nearly_reached(family, share):
     assert later == [plan.considered[0]]
 
 
+@pytest.mark.slow
 def test_a_size_in_bytes():
     teacher = tiny_models.build("llama3", num_hidden_layers=6)
     plan = plan_of(teacher, size=f"{4 * parameters(teacher) * 0.8 / 1000:.0f}KB")
@@ -266,6 +270,7 @@ def test_options_that_exclude_each_other(options):
         StudentSettings(**options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
 def test_a_fresh_student_is_narrower_and_seeded(family):
     model, options = tiny_models.build(family), StudentSettings(width=32, layer_map="0,2")

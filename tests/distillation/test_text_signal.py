@@ -78,6 +78,7 @@ def test_the_loss_on_held_out_answers_falls_and_no_teacher_is_run(model, data, t
     assert card.licence["status"] == "allow_with_duties"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("objective", "predict", "less"),
     [("sft", "auto", True), ("sft", "all", False), ("kl", "auto", False), ("kl", "answers", True)],

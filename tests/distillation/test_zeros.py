@@ -28,7 +28,6 @@ SETTINGS = {
     "sequence_length": 16,
     "learning_rate": 3e-3,
     "precision": "fp32",
-    "checkpoint_every": 2,
     "data": DATA,
 }
 
@@ -108,7 +107,7 @@ def test_the_pattern_of_2_4_is_kept_exactly(models, tmp_path, way):
     assert recovered.card.settings["keep_zeros"] == "auto"  # no lineage: by the amount of zeros
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "opt"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_other_families_keep_their_zeros(tmp_path, family, rank):
@@ -121,6 +120,7 @@ def test_other_families_keep_their_zeros(tmp_path, family, rank):
     assert not (recovered.path / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_zeros_can_be_given_up(models, tmp_path):
     teacher, pruned = models
     settings = recover_settings(**SETTINGS, keep_zeros="false")
@@ -145,7 +145,7 @@ def test_lines_say_what_is_kept(models, tmp_path):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_killed_run_ends_with_the_same_bytes(models, tmp_path, monkeypatch, rank):
     teacher, pruned = models
-    settings = recover_settings(**SETTINGS, adapter_rank=rank)
+    settings = recover_settings(**SETTINGS, checkpoint_every=2, adapter_rank=rank)
     recover(pruned, tmp_path / "whole", settings, teacher=teacher)
     step = module._step
 

@@ -40,6 +40,7 @@ def by_loops(tensors, shape, size):
     return weight
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [16, 32, 0])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_decoding_agrees_with_loops_over_the_description(size, symmetric):

@@ -72,6 +72,7 @@ def test_the_state_has_the_announced_length_whatever_the_offset(offset):
     assert read_state(tensors[STATE])["nested_offset"] == torch.tensor(offset).item()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("double", [False, True])
 def test_checkpoints_are_read_without_the_library(double, tmp_path):
     chosen, checkpoint = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="NF4", double_quant=double)
@@ -112,6 +113,7 @@ def test_damage_is_named(tmp_path):
         save_file(before, good.path / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("leaf", "value", "match"),
     [(".absmax", float("inf"), "infinite scales"), (".absmax", 0.0, "zero"), ("", 0x77, "the same")],

@@ -68,6 +68,7 @@ def test_float8_has_no_even_grid():
     assert uniform_of_codes(Coded(codes, torch.ones(4, 1)), WeightRule("float", 8, "channel")) is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["W4A16", "W3A16", "W4A16_ASYM", "W8A8", "NVFP4A16"])
 def test_a_checkpoint(tmp_path, scheme):
     view = Decoded(pack(save(tmp_path / "dense"), tmp_path / "packed", scheme=scheme)[1])

@@ -91,6 +91,7 @@ def test_gptq_and_compressed_tensors_hold_the_same(bits, size, symmetric, ordere
         )
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("form", [PACK, INT])
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
 @pytest.mark.parametrize("symmetric", [True, False])

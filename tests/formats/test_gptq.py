@@ -48,7 +48,7 @@ RULES = [
 ]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("version", [None, V1, V2])
 @pytest.mark.parametrize("made", RULES, ids=str)
 def test_decoding_agrees_with_loops_over_the_description(made, version):

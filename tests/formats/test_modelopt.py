@@ -163,6 +163,7 @@ def convert(source, conversion, folder):
 NAME = "model.layers.1.mlp.down_proj"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16"])
 def test_there_and_back_without_touching_a_code(scheme, tmp_path):
     kv = "fp8" if scheme == "FP8" else "none"
@@ -277,6 +278,7 @@ def change_file(folder, alter):
     return reader(open_checkpoint(folder))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4A16"])
 def test_damage_is_named(scheme, tmp_path):
     _, source = pack(save(tmp_path / "dense", num_hidden_layers=2), tmp_path / "ct", scheme=scheme)

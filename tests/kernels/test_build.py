@@ -68,6 +68,7 @@ def test_a_process_looks_once(monkeypatch):
     assert build.load("small") is first
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("what", ["source", "header", "flags", "processor"])
 def test_the_key_holds_all_that_a_library_depends_on(what, room, monkeypatch):
     build.load("small")
@@ -216,6 +217,7 @@ def test_the_compiler_can_be_named(room, monkeypatch):
     assert "small.cpp" in (room / "log").read_text()
 
 
+@pytest.mark.slow
 def test_processes_build_at_the_same_time(room):
     code = (
         "from pathlib import Path; from attar.kernels import build;"
@@ -293,6 +295,7 @@ def test_another_users_library_is_built_again(room, monkeypatch):
     assert build.load("small").answer() == 42
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
 @pytest.mark.parametrize("what", ["library", "folder"])
 def test_what_others_may_write_is_built_again(room, mode, what):
@@ -338,6 +341,7 @@ def test_whose_a_file_is(room, monkeypatch):
     assert not build._ours(room)
 
 
+@pytest.mark.slow
 def test_our_own_sources_compile_without_a_warning(tmp_path, monkeypatch):
     """GCC 12 warns of its own header for AVX-512, which -Wno-uninitialized keeps quiet."""
     monkeypatch.undo()

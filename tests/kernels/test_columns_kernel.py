@@ -51,7 +51,7 @@ def both(monkeypatch, run):
     return compiled, run()
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rows", [1, 67])  # 67: no multiple of any vector's width
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
@@ -79,7 +79,7 @@ def test_the_first_column_of_qronos_is_decided_by_its_own_values(monkeypatch):
     assert (compiled.codes == plain.codes).double().mean() >= LEAST
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rows", [1, 67])
 @pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8", "1:3", "24:64"])
 @pytest.mark.parametrize("grid", [RealGrid(), IntGrid(4, 64), IntGrid(8, 32, False), GGML["Q4_0"]], ids=str)
@@ -98,6 +98,7 @@ def test_masks_chosen_in_the_loop_are_those_of_torch(grid, amount, rows, monkeyp
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8"])
 def test_a_mask_is_narrowed_to_the_sparsity(amount, monkeypatch):
     W, H = layer(67, 576)

@@ -198,6 +198,7 @@ def check(weights, lengths, *, tolerance=2e-4, threads=2, **settings):
     program.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     "parts",
@@ -226,11 +227,13 @@ def test_states_and_logits_without_the_markov_head():
         torch.testing.assert_close(logits[row].double(), torch.stack(rows), rtol=0, atol=2e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_packed_weights(kind):
     check(drafter(kind), [19], tolerance=5e-3)
 
 
+@pytest.mark.slow
 def test_a_context_of_several_splits():
     """Attention is divided among workers: its parts are merged."""
     check(drafter(), [301], threads=2)

@@ -49,6 +49,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_its_error_is_not_above_the_fallbacks(kind, weighted, weights, monkeypatch):
@@ -113,6 +114,7 @@ def test_scales_against_an_exhaustive_search(kind, weights):
     assert best * 0.9999 <= ours < (1.06 if kind == "Q8_0" else 1.01) * best
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 15, 17, 33])
 def test_neither_threads_nor_neighbours_change_a_row(kind, rows, monkeypatch):
@@ -140,6 +142,7 @@ def test_other_types_are_converted_a_few_rows_at_a_time(kind, weights, monkeypat
         assert torch.equal(other, kept)
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e-6, 1e4, 6e4, 1e37])
 def test_hard_sizes(kind, size):

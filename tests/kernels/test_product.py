@@ -115,6 +115,7 @@ def case(kind, bits, group, tokens, zeros, rows=70, columns=256):
     return Case(codes, scales.double(), q, s, None if zeros == "middle" else z, kind, zeros)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -160,6 +161,7 @@ def test_quantized_zeros_are_zeros():
     assert torch.equal(unpack(pack(w, "int4")), w)
 
 
+@pytest.mark.few(60)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -171,7 +173,7 @@ def test_products_of_codes_bit_by_bit(kind, tokens, zeros, bits, team):
         assert torch.equal(one.product(team, bits), one.expected())
 
 
-@pytest.mark.few(48)
+@pytest.mark.few(12)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -187,6 +189,7 @@ def test_products_of_codes(kind, tokens, zeroed, bits, team):
             assert_half_a_step(team.multiply(x, packed, bits=bits), x, packed, bits)
 
 
+@pytest.mark.few(12)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)

@@ -126,7 +126,7 @@ def test_zero_points_that_no_code_has():
     assert pack_codes(codes, scales, zeros, kind="int8", pays=always).form == "dense"
 
 
-@pytest.mark.few(48)
+@pytest.mark.few(12)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
@@ -158,6 +158,7 @@ def test_the_largest_sums(kind, team):
             torch.testing.assert_close(results[1], reference(x, packed[1]), rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.few(12)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)

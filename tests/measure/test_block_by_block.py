@@ -31,7 +31,7 @@ def assert_same_logits(folder, tokens=TOKENS, width=WIDTH):
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_logits_are_those_of_the_whole_model(tmp_path, family):
     assert_same_logits(tiny_models.save(tiny_models.build(family), tmp_path / "model"))
@@ -45,6 +45,7 @@ def test_padding_is_left_out(tmp_path, side):
     assert_same_logits(tiny_models.save(tiny_models.build("llama2"), tmp_path / "model"), padded)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_packed_weights_and_rounded_activations(tmp_path, scheme):
     quantize("attar:tiny", tmp_path / "packed", method="rtn", scheme=scheme, check_tokens=0)
@@ -66,6 +67,7 @@ def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
     assert loaded == [0, 0, 0]  # after each block, embeddings dropped too
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_is_measured_block_by_block(monkeypatch):
     expected = evaluate("attar:tiny", QUICK, reference="attar:tiny")
     monkeypatch.setattr(memory, "free_memory", lambda **_: 1_000_000)
@@ -76,6 +78,7 @@ def test_a_model_larger_than_memory_is_measured_block_by_block(monkeypatch):
     assert measured.kl_mean == pytest.approx(0.0, abs=1e-6) and measured.tokens == expected.tokens
 
 
+@pytest.mark.slow
 def test_a_named_runner_is_kept_or_refused(monkeypatch):
     exact = evaluate("attar:tiny", EvaluateSettings(**{**vars(QUICK), "runner": "transformers"}))
     blocks = evaluate("attar:tiny", EvaluateSettings(**{**vars(QUICK), "runner": "blocks"}))

@@ -100,6 +100,7 @@ def test_without_bos_they_collapse(folder: Path) -> None:
     assert measurements.tokens == 16 * 15
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_quantization_sees_bos_too(folder: Path, tmp_path: Path) -> None:
     """Its held-out rows begin with BOS: the sample it keeps goes on counting instead of repeating itself."""
     samples = {}

@@ -78,6 +78,7 @@ def test_f1_counts_class_one():
     assert f1_score(torch.zeros(3), torch.zeros(3)) == 0.0
 
 
+@pytest.mark.slow
 def test_three_classes_have_no_f1_and_do_not_compare_with_two(tmp_path, data):
     three, two = classifier(tmp_path / "three", classes=3), classifier(tmp_path / "two")
     assert evaluate(three, settings_of(data)).f1 is None
@@ -98,6 +99,7 @@ def test_a_masked_model_is_measured_on_hidden_tokens(tmp_path):
     assert again.loss == measured.loss
 
 
+@pytest.mark.slow
 def test_one_reference_serves_several_evaluations(tmp_path, data):
     folder, other = classifier(tmp_path / "a"), classifier(tmp_path / "b", seed=1)
     reference = prepare_reference(other, settings_of(data))

@@ -191,6 +191,7 @@ def test_missing_device_is_one_line(tmp_path: Path, device: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_settings_default(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.measure.evaluate.held_out", lambda *_: text())
     actual: Any = evaluate(Subject(subject.model, words("def", *[f"w{n}" for n in range(1, 64)])))

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: Any) -> Path:
     return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("speed") / "model")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gpt2", "opt", "gpt_neox"])
 def test_greedy_equals_transformers(family: str) -> None:
     model = tiny_models.build(family)
@@ -85,6 +86,7 @@ def test_empty_prompt(subject: Subject) -> None:
         encode_prompt(subject, "")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runner", ["auto", "modules"])
 def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
     """The sample is that of attar.LLM, and in float32 that of transformers."""

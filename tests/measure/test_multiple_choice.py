@@ -58,6 +58,7 @@ def slow(subject: Subject, row: dict[str, Any]) -> tuple[list[float], list[float
     return sums, normed, greedy
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runner", ["transformers", "modules"])
 def test_scores_are_those_of_a_slow_loop(folder: Path, exact: Subject, tmp_path: Path, runner: str) -> None:
     subject = load_subject(folder, runner=runner, dtype="float32")

@@ -43,15 +43,16 @@ def test_a_ratio_has_the_error_of_its_block_bootstrap(tokens, changed, reach, ke
     assert ratio_stderr(ours, theirs) == pytest.approx(bootstrap, rel=0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reach", [0, 6])
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_its_interval_holds_the_truth_in_95_of_100_texts(tokens, reach):
     generator, held = np.random.default_rng(2), 0
-    for _ in range(400):
+    for _ in range(200):
         ours, theirs = hits_of(generator, tokens, changed=0.3, reach=reach)  # the truth is 1
         ratio = float(torch.cat(ours).sum() / torch.cat(theirs).sum())
         held += abs(ratio - 1) <= 1.96 * ratio_stderr(ours, theirs)
-    assert 0.91 <= held / 400 <= 0.99
+    assert 0.89 <= held / 200 <= 0.99  # of 200 texts 190 +- 3, the deviation
 
 
 def test_models_that_agree_everywhere_have_an_error_of_one_token():

@@ -85,6 +85,7 @@ def test_the_card_s_command_makes_the_same_bytes_again(family, tmp_path, monkeyp
     assert open_checkpoint(merged.path / "out").card.settings == merged.card.settings
 
 
+@pytest.mark.slow
 def test_the_picture_of_conflicts_is_next_to_the_weights(merged):
     drawn = (merged(TIES).path / "conflicts.svg").read_text()
     assert drawn.startswith("<svg") and "one" in drawn
@@ -156,6 +157,7 @@ def test_slices_stack_layers(merged, family):
     AutoModelForCausalLM.from_pretrained(merge_dir.path)
 
 
+@pytest.mark.slow
 def test_random_masks_depend_on_the_seed_and_not_on_the_order_of_the_work(merged, tmp_path):
     first, again = merged(DARE, "a"), merged(DARE, "b")
     other = merged(DARE, "c", seed=1)
@@ -219,6 +221,7 @@ def test_an_adapter_is_a_parent(family, merged, tmp_path):
     assert [parent.name for parent in merge_dir.card.parents] == ["one", "adapter"]
 
 
+@pytest.mark.slow
 def test_quality_of_every_parent_and_of_the_merge(merged):
     rows = merged(LINEAR, tokens=128, sequence_length=32).card.details["quality"]
     assert [row["name"] for row in rows] == ["one", "two", "merge"]
@@ -226,6 +229,7 @@ def test_quality_of_every_parent_and_of_the_merge(merged):
     assert all(0 < row["nats_per_byte"] < row["loss"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_greedy_soup_leaves_the_bad_ingredient_out(family, merged, tmp_path):
     bad = tiny_models.save(tuned(tiny_models.build("smollm"), 9, size=3.0), tmp_path / "bad")
     models = [{"model": "base"}, {"model": str(bad)}]
@@ -269,6 +273,7 @@ def test_a_result_beyond_the_type_is_refused(merged):
         merged(config)
 
 
+@pytest.mark.slow
 def test_packed_parents_are_decoded(family, merged, tmp_path):
     attar.quantize(family["one"], tmp_path / "w8", scheme="W8A16", method="rtn", group_size=32)
     config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "w8"))))
@@ -297,6 +302,7 @@ TWO_WITH_WEIGHTS = {  # methods, and what each needs besides two models with a w
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", sorted({*METHODS, *SEARCHED} - {"passthrough"}))
 def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
     """Configurations in the wild write ``weight`` next to every model, whatever the method."""
@@ -313,6 +319,7 @@ def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
     assert [note for note in notes if "not a parameter" in note] == ([] if uses else unused)
 
 
+@pytest.mark.slow
 def test_an_unused_parameter_changes_no_bit_and_is_reported(family, merged):
     config = {"merge_method": "slerp", "base_model": "one", "parameters": {"t": 0.35}}
     config["models"] = [{"model": "one"}, {"model": "two"}]
@@ -326,6 +333,7 @@ def test_an_unused_parameter_changes_no_bit_and_is_reported(family, merged):
     assert all(torch.equal(value, plain[name]) for name, value in tensors(merge_dir.path).items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("keys", "stored"), [({}, "BF16"), ({"dtype": "float32"}, "F32")])
 def test_a_gguf_parent_does_not_make_float32_of_the_merge(family, merged, tmp_path, keys, stored):
     attar.export(family["one"], tmp_path / "one.gguf", format="gguf", type="Q8_0")
@@ -435,6 +443,7 @@ def test_tokens_meet_by_their_text_and_not_by_their_number(family, merged, tmp_p
     assert max(losses) - min(losses) < 1e-5  # each reads the same text through its own tokenizer
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_model_has_a_mask_of_its_own(family, merged):
     """Equal models, equal shapes: what is kept differs from tensor to tensor and from model to model."""
 
@@ -452,6 +461,7 @@ def test_every_tensor_of_every_model_has_a_mask_of_its_own(family, merged):
     assert 0.65 < both.float().mean() < 0.85  # 1 - 1/4, and not 1/2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("compat", "kept"), [("mergekit", 1), ("paper", 2)])
 def test_an_ingredient_that_changes_nothing_stays_by_the_paper_alone(family, merged, tmp_path, compat, kept):
     twin = shutil.copytree(family["one"], tmp_path / "twin")

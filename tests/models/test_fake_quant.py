@@ -107,6 +107,7 @@ def test_inputs_are_rounded_until_the_handle_is_removed():
     assert linear.bfloat16().input_scale.dtype == torch.bfloat16
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_keys_and_values_are_seen_as_they_enter_the_cache(family):
     """What is seen is what the cache holds, with a cache or without."""
@@ -129,6 +130,7 @@ def test_keys_and_values_are_seen_as_they_enter_the_cache(family):
             assert torch.equal(seen[index][which], held) and torch.equal(first[index][which], held)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_rounded_keys_change_the_result_and_coarse_ones_more(family):
     """A scale at which nothing is lost leaves the logits alone."""

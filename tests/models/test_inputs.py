@@ -12,6 +12,7 @@ from attar.models.inputs import model_inputs
 from tests import tiny_models
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.ENCODERS])
 def test_no_cache_is_made_and_logits_stay(family):
     """Of rows with and without padding, and through adapters."""

@@ -94,6 +94,7 @@ def test_the_result_is_within_the_budget_and_loads(llama, scan_file, tmp_path, b
     assert plan["kl"] == pytest.approx(held_out_kl(whole, load_model(pruned), rows), rel=1e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("budget", "error", "words"),
     [

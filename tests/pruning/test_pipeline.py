@@ -74,6 +74,7 @@ def test_a_recipe_keeps_the_zeros_to_its_end(model, tmp_path):
     assert any("recover won back" in line for line in lines), lines
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 def test_quantize_keeps_the_zeros_of_a_pruned_model(pruned, tmp_path, method):
     options = {"samples": 4, "sequence_length": 32, "check_tokens": 0, "data": DATA}

@@ -44,7 +44,7 @@ def test_the_table_has_the_methods_of_the_settings():
     assert METHODS.keys() == METHOD_SETTINGS.keys()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
 def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
     folder = save(family, tmp_path)
@@ -147,6 +147,7 @@ def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     assert (kept["asked_ratio"], kept["removed_ratio"]) == (0.3, 0.25)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("asked", "native"), [("auto", True), ("auto", False), ("bf16", False)])
 def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkeypatch, asked, native):
     monkeypatch.setattr(device, "has_bfloat16", lambda device: native)
@@ -170,6 +171,7 @@ class Lines(Silent):
         self.lines.append(line)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_a_gguf_file_does_not_become_float32(tmp_path, kind):
     folder = save("llama3", tmp_path)

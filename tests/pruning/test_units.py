@@ -44,7 +44,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "criterion", "ratio", "sizes"), CUTS)
 def test_every_structure_is_really_smaller(tmp_path, method, criterion, ratio, sizes):
     folder = save("llama3", tmp_path)
@@ -71,6 +71,7 @@ def test_the_card_names_the_layers_that_went(tmp_path):
     assert torch.equal(first.mlp.up_proj.weight, second.mlp.up_proj.weight)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["neurons", "heads", "hidden", "layers"])
 def test_rounds_end_at_the_same_size_and_score_the_pruned_model_afresh(tmp_path, method):
     model = tiny_models.build("llama3")
@@ -106,6 +107,7 @@ def gemma3n(tmp_path):
     return tiny_models.save(model, tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_config_with_a_number_for_each_layer_gets_what_each_layer_needs(tmp_path):
     """Gemma 3n's config lists the widths of its MLPs."""
     folder = gemma3n(tmp_path)
@@ -175,6 +177,7 @@ def test_wrong_options_are_refused(options, problem):
     assert problem in str(caught.value)
 
 
+@pytest.mark.slow
 def test_criteria_without_a_loss_need_no_head_and_the_others_say_so(tmp_path):
     folder = tmp_path / "encoder"
     tiny_models.save(transformers.BertModel(tiny_models.config("bert")).eval(), folder)

@@ -42,7 +42,7 @@ def model(tmp_path):
     return tiny_models.save(tiny_models.build("smollm"), tmp_path / "model", dtype=torch.bfloat16)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [method for method in METHOD_SETTINGS if method != "experts"])
 def test_what_comes_out_is_an_ordinary_dense_checkpoint(method, model, tmp_path):
     """vLLM refuses any ``sparsity_config``, so there is none; transformers loads it and computes the same."""

@@ -71,6 +71,7 @@ def transformers_runs(checkpoint):
     return torch.equal(theirs, logits(load_model(checkpoint)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "gpt2", *MORE))
 def test_transformers_loads_exactly_what_is_reported(family, tmp_path):
     progress = Heard()
@@ -105,6 +106,7 @@ def test_table_of_the_documents():
     assert set(names) == set(READS_WEIGHTS) and all(name in row for name in names.values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("changes", "vllm"),
     [

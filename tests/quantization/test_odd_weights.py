@@ -69,6 +69,7 @@ def rounded(method, W, X, **options):
     return solver.solve({"layer": W}, seen(solver.accumulator(["layer"], K), X))["layer"]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", SWEPT)
 def test_every_rounding_keeps_what_it_has_no_information_of(method, case):
@@ -99,6 +100,7 @@ def test_without_a_search_unseen_columns_have_the_codes_of_rounding_to_nearest(m
         assert torch.equal(result.tensors["codes"][:, column], nearest[:, column])
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("amount", ["0.5", "2:4"])
 @pytest.mark.parametrize("method", [name for name, one in ZEROS.items() if one.sees_text])
@@ -118,6 +120,7 @@ def test_every_way_to_set_zeros_judges_unseen_inputs_by_their_weights(method, am
         assert 0.25 < stay < 0.75 and solution.report["unseen"] == len(UNSEEN)
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("originals", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -178,6 +181,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", GRIDS)
 def test_small_weights_keep_what_the_scales_can_hold(name, compiled, monkeypatch):
@@ -193,6 +197,7 @@ def test_small_weights_keep_what_the_scales_can_hold(name, compiled, monkeypatch
         assert (rounded - W * size).norm() < bound * (W * size).norm()
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("value", [0.0, 0.5, -0.5, 1e-40])
 def test_constant_weights_are_finite_on_every_grid(name, value):

@@ -31,6 +31,7 @@ def test_flat_options_and_nested_settings_are_one(method):
     assert nest(QuantizeSettings, flatten(settings)) == settings
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHOD_SETTINGS)
 def test_an_option_of_other_methods_is_refused_by_name(method, capsys):
     foreign = [one for one in option_fields(QuantizeSettings) if one.by and method not in one.variants]

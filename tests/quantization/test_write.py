@@ -31,7 +31,7 @@ def theirs(folder, dtype=torch.bfloat16):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_transformers_computes_what_attar_computes(name, tmp_path):
     """Activation rounding included: the hooks have the library's numerics."""
@@ -39,7 +39,7 @@ def test_transformers_computes_what_attar_computes(name, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(result)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "W8A8_STATIC", "FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16"])
 def test_other_number_types(name, dtype, tmp_path):
@@ -47,7 +47,7 @@ def test_other_number_types(name, dtype, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out", dtype)), logits(load_model(result)))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*LIBRARY, "NF4"])
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):
@@ -85,7 +85,7 @@ def test_static_scales_are_stored_and_used(tmp_path):
     assert not torch.equal(logits(load_model(result.path)), before)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama3", "phi3", "gemma2", "gemma3"])
 def test_rounded_kv_caches_are_those_of_transformers(kv_cache, family, tmp_path):
@@ -103,6 +103,7 @@ MIXED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("embedding_bits", [0, 8])
 def test_mixed_schemes(embedding_bits, tmp_path):
     folder = save(tmp_path / "dense", tie_word_embeddings=True)
@@ -114,6 +115,7 @@ def test_mixed_schemes(embedding_bits, tmp_path):
     assert result.tensors["model.layers.0.mlp.down_proj.weight_packed"].dtype == "I32"
 
 
+@pytest.mark.slow
 def test_mixed_schemes_of_a_transposed_family(tmp_path):
     overrides = ("c_attn=FP8", "re:h.1.mlp.c_fc=NVFP4A16", "re:h.2.mlp.c_fc=W8A8")
     folder = save(tmp_path / "dense", "gpt2")
@@ -124,6 +126,7 @@ def test_mixed_schemes_of_a_transposed_family(tmp_path):
         theirs(tmp_path / "out")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_checkpoints_without_the_prefix(family, tmp_path):
     """Saved from the bare model: no "model." before the names."""
@@ -198,6 +201,7 @@ def test_evaluate_sees_what_the_scheme_does(tmp_path):
     assert kl[0] < 0.1 * kl[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf"), -1.0])
 def test_a_bad_static_scale_is_named(value, tmp_path):
     checkpoint = open_checkpoint(save(tmp_path / "dense"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from attar.models.classifiers import with_classifier
@@ -14,6 +15,7 @@ from tests import tiny_models
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+@pytest.mark.slow
 def test_the_encoder_recipe(tmp_path: Path) -> None:
     model = with_classifier(tiny_models.build("bert", vocab_size=322), ["bad", "good"])
     folder = tiny_models.save_encoder(model, tmp_path / "classifier")

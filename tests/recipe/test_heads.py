@@ -32,6 +32,7 @@ def recipe(tmp_path, monkeypatch):
     return HEAD.format(model=model, data=Path(json.__file__).parent, kind="medusa")
 
 
+@pytest.mark.slow
 def test_later_stages_take_the_model_and_the_head_is_not_evaluated(recipe, tmp_path):
     result = run_recipe(parse_recipe(recipe), tmp_path / "run")
     _, head, quantized = result.content["stages"]

@@ -152,6 +152,7 @@ def test_runs_beside_it_tell_the_speed_of_stages_that_the_run_has_not_done(
     assert step.time.least == step.time.most
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0, 0, 1e308])
 def test_a_time_that_cannot_be_corrects_nothing(
     plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path, seconds: float
@@ -183,6 +184,7 @@ def test_a_receipt_of_before_is_still_believed(
     assert states(plan()) == [DONE] * 4
 
 
+@pytest.mark.slow
 def test_planning_imports_no_torch(tmp_path: Path, model: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: {model}\nstages: [{{stage: prune}}, {{stage: quantize}}]\n")

@@ -82,6 +82,7 @@ def test_measurements_reach_the_card(run: Any, tmp_path: Path) -> None:
     assert card["measurements"]["perplexity"] == 3.0
 
 
+@pytest.mark.slow
 def test_the_resolved_recipe_runs_the_same(run: Any, fakes: Any, tmp_path: Path) -> None:
     run()
     fakes.CALLS.clear()
@@ -141,6 +142,7 @@ def test_no_evaluation(run: Any, fakes: Any) -> None:
     assert result.content["stages"][1]["bytes"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["remove", "truncate", "remove the card"])
 def test_a_damaged_checkpoint_is_made_again(run: Any, fakes: Any, tmp_path: Path, damage: str) -> None:
     run()
@@ -207,6 +209,7 @@ def test_killed_between_the_checkpoint_and_its_receipt(run: Any, fakes: Any, tmp
     assert receipt is not None and receipt.finished
 
 
+@pytest.mark.slow
 def test_a_receipt_that_cannot_be_read_counts_as_none(run: Any, fakes: Any, tmp_path: Path) -> None:
     run()
     (tmp_path / "run" / "receipts" / "01-prune.json").write_text("{")
@@ -229,6 +232,7 @@ def test_fresh_starts_over_and_touches_only_its_own(run: Any, fakes: Any, tmp_pa
     assert (out / "05-mine" / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_fresh_removes_stages_of_an_earlier_recipe(run: Any, fakes: Any, tmp_path: Path) -> None:
     run()
     run("stages.side.name=other", fresh=True)
@@ -260,6 +264,7 @@ def test_a_file_in_the_place_of_the_run(run: Any, tmp_path: Path) -> None:
         run()
 
 
+@pytest.mark.slow
 def test_the_run_of_another_model(run: Any, fakes: Any, tmp_path: Path) -> None:
     run()
     other = fakes.make_model(tmp_path / "other", 2.0)
@@ -270,6 +275,7 @@ def test_the_run_of_another_model(run: Any, fakes: Any, tmp_path: Path) -> None:
     assert result.content["stages"][1]["measurements"]["perplexity"] == 4.0
 
 
+@pytest.mark.slow
 def test_the_same_model_with_other_weights_runs_again(run: Any, fakes: Any, model: Path) -> None:
     run()
     shutil.rmtree(model)

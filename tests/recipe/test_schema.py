@@ -120,6 +120,7 @@ stages:
 """
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -269,6 +270,7 @@ def test_a_file_next_to_the_recipe(recipe, models, tmp_path):
     assert "passthrough" in load_recipe(recipe).entry("merge").settings.config
 
 
+@pytest.mark.slow
 def test_it_runs_and_runs_again_when_a_model_from_outside_changes(recipe, models, tmp_path):
     result = run_recipe(load_recipe(recipe), tmp_path / "run")
     assert [stage["name"] for stage in result.content["stages"]] == ["original", "half", "merge"]

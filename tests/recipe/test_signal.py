@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from attar.distillation.signals.cached import CachedTeacher
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
@@ -19,6 +21,7 @@ stages:
 SETTINGS = "steps: 3, batch_size: 2, sequence_length: 16, rows: 4, teacher_top: 8, precision: fp32"
 
 
+@pytest.mark.slow
 def test_the_second_stage_asks_the_teacher_nothing(tmp_path, monkeypatch):
     model = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
     asked = []

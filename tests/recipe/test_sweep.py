@@ -143,6 +143,7 @@ def test_a_failed_run_does_not_end_the_others(sweep, tmp_path):
     assert states["prune-2.amount=13+side.steps=4/04-side"] == "done"
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_after_its_work_changes_nothing(sweep, tmp_path):
     """At least once: the second call finds the checkpoint with its key."""
     sweep("stages.side.steps=2,4", dies=["side.steps=2/01-prune"])
@@ -151,6 +152,7 @@ def test_a_worker_that_dies_after_its_work_changes_nothing(sweep, tmp_path):
     assert (lost.attempts, lost.state) == (2, "done")
 
 
+@pytest.mark.slow
 def test_values_that_differ_in_the_evaluation_alone_share_every_stage(sweep):
     result = sweep("evaluate.tokens=64,128")
     assert added() == ["01-prune", "02-prune-2", "03-recover", "04-side"]
@@ -170,6 +172,7 @@ def test_a_folder_with_other_files_is_refused(sweep, tmp_path):
         sweep("stages.side.steps=2,4")
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_stages_are_tasks_gives_the_run_of_one_process(sweep, recipe, run, tmp_path):
     run()
     recipe_fakes.CALLS.clear()

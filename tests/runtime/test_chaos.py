@@ -126,7 +126,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     return {index for index, _ in faults.raised}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["plain", "ngram", "oracle", "drawer"])
 def test_a_hundred_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raised = held(kind, 100, 60, 1, monkeypatch)
@@ -143,13 +143,14 @@ def test_ten_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised >= {*PLACES} - rare, raised
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("component", ["propose", "observe", "note", "plan"])
 def test_speculation_that_breaks_under_load(
     component: str, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
 ) -> None:
     assert component in HARMLESS
-    asked = requests(30, 5)
-    want = undisturbed(30, 5)
+    asked = requests(15, 5)
+    want = undisturbed(15, 5)
     running = engine_of("oracle", 60, asked)
     faults = Faults(running, monkeypatch)
     faults.choose = lambda name, params: Fault(component, after=2)

@@ -53,12 +53,14 @@ def tokens(results):
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.few(1)
 def test_mixed_batches_and_chunks(model, prompts, wanted):
     engine = llm(model, step_tokens=32, sequences=4, chunk=10)
     assert tokens(engine.generate(prompts, GREEDY)) == wanted
     engine.engine.check()
 
 
+@pytest.mark.few(1)
 def test_prefix_hits(model, prompts, wanted):
     """A second round reads whole blocks of the first, also where only the beginning is the same."""
     engine = llm(model)
@@ -94,6 +96,7 @@ def test_an_aborted_text_leaves_the_others_alone(model, prompts, wanted):
     engine.engine.check()
 
 
+@pytest.mark.few(1)
 def test_several_texts_of_one_prompt(model, prompts, wanted):
     """They share the prompt's blocks until they part: greedy ones are all the same, drawn ones are those of
     a text alone."""
@@ -108,6 +111,7 @@ def test_several_texts_of_one_prompt(model, prompts, wanted):
     engine.engine.check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [8, 16])
 def test_drafts_chunks_and_batches_change_no_token(bits):
     """Integer products of either width: a token has the same numbers alone and in company."""

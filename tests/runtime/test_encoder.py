@@ -27,6 +27,7 @@ def states(folder, row):
     return AutoModel.from_pretrained(folder)(torch.tensor([row])).last_hidden_state[0].numpy()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_embeddings_are_pooled_states(folder, pooling):
     encoder = Encoder(folder, pooling=pooling)

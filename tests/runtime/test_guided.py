@@ -59,6 +59,7 @@ def obeys(llm: LLM, params: SamplingParams, text: Sample) -> None:
         assert re.fullmatch(PATTERN, text.text)
 
 
+@pytest.mark.slow
 def test_in_mixed_batches_every_text_keeps_to_its_own(tiny: LLM) -> None:
     params = [replace(BASE, json_schema=schema, n=2) for schema in SCHEMAS.values()]
     params += [replace(BASE, regex=PATTERN, temperature=t) for t in (0.0, 2.0)]

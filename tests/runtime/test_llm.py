@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +88,14 @@ def test_an_abandoned_stream_is_cancelled_and_generate_runs_meanwhile() -> None:
     assert llm.engine.idle and not llm._events
 
 
+@cache
+def plain_model() -> Any:
+    return load_model("attar:tiny", dtype=torch.float32)
+
+
 def reference(prompt: str, count: int) -> list[int]:
     """transformers' own greedy tokens, one prompt at a time."""
-    tokenizer, model = load_tokenizer("attar:tiny"), load_model("attar:tiny", dtype=torch.float32)
+    tokenizer, model = load_tokenizer("attar:tiny"), plain_model()
     ids = tokenizer(prompt, return_tensors="pt")
     out = model.generate(**ids, max_new_tokens=count, do_sample=False, use_cache=True)
     return [int(token) for token in out[0, ids["input_ids"].shape[1] :]]
@@ -177,13 +184,13 @@ def test_eviction_bounds_what_a_sequence_holds(eviction: Eviction) -> None:
         return events
 
     llm.engine.step = watched  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     together = llm.generate([LONG, LONG[:200], "def "], params)
-    assert [len(result.token_ids) for result in together] == [60, 60, 60]
+    assert [len(result.token_ids) for result in together] == [30, 30, 30]
     assert llm.generate(LONG, params)[0].token_ids == together[0].token_ids
-    whole = -(-(len(together[0].prompt_token_ids) + 60) // 8)
+    whole = -(-(len(together[0].prompt_token_ids) + 30) // 8)
     if isinstance(eviction, SnapKV | Reread):  # it bounds the prompt alone, once it is read
-        assert held[-1] <= -(-(64 + 60) // 8) < whole
+        assert held[-1] <= -(-(64 + 30) // 8) < whole
     else:
         assert max(held) <= -(-(48 + 8 + 32) // 8) + 2 < whole
     llm.engine.check()

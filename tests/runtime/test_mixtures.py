@@ -52,6 +52,7 @@ def answers(llm, prompts):
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.slow
 def test_a_router_may_be_float32_and_experts_may_not(saved, tmp_path):
     """The router is not rounded; experts would be."""
     folder, prompts, wanted = saved("gpt_oss")
@@ -65,7 +66,7 @@ def test_a_router_may_be_float32_and_experts_may_not(saved, tmp_path):
         assert answers(llm, prompts[:1]) == wanted[:1]
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
 def test_quantized_mixtures_on_both_runners(tmp_path, family, scheme):
@@ -106,6 +107,7 @@ def together(llm, prompts):
     return [list(result.token_ids) for result in llm.generate(prompts, PARAMS)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", COMPILED)
 def test_saved_mixtures_run_compiled(saved, family):
     """Alone and together, in chunks, with drafts and a shared prefix."""
@@ -130,6 +132,7 @@ def test_drafts_batches_and_formats_change_no_token_of_rounded_experts(saved):
         assert together(drafting, prompts) == want == answers(drafting, prompts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama4"])
 def test_other_mixtures_run_through_modules(saved, family):
     folder, prompts, wanted = saved(family)

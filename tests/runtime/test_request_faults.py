@@ -86,6 +86,7 @@ def held(running: Engine) -> None:
     assert list(got.token_ids) == alone([30, 31], params)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize(
     "component", [component for component in PLACES if component not in ("pack", "pages")]
@@ -206,6 +207,7 @@ def test_where_nothing_runs_the_first_that_waits_is_ended(monkeypatch: pytest.Mo
     assert all(isinstance(event.failure, ZeroDivisionError) for event in events)
 
 
+@pytest.mark.slow
 def test_copies_are_made_whichever_sequence_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one prompt share its last block: a step copies it, and one of the step's sequences fails."""
     params = replace(PLAIN, n=3, prompt_logprobs=None)
@@ -225,6 +227,7 @@ def test_copies_are_made_whichever_sequence_fails(monkeypatch: pytest.MonkeyPatc
         monkeypatch.undo()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("component", ["reserve", "commit", "sample", "detokenize", "run"])
 def test_a_text_that_fails_takes_those_of_its_request_along(
     component: str, monkeypatch: pytest.MonkeyPatch
@@ -261,7 +264,7 @@ def test_a_runner_that_does_not_repeat_loses_the_step(monkeypatch: pytest.Monkey
     assert [ended[name] for name in names] == ["error", "error", "length", "length"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("component", ["pack", "pages", "reserve", "run"])
 @pytest.mark.parametrize(
     "eviction", [H2O(heavy=12, recent=12, slack=8), SnapKV(capacity=24, window=8)], ids=["h2o", "snapkv"]

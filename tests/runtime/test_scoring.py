@@ -29,6 +29,7 @@ def wanted(folder: Path) -> list[torch.Tensor]:
     return [tiny_models.logits(model, torch.tensor([prompt]))[0] for prompt in PROMPTS]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kv_tokens", [48, 64, 1024])
 @pytest.mark.parametrize("limit", [1, 40 * 320 * 4, 2**28])
 def test_logits_are_the_model_s(folder: Path, wanted: list[torch.Tensor], kv_tokens: int, limit: int) -> None:

@@ -29,7 +29,7 @@ def tokens(vocabulary):
     return [torch.randint(5, vocabulary, (2, 10), generator=g) for _ in range(3)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_agrees_with_both_models_run_whole(tmp_path, family):
     original = open_checkpoint(tiny_models.save(tiny_models.build(family), tmp_path / "original"))
@@ -60,6 +60,7 @@ def test_equal_checkpoints_do_not_differ(tmp_path):
     assert result.kl == 0.0 and result.top1 == 1.0 and set(result.drift) == {0.0}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_the_block_that_was_destroyed_is_named(tmp_path, guilty):
     original = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "original"))
@@ -88,6 +89,7 @@ class Allocated(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_logits_of_a_large_vocabulary_never_stand_in_memory_whole(tmp_path, monkeypatch):
     """No tensor grows with tokens times vocabulary; what is kept between two heads has its own limit."""
     vocabulary, head = 4096, 4096 * 16 * 4

@@ -70,6 +70,7 @@ def test_agrees_with_the_expectation_over_every_label(name, rounds):
     assert (actual.input - H_I).norm() < 0.1 * H_I.norm()
 
 
+@pytest.mark.slow
 def test_the_scale_is_the_divergence_of_a_small_change():
     model, rows = Toy(), tokens()
     actual = collect(model, [rows], ["head"], rounds=3, draws=1000, span=0)["head"]
@@ -147,6 +148,7 @@ def test_the_model_is_left_as_it_was():
     assert model.first.weight.grad is None and not model.first._forward_hooks
 
 
+@pytest.mark.slow
 def test_bfloat16_comes_near_to_float32():
     model, rows = Toy(), tokens()
     exact = collect(model, [rows], ["first"], rounds=1, draws=500)["first"]

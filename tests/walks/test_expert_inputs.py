@@ -76,6 +76,7 @@ def slow_hessians(layer, hidden, index, floor=0, everything=False):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("waiting", [0, 2**30])
 @pytest.mark.parametrize(
     "counted", [ExpertTokens(0), ExpertTokens(0.5), ExpertTokens(0, everything=True)], ids=str
@@ -167,6 +168,7 @@ def test_the_original_inputs_are_those_of_the_same_tokens(tmp_path):
         torch.testing.assert_close(seen.cross(), C, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_a_killed_sweep_and_spilled_inputs_give_the_same_bytes(tmp_path, monkeypatch, limit):
     checkpoint, tokens = save(tmp_path / "model", "mixtral"), rows()

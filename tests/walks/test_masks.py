@@ -64,6 +64,7 @@ def test_the_clipped_norm_is_that_of_kept_weights(monkeypatch):
     assert not seen[0][~mask].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("died_at", [5, 9])
 def test_a_killed_masked_run_ends_with_the_same_bytes(tmp_path, optimizer, died_at):

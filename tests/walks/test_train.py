@@ -75,6 +75,7 @@ def dying(step):
     return deadly
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("died_at", [2, 5, 8, 11])
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, optimizer, died_at):
@@ -117,6 +118,7 @@ class Stops:
         return loss(model, tokens)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_stopped_run_ends_its_step_and_goes_on_from_there(tmp_path, optimizer, number, code):
@@ -284,6 +286,7 @@ def test_bf16_arithmetic_keeps_float32_weights():
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("began", ["bf16", "fp32"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_in_the_precision_it_began_with(tmp_path, monkeypatch, began, optimizer):

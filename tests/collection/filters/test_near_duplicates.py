@@ -64,7 +64,7 @@ def test_the_share_of_equal_minima_estimates_jaccard():
         assert abs(np.mean(estimates) - J) <= 4 * error + 1e-12
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", [0.5, 0.8, 0.95])
 def test_every_repetition_is_one_and_nearly_all_are_seen(similarity):
     texts = corpus(250, 2)

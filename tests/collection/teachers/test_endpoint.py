@@ -331,6 +331,7 @@ def test_an_answer_with_other_odd_fields_is_kept(changes):
     assert (reply.content, reply.finish_reason, reply.reasoning) == (content_of("a b"), "stop", "")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("other", ["port", "host"])
 def test_prompts_do_not_follow_a_redirect_to_another_place(status, other, monkeypatch):

@@ -50,6 +50,7 @@ def test_temperature_zero_is_greedy():
     assert first == second
 
 
+@pytest.mark.slow
 def test_prompts_that_cannot_be_answered_are_refused_one_by_one():
     system = ChatPrompt(({"role": "system", "content": "x"}, *user("y").messages), "here")
     long = user("word " * 100_000)

@@ -36,7 +36,7 @@ def test_the_table_has_the_names_of_the_settings():
     assert tuple(FEATURES) == FEATURE_NAMES
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", FEATURE_NAMES)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma2", "bert", "distilbert"])
 def test_a_model_agrees_with_itself(name, family):
@@ -48,6 +48,7 @@ def test_a_model_agrees_with_itself(name, family):
     assert value(feature, student, teacher, batch).item() > 1e-3
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FEATURE_NAMES)
 def test_padding_and_prompts_change_nothing(name):
     """Rows padded on the right, and prompts at whose positions nothing is predicted."""

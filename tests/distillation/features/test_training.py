@@ -24,7 +24,6 @@ SETTINGS = {
     "sequence_length": 32,
     "learning_rate": 3e-3,
     "precision": "fp32",
-    "checkpoint_every": 4,
     "data": str(Path(json.__file__).parent),
 }
 
@@ -79,6 +78,7 @@ def test_the_feature_falls_and_leaves_no_projection(name, teacher, tmp_path):
     assert "eager" not in (student.path / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_hard_labels_with_features_run_the_teacher_for_its_insides_alone(teacher, tmp_path):
     options = {**SETTINGS, "steps": 1, "layers": 1}
     first = [
@@ -116,6 +116,7 @@ def test_a_killed_run_ends_with_the_same_bytes(patience, teacher, tmp_path, monk
         layers=2,
         width=32,
         features=("hidden", "embeddings:0.5"),
+        checkpoint_every=4,
         evaluate_every=2,
         patience=patience,
         **SETTINGS,
@@ -150,7 +151,7 @@ def test_recovery_with_projected_features_keeps_zeros(tmp_path):
     assert not after[:, ::2].any() and not torch.equal(after, weight.detach())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16"}, {"gradient_checkpointing": True}, {"optimizer": "muon"}]
 )
@@ -162,6 +163,7 @@ def test_features_work_with(options, teacher, tmp_path):
     assert all(value == value for value in curve) and len(curve) == 3
 
 
+@pytest.mark.slow
 def test_recovery_by_adapters_with_features(teacher, tmp_path):
     pytest.importorskip("peft")
     pruned = save("smollm", tmp_path / "pruned", seed=1)

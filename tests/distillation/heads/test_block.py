@@ -96,6 +96,7 @@ def loop(drafter, model, target, options, anchors, real):
     return total / weights
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "family", "changes", "reduced"), CASES)
 def test_the_loss_and_its_gradients_are_those_of_a_loop(kind, family, changes, reduced, monkeypatch):
     monkeypatch.setattr(draft_loss, "BYTES", 4 * 320 * 10)  # ten predictions a chunk

@@ -40,6 +40,7 @@ def test_temperatures_of_overconfident_positions_are_found():
     assert max(after) < 0.03 < max(before)
 
 
+@pytest.mark.slow
 def test_the_error_is_of_chains_that_were_not_fitted():
     z, outcomes = confidences(8000)
     b, temperatures, details = calibrate(4 * z, outcomes)

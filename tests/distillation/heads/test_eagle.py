@@ -52,6 +52,7 @@ def embedded(target):
     return target.embedding[target.tokens]
 
 
+@pytest.mark.slow
 def test_each_step_is_that_of_a_head_that_drafts_after_its_own_states(monkeypatch):
     monkeypatch.setattr(unroll, "SCORES", 200)  # several parts
     for options in SWITCHES.values():
@@ -108,7 +109,7 @@ def same_gradients(head, value, wanted):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()), msg=name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES)
 def test_the_loss_of_eagle3_is_that_of_a_loop(options):
     head, target, settings = made(eagle3, **{"unrolled": 3, "decay": 0.5, **options})
@@ -190,6 +191,7 @@ def test_options_that_exclude_each_other_are_refused():
         EagleSettings(branches=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [eagle, eagle3])
 @torch.no_grad()
 def test_chains_are_compared_with_the_target_at_each_position(kind):

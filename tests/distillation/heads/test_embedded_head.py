@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from functools import cache
 
+import pytest
+
 from attar.checkpoint import paths
 from attar.measure.speculation.profile import FixedPolicy
 from attar.runtime.llm import LLM
@@ -35,6 +37,7 @@ def test_greedy_completions_are_those_of_plain_decoding_and_drafts_are_accepted(
     assert counts.accepted > LEAST * counts.drafts > 0
 
 
+@pytest.mark.slow
 def test_sampled_completions_with_a_seed_are_those_of_plain_decoding() -> None:
     llm = LLM("attar:tiny", draft="attar:head", kv_tokens=512)
     assert llm.engine.speculator is not None

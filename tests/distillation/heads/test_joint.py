@@ -36,7 +36,6 @@ SMALL = {
     "sequence_length": 32,
     "num_rollouts": 4,
     "prompt_tokens": 4,
-    "checkpoint_every": 2,
     "precision": "fp32",
     "data": str(Path(json.__file__).parent),
 }
@@ -152,7 +151,7 @@ def files(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path, monkeypatch, rank):
-    options = SMALL | {"adapter_rank": rank}
+    options = SMALL | {"adapter_rank": rank, "checkpoint_every": 2}
     attar.train_head(target, tmp_path / "a" / "new", **options)
     calls, loss = [0], joint_train._loss
 
@@ -189,6 +188,7 @@ def test_the_new_model_is_drafted_for_by_its_heads(target, tmp_path, rank):
     assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in plain]
 
 
+@pytest.mark.slow
 def test_a_model_with_tied_embeddings_learns_without_steps_of_the_heads_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     target = tiny_models.save(tiny_models.build("smollm"), tmp_path / "target")

@@ -29,7 +29,6 @@ SMALL = {
     "sequence_length": 32,
     "num_rollouts": 4,
     "prompt_tokens": 4,
-    "checkpoint_every": 2,
     "evaluate_every": 3,
     "precision": "fp32",
     "data": str(Path(json.__file__).parent),
@@ -79,7 +78,7 @@ def die_after(monkeypatch, calls):
     ),
 )
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path, monkeypatch, kind, cache):
-    options = SMALL | {"head": kind, "state_cache": cache} | KINDS[kind]
+    options = SMALL | {"head": kind, "state_cache": cache, "checkpoint_every": 2} | KINDS[kind]
     attar.train_head(target, tmp_path / "a" / "head", **options)
     with monkeypatch.context() as patch:
         die_after(patch, 4)
@@ -94,6 +93,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(target, tmp_path
     assert hashes(tmp_path / "a" / "head") == hashes(tmp_path / "b" / "head")
 
 
+@pytest.mark.slow
 def test_the_source_of_the_states_does_not_change_what_is_learned(target, tmp_path):
     """Beyond the last bits: a pass over other rows at once."""
     heads = [
@@ -105,7 +105,7 @@ def test_the_source_of_the_states_does_not_change_what_is_learned(target, tmp_pa
             torch.testing.assert_close(one, other, rtol=0.05, atol=2e-3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "cached"),
     [({}, 0), ({"steps": 20}, 6), ({"steps": 20, "state_cache": "0"}, 0), ({"state_cache": "20KB"}, 2)],
@@ -200,7 +200,7 @@ def test_text_without_a_prompt_is_one_line(target, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_9_while_training_gives_the_same_bytes(kind, tmp_path):
     target = tiny_models.save(tiny_models.build("llama3"), tmp_path / "target")
-    options = SMALL | {"head": kind, "steps": 40, "state_cache": "20KB"} | KINDS[kind]
+    options = SMALL | {"head": kind, "steps": 40, "state_cache": "20KB", "checkpoint_every": 2} | KINDS[kind]
     code = (
         "import sys, json, attar; from attar.distillation.rollouts import teacher; "
         "teacher.HELD_OUT_TOKENS = 64; "

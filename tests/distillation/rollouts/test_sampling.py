@@ -33,6 +33,7 @@ def own_logprobs(model, rows, T=1.0):
     return z.log_softmax(-1).gather(-1, rows[:, 1:].clamp(min=0)[..., None])[..., 0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma2", "opt"])
 @pytest.mark.parametrize("T", [1.0, 2.0])
 def test_rows_follow_their_prompts_and_know_their_probabilities(family, T):
@@ -123,7 +124,7 @@ def test_a_broken_model_is_named():
 def test_a_mixture_draws_from_both_models():
     """Its log-probabilities are those of a p + (1 - a) q, token by token; draws follow them."""
     student, teacher, a, T = tiny_models.build("gpt2"), tiny_models.build("llama3", seed=3), 0.6, 1.5
-    prompts = [[7, 8, 9]] * 800
+    prompts = [[7, 8, 9]] * 400
     runners = [runner_of(model, sequences=64, length=5, exact=True) for model in (student, teacher)]
     mixed = BlendedRunner(runners, [1 - a, a], vocabulary=40, temperature=T)
     rows, logprobs = sample_rows(mixed, prompts, 5, vocabulary=40, ends=(), seed=0)
@@ -132,7 +133,7 @@ def test_a_mixture_draws_from_both_models():
     wanted = law[:, :-1].gather(-1, rows[:, 1:, None])[..., 0].log()
     torch.testing.assert_close(logprobs[:, 3:], wanted[:, 2:], rtol=1e-4, atol=1e-4)
     counts = rows[:, 3].bincount(minlength=40).double() / len(rows)
-    assert 0.5 * (counts - law[0, 2].double()).abs().sum() < 0.12
+    assert 0.5 * (counts - law[0, 2].double()).abs().sum() < 0.17  # of 400 draws
     assert 0.5 * (counts - q[0, 2].double()).abs().sum() > 0.2
 
 

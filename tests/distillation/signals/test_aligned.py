@@ -131,6 +131,7 @@ def test_the_loss_of_rows_is_that_of_byte_strings(objective, divergence):
     assert loss.item() == pytest.approx(wanted, rel=2e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "hard"])
 def test_one_tokenizer_on_both_sides_gives_the_plain_loss(objective):
     tokenizer = tiny_models.tokenizer()
@@ -247,6 +248,7 @@ def test_every_text_byte_is_in_a_group_once():
     assert max(count.values()) == 1 and len(count) > 0.8 * total
 
 
+@pytest.mark.slow
 def test_text_beyond_the_teachers_context_is_not_compared(tmp_path):
     """A row has more of the teacher's tokens than it can read; what it reads teaches as before."""
     ours, theirs = tiny_models.tokenizer(), other_tokenizers.byte_level()

@@ -68,6 +68,7 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
             assert (one - other).norm() <= 2e-3 * one.norm() + 1e-7
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("top", [8, 10**6])
 def test_padding_of_the_vocabulary_is_neither_kept_nor_learned(tmp_path, top):
     """Nonsense in columns that are no tokens, on both sides and of two widths, changes nothing."""
@@ -146,6 +147,7 @@ def test_sizes_of_what_is_kept():
     assert sum(sizes) == 3 * 292
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma2"])
 @pytest.mark.parametrize("length", [12, 37])
 def test_a_rows_numbers_are_its_own(tmp_path, family, length, monkeypatch):
@@ -258,7 +260,7 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
     """The second one asks the teacher nothing: it reads the rows and the held-out text of the first. Other
     settings ask again."""
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
-    settings = recover_settings(**SMALL)
+    settings = recover_settings(**{**SMALL, "steps": 4, "checkpoint_every": 4})
     recover(teacher, tmp_path / "one", settings, teacher=teacher, signal=tmp_path / "signal")
     files = sorted((tmp_path / "signal").glob("*/*.safetensors"))
     monkeypatch.setattr(CachedTeacher, "_predict", dying(CachedTeacher._predict, 0))
@@ -268,7 +270,7 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
     for change in ({"temperature": 2.0}, {"teacher_top": 4}, {"teacher_samples": 5}):
         monkeypatch.setattr(CachedTeacher, "_predict", dying(CachedTeacher._predict, 0))
         with pytest.raises(Killed):
-            other = recover_settings(**{**SMALL, **change})
+            other = recover_settings(**{**SMALL, "steps": 4, **change})
             recover(teacher, tmp_path / "three", other, teacher=teacher, signal=tmp_path / "signal")
 
 

@@ -67,6 +67,7 @@ def test_a_student_learns_from_a_teacher_of_any_kind(tmp_path, dense, kind):
     assert curve(recovered)[-1] < 0.9 * curve(recovered)[0]
 
 
+@pytest.mark.slow
 def test_a_teacher_in_bf16_gives_the_same_run_in_half_the_memory(tmp_path, dense, monkeypatch):
     """Every loss is bit for bit that of float32 weights under autocast."""
     damaged = tiny_models.save(tiny_models.build("llama3", seed=1, **WIDE), tmp_path / "damaged")
@@ -88,6 +89,7 @@ def test_a_teacher_in_bf16_gives_the_same_run_in_half_the_memory(tmp_path, dense
     assert rounded.card.files["model.safetensors"] == plain.card.files["model.safetensors"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "hard"])
 def test_padding_of_the_vocabulary_is_never_learned(objective):
     """Nonsense in columns that are no tokens, on both sides and of two widths, changes neither loss nor

@@ -23,7 +23,6 @@ SMALL = {
     "sequence_length": 24,
     "learning_rate": 3e-3,
     "precision": "fp32",
-    "checkpoint_every": 10,
 }
 
 
@@ -95,7 +94,9 @@ def test_a_student_of_fewer_layers_or_of_half_the_width_learns_from_the_classifi
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     checkpoint, data = teacher
-    settings = distill_settings(**{**SMALL, "steps": 20}, data=data, layers=1, temperature=2.0)
+    settings = distill_settings(
+        **{**SMALL, "steps": 20}, checkpoint_every=10, data=data, layers=1, temperature=2.0
+    )
     whole = distill(checkpoint, tmp_path / "whole", settings)
     from attar.walks import train
 
@@ -116,6 +117,7 @@ def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     assert files[0] == files[1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("objective", ["kl", "reverse-kl", "jsd", "tv"])
 @pytest.mark.parametrize("T", [1.0, 3.0])
 def test_the_soft_loss_on_classes_is_that_of_the_paper(objective, T):

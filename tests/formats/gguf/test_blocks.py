@@ -128,6 +128,7 @@ def extreme(kind, half, byte):
     return data
 
 
+@pytest.mark.few(78)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("half", [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF])
 @pytest.mark.parametrize("byte", [0, 0xFE, 0x7F, 0x80])

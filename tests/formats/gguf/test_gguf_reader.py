@@ -59,6 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("model") / "m", **sizes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "family", ["llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox"]
 )
@@ -110,6 +111,7 @@ def with_blocks(model: Path, path: Path, kind: str) -> tuple[Any, torch.Tensor, 
     return opened, unpaired(peer[0], 8), peer[1]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", HALVES)
 def test_blocks_decode_as_the_gguf_library_has_it(tmp_path: Path, model: Path, kind: str) -> None:
     opened, q, down = with_blocks(model, tmp_path / "m.gguf", kind)

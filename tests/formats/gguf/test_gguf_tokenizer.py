@@ -75,6 +75,7 @@ def assert_same(one, other, texts=NASTY):
         assert other.encode(text).ids == one.encode(text).ids, text
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_byte_level_tokenizers_come_back(row, tmp_path):
     normalizer = {"type": "NFC"} if row.composed else None
@@ -88,6 +89,7 @@ def test_byte_level_tokenizers_come_back(row, tmp_path):
         assert_same(library(tmp_path / "in"), got)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", [None, "always", "first", "never", "gemma"])
 def test_sentencepiece_tokenizers_come_back(scheme, tmp_path):
     content = template(sentencepiece_bpe(scheme=scheme), before=["<s>"])
@@ -133,6 +135,7 @@ def test_the_embedded_model(tmp_path):
         assert_same(library(checkpoint.path), back(tmp_path / "out", metadata, as_ours=as_ours))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model_type", [None, "llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("kind", ["bpe", "spm", "unigram"])
 def test_transformers_loads_what_comes_back(kind, model_type, tmp_path):

@@ -135,6 +135,7 @@ def test_a_type_that_does_not_fit_gives_way():
     assert (fitting("Q4_0", 96), fitting("Q4_0", 80), fitting("BF16", 80)) == ("Q4_0", "F16", "BF16")
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("sizes", [{}, {"K": 96, "F": 80}, {"tied": True}, {"fused": True}])
 def test_every_mix_gives_every_tensor_a_type_that_divides_it(name, sizes):

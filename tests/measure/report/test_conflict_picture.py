@@ -69,6 +69,7 @@ def word_boxes(root: ElementTree.Element) -> list[tuple[str, LabelBox]]:
     return actual
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("models", "layers"), [(2, 1), (2, 40), (3, 8), (4, 22), (6, 100), (8, 12)])
 @pytest.mark.parametrize("length", [1, 8])
 @pytest.mark.parametrize("width", [880.0, 380.0])

@@ -70,11 +70,12 @@ def test_equal_values_sit_in_the_middle() -> None:
     assert fit([0.0], 0.0, 100.0)(0.0) == pytest.approx(50.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [2, 5, 8, 12])
 def test_labels_cover_neither_each_other_nor_points(count: int) -> None:
     noise = random.Random(count)
     bounds = LabelBox(60.0, 40.0, 860.0, 420.0)
-    for _ in range(15):
+    for _ in range(4):
         points = [(noise.uniform(80, 840), noise.uniform(60, 400)) for _ in range(count)]
         boxes = place_labels(points, [(110.0, 29.0)] * count, bounds, list(itertools.pairwise(points)), 9.0)
         assert all(box.within(bounds) for box in boxes)

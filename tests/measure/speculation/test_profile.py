@@ -112,6 +112,7 @@ def test_everything_is_put_back(engine: Engine, measured: Profile) -> None:
     second_engine(engine, None).check()
 
 
+@pytest.mark.slow
 def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
     measured = profile_of(engine, texts, (2,))
     assert row(measured, "a", "all").histogram == (0, 0, 2 * 2, 2 * 2 * 5)

@@ -71,6 +71,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_bits_are_pefts(case, tmp_path):
     family, settings = CASES[case]
@@ -102,6 +103,7 @@ def test_half_precision_is_rounded_once(tmp_path):
     assert (view.load(name).double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -152,6 +154,7 @@ def grown(tmp_path, case, rows=322):
     return AdaptedCheckpoint(open_checkpoint(tmp_path / "model"), tmp_path / "lora"), wrapped.eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", sorted(GROWN))
 def test_a_grown_vocabulary_is_read_as_peft_reads_it(case, tmp_path):
     view, wrapped = grown(tmp_path, case)
@@ -243,6 +246,7 @@ def test_the_adapters_tokenizer_and_template_come_along_where_they_fit(
     assert words in "".join(view.notes) and len(view.notes) == bool(words)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -290,6 +294,7 @@ def test_a_tensor_without_a_place_is_named(change, words, tmp_path):
         AdaptedCheckpoint(view.checkpoint, view.folder)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "rename",
     [

@@ -51,6 +51,7 @@ def logits(folder):
     return rows, tiny_models.logits(model, rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "only", "changes"),
     [

@@ -61,6 +61,7 @@ def run(method: MergeMethod, tensors: list[Tensor], base: Tensor | None, **given
     )
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
@@ -79,6 +80,7 @@ def test_shape_dtype_inputs_and_repetition(name: str, shape: tuple[int, ...], dt
     assert base is None or torch.equal(before[1], base)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_number_of_threads_does_not_matter(name: str) -> None:
     tensors, base = inputs(METHODS[name], (3, SIZE // 2), torch.float32)

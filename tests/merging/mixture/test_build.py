@@ -65,6 +65,7 @@ def normalized(rows):
     return rows / rows.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", list(RESULTS))
 def test_equal_experts_compute_what_the_dense_model_does(dense, family, tmp_path):
     folders = dense(family)
@@ -80,6 +81,7 @@ def test_equal_experts_compute_what_the_dense_model_does(dense, family, tmp_path
         torch.testing.assert_close(model(rows).logits, original(rows).logits, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["smollm", "qwen3"])
 def test_every_tensor_comes_from_where_it_should(dense, family, tmp_path):
     folders = dense(family)
@@ -105,6 +107,7 @@ def test_every_tensor_comes_from_where_it_should(dense, family, tmp_path):
         torch.testing.assert_close(result[name], tensor, atol=1e-5 if "gate.weight" in name else 0, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_shared_expert_has_its_gate_and_llama_gets_biases_of_zeros(dense, tmp_path):
     folders = dense("smollm")
     shared = {"source_model": "three", "positive_prompts": ["all"], "residual_scale": 0.25}

@@ -29,6 +29,7 @@ PREFIXES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_family_has_one_stack_of_three(family: str) -> None:
     model = view("m", family)

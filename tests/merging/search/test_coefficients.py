@@ -215,6 +215,7 @@ def test_what_cannot_be_searched_says_so(monkeypatch):
         search(space_of(PAIR), bowl, budget=2)
 
 
+@pytest.mark.slow
 def test_a_search_recovers_a_model_from_its_noisy_halves(tmp_path):
     """x + n and x - n: the weights that give x back are 1/2 and 1/2, and only held-out loss says so."""
     folder = tiny_models.save(tiny_models.build("llama2"), tmp_path / "m")

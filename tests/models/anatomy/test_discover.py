@@ -104,6 +104,7 @@ def test_linears_are_in_forward_order(model):
     assert tuple(seen) == block.linears
 
 
+@pytest.mark.few(5)
 def test_meta_model_has_the_same_anatomy(model):
     empty = empty_model(model.config)
     assert all(parameter.is_meta for parameter in empty.parameters())
@@ -118,6 +119,7 @@ def weight_rows(model, part, rows):
     return [weight] if module.bias is None else [weight, module.bias[inside]]
 
 
+@pytest.mark.few(4)
 def test_groups_are_the_heads(family):
     """A head without values adds nothing; behind silenced columns of o its q, k and v do not matter."""
     reference = tiny_models.build(family)
@@ -155,6 +157,7 @@ def test_groups_are_the_heads(family):
     torch.testing.assert_close(tiny_models.logits(silenced, rows), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(5)
 def test_neurons_are_the_mlp(family):
     """Behind silenced columns of down, the rows of up and gate no longer matter."""
     model = tiny_models.build(family)

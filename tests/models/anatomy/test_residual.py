@@ -17,6 +17,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", RMS + LAYERNORM)
 def test_pre_norm_families_rotate(family):
     facts = residual(tiny.build(family))

@@ -38,6 +38,7 @@ def test_numbers_and_patterns_are_checked_by_name(field, values, tmp_path):
         assert CONFIG in caught.value.message and len(caught.value.message) < 1000
 
 
+@pytest.mark.slow
 def test_a_pattern_that_takes_for_ever_ends(tmp_path):
     config = read_adapter_config(written(tmp_path, rank_pattern={"(.+)+Z": 4, "(a|aa)+$": 2}))
     began = time.monotonic()

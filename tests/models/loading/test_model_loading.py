@@ -54,6 +54,7 @@ def message_of(call, *arguments, kind=AttarError):
     return caught.value.message
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_family_comes_back(family, tmp_path):
     model = tiny_models.build(family)
@@ -65,6 +66,7 @@ def test_every_family_comes_back(family, tmp_path):
     assert load_tokenizer(folder)("def f():")["input_ids"] == tiny_models.tokenizer()("def f():")["input_ids"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_empty_models_lack_nothing_but_weights(family, tmp_path):
     """With the weights put in, the empty model computes what the loaded one does: its buffers are right."""

@@ -32,6 +32,7 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("kind", "name"), CLASSES)
 def test_the_file_goes_before_the_class(kind, name, tmp_path):
     make, named = KINDS[kind]

@@ -68,6 +68,7 @@ def head_choices(model):
         yield [sorted((start + step) % total for step in range(count)) for start in (0, 1, total - 1)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", HEADS_CAN_GO)
 def test_cut_heads_equal_masked_heads(family, tmp_path):
     model = tiny_models.build(family)
@@ -88,6 +89,7 @@ def test_cut_heads_equal_masked_heads(family, tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", HEADS_MUST_STAY)
 def test_heads_that_the_config_cannot_express(family):
     model = tiny_models.build(family)
@@ -100,6 +102,7 @@ def test_heads_that_the_config_cannot_express(family):
     assert_equal_logits(everything, model, tiny_models.tokens(model))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_cut_neurons_equal_masked_neurons(family, tmp_path):
     model = tiny_models.build(family)
@@ -116,6 +119,7 @@ def test_cut_neurons_equal_masked_neurons(family, tmp_path):
     assert sum(p.numel() for p in cut.parameters()) < sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_kept_layers_equal_skipped_layers(family, tmp_path):
     model = tiny_models.build(family)
@@ -134,6 +138,7 @@ def test_kept_layers_equal_skipped_layers(family, tmp_path):
     assert_equal_logits(reloaded(shorter, tmp_path), skipped, rows)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_smaller_models_generate_with_a_cache(family):
     """The cache indexes layers and heads; a stale index would show here."""
@@ -286,6 +291,7 @@ def test_per_layer_lists_follow_the_layers():
     assert shorter.config.eos_token_id == [0, 1, 2]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "changes", "kept", "expected"),
     [

@@ -56,7 +56,7 @@ def plans(family, anatomy):
         yield "query heads", CutPlan(heads=queries(anatomy))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_masked_model_computes_what_the_cut_model_does(family):
     model = tiny_models.build(family)
@@ -71,6 +71,7 @@ def test_the_masked_model_computes_what_the_cut_model_does(family):
     assert torch.equal(tiny_models.logits(model, rows), whole)  # nothing of a mask is left
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [*tiny_models.ENCODERS, "llama3", "gpt2"])
 def test_a_masked_classifier_computes_what_the_cut_one_does(family):
     """Poolers and heads, too, lose the channels."""

@@ -35,7 +35,7 @@ def check(model, plans, space, removal, storage, folder):
         assert planned.parameters(plan) == cut.num_parameters(), plan
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
 def test_bytes_and_parameters_are_exact_in_every_family(family, tmp_path):
     model = tiny_models.build(family)
@@ -45,6 +45,7 @@ def test_bytes_and_parameters_are_exact_in_every_family(family, tmp_path):
     check(model, plans, space, [2, 0, 1], torch.float32, tmp_path)
 
 
+@pytest.mark.slow
 def test_bytes_of_twenty_plans_of_a_trained_model_are_exact(tmp_path):
     model = load_model("attar:tiny", dtype=torch.float32)
     space = space_of(model, torch.bfloat16)

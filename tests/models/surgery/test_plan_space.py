@@ -20,6 +20,7 @@ def test_a_llama_allows_everything():
         assert min(chosen) >= min(measured) and max(chosen) == max(measured)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
 def test_structures_that_a_config_cannot_say_are_refused_by_name(family):
     space = space_of(family)

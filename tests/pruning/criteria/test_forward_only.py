@@ -41,6 +41,7 @@ def recorded(model, modules, rows, outputs=False):
     return values
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["heads", "query-heads", "neurons"])
 def test_activation_is_the_norm_over_sequences_of_the_mean_over_tokens(family, method, tmp_path):
@@ -55,6 +56,7 @@ def test_activation_is_the_norm_over_sequences_of_the_mean_over_tokens(family, m
             assert got[index, unit].item() == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wanda_is_what_a_neuron_adds_to_the_next_projection(family, tmp_path):
     """For a single column the score is the norm of what the output loses: exactly."""
@@ -84,6 +86,7 @@ def test_wanda_adds_the_squares_of_a_heads_columns(method, tmp_path):
         assert got[2, unit].item() == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "opt", "bert"])
 def test_channels_are_scored_by_all_norms_over_the_stream(family, tmp_path):
     model = tiny_models.build(family)
@@ -112,6 +115,7 @@ def test_influence_is_one_minus_the_cosine_of_a_blocks_input_and_output(tmp_path
         assert got[0, index].item() == pytest.approx(sum(total) / len(total), rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "bert", "gemma3"])
 def test_kl_of_a_layer_is_that_of_the_model_cut_without_it(family, tmp_path):
     model = tiny_models.build(family)

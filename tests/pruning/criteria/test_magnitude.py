@@ -30,6 +30,7 @@ def by_sorting(weights, zeros):
     return {name: gone.count(name) for name in weights}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.9, 1.0])
 def test_one_threshold_is_that_of_a_sort(dtype, share):

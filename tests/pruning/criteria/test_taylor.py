@@ -32,6 +32,7 @@ def removed_sum(table, anatomy, remove):
     return before - after
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "phi3", "gpt2", "gpt_neox", "bert"])
 def test_is_the_sum_over_what_surgery_removes(family, tmp_path):
     model = tiny_models.build(family)

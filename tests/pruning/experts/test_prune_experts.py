@@ -74,7 +74,7 @@ def prune(folder, out, **options):
     return attar.prune(folder, out, method="experts", **TEXT, **options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_cut_mixture_is_loaded_by_transformers_and_computes_what_the_masked_one_does(
     mixture, kind, tmp_path

@@ -228,6 +228,7 @@ def test_the_cuts_cover_every_layer_and_amount():
     assert {cut.structure for cut in alone} == {"heads", "layers"}
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_stops(llama, tmp_path, capsys):
     file = tmp_path / "scan.json"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "method"]

@@ -100,6 +100,7 @@ def test_zeros_stay_and_the_block_is_left_as_it_was():
     assert "bias" in solved["0"].tensors and "bias" not in solved["2"].tensors
 
 
+@pytest.mark.slow
 def test_a_first_step_goes_down_the_gradient_of_finite_differences():
     """Adam's first step is the sign of the gradient; that of the loss is measured by moving each weight."""
     view = View(batches=1)

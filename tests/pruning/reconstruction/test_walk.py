@@ -33,7 +33,7 @@ def blocks_weights(checkpoint):
     return {n: checkpoint.load(n) for n in checkpoint.tensors if ".layers." in n and "proj" in n}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["linear", "block"])
 @pytest.mark.parametrize("sparsity", ["2:4", 0.6])
 def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):
@@ -49,7 +49,7 @@ def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):
         assert not torch.equal(before, after), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "opt", "bert"])
 @pytest.mark.parametrize("kind", ["linear", "block"])
 def test_every_family_is_reconstructed(tmp_path, family, kind):
@@ -91,6 +91,7 @@ def test_units_are_reconstructed_before_the_cut(tmp_path, method):
         assert torch.equal(before[name], after[name]) == (changed not in name), name
 
 
+@pytest.mark.slow
 def test_layers_after_a_gap_are_reconstructed(tmp_path, monkeypatch):
     skipped = []
     for name in ("sweep_linears", "sweep_blocks"):
@@ -170,6 +171,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
         assert torch.equal(whole.load(name), resumed.load(name)), name
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
     options = {"method": "magnitude", "reconstruct": "block"}

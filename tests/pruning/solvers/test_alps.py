@@ -43,6 +43,7 @@ def best_of_all_supports(W, H, supports):
     return best
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("amount", ["4:8", "2:4", "1:4"])
 def test_near_the_best_of_all_supports(amount, seed):

@@ -75,6 +75,7 @@ def test_agrees_with_brute_force(amount, act_order):
     torch.testing.assert_close(pruned[same].double(), wanted[same], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("amount", [*AMOUNTS, "20:32"])

@@ -170,6 +170,7 @@ def test_bits_per_weight_count_what_is_stored(grid, weight):
     assert grid.bits_per_weight((N, K)) * N * K == pytest.approx(stored_bits(grid, quantized), rel=1e-12)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_gptq_runs_on_it_and_beats_nearest(grid, weight, hessian):
     quantized = gptq(weight, hessian, grid)

@@ -154,6 +154,7 @@ def test_shrink_clips(weight):
     assert torch.equal(MIXED.choose(weight, 1.0).scale, MIXED.choose(weight, torch.tensor(1.0)).scale)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_gptq_and_refinement_run_on_it_and_beat_nearest(grid, weight, hessian):
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)

@@ -18,7 +18,7 @@ def weight():
     return values * torch.linspace(0.01, 3, 200)[:, None]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", LARGEST)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])

@@ -46,6 +46,7 @@ def test_importance_moves_the_error(kind, weight):
     assert weighted.square().sum() > plain.square().sum()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_know_of_each_other(kind, weight, monkeypatch):
     whole = GGML[kind].choose(weight)

@@ -101,6 +101,7 @@ def spelled_out(weight, grid, symmetric):
     return codes, decoded, decided
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rows", [1, 0, 16])
 @pytest.mark.parametrize("group", [0, 16, 24])

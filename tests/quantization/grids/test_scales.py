@@ -74,6 +74,7 @@ def test_mse_takes_the_best_factor_of_each_tile(grid, weight, importance):
     assert torch.allclose(reached, errors.amin(0), rtol=1e-4)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_mse_is_never_worse_than_absmax(grid, weight, importance, weighted):
@@ -119,6 +120,7 @@ def test_percentile_is_the_quantile_of_each_tiles_magnitudes(grid, weight, perce
             assert parameters.scale[i, j].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("how", module.HOWS)
 def test_every_way_on_every_grid(grid, how, weight, importance):

@@ -98,7 +98,7 @@ def llama():
     return View("llama3")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", GRIDS)
 def test_beats_nearest_on_every_grid_and_its_codes_are_its_weight(llama, name):
     grid = GRIDS[name]
@@ -110,6 +110,7 @@ def test_beats_nearest_on_every_grid_and_its_codes_are_its_weight(llama, name):
     assert learned.best < 0.9 * nearest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "phi3"])
 def test_runs_on_transposed_and_fused_modules(family):
     view = View(family)
@@ -120,6 +121,7 @@ def test_runs_on_transposed_and_fused_modules(family):
     assert all(view.modules[name].weight is weight for name, weight in before.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hold", [0, 2**30])
 def test_same_seed_same_bytes(llama, hold):
     grids = dict.fromkeys(llama.names, IntGrid(3, 16, symmetric=False))
@@ -132,6 +134,7 @@ def test_same_seed_same_bytes(llama, hold):
     assert any(not torch.equal(first[name].codes, other[name].codes) for name in llama.names)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "grid", [IntGrid(3, 16), IntGrid(3, 16, symmetric=False), NF4Grid(16), NVFP4Grid(), GGMLGrid("Q4_1")]
 )
@@ -293,6 +296,7 @@ def test_refuses_what_it_cannot_do(llama):
         autoround(llama, grids, iterations=1, starts={llama.names[0]: ordered})
 
 
+@pytest.mark.slow
 def test_the_sweep_takes_it_block_by_block(tmp_path):
     checkpoint = open_checkpoint(tiny_models.save(tiny_models.build("qwen2"), tmp_path / "model"))
     grid = IntGrid(3, 16)
@@ -326,6 +330,7 @@ def test_inputs_are_not_modified(llama):
     assert isinstance(rounding.quantized().parameters, TileParameters)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["sign", "adam"])
 def test_a_stopped_block_goes_on_from_its_step(llama, tmp_path, update):
     grids = dict.fromkeys(llama.names, IntGrid(4, group_size=16))

@@ -58,6 +58,7 @@ def test_inputs_stand_by_their_energy_and_the_first_get_more_bits():
     assert lost[:32].max() < lost[32:].min()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(64, 256), (96, 96), (33, 192)])
 @pytest.mark.parametrize("pattern", [exl2.PATTERNS[0], SMALL, exl2.PATTERNS[6], exl2.PATTERNS[13]])
 def test_less_output_error_than_nearest_and_than_plain_gptq(shape, pattern):
@@ -73,6 +74,7 @@ def test_less_output_error_than_nearest_and_than_plain_gptq(shape, pattern):
     assert result.report["error"] < 0.98 * beforehand
 
 
+@pytest.mark.slow
 def test_scales_chosen_on_the_way_are_better_at_two_bits():
     """Geometric mean over layers; at four bits it hardly matters."""
     ratio = 1.0

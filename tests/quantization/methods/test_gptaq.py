@@ -59,6 +59,7 @@ def by_the_paper(W, X, original, grid, parameters, order, alpha, residual, compe
     return codes
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("residual", ["compensated", "original"])
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
 @pytest.mark.parametrize("act_order", [True, False])

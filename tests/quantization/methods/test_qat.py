@@ -38,7 +38,7 @@ def linears(model):
 
 
 def ready(family="qwen2", grid=None):
-    model = tiny_models.build(family)
+    model = tiny_models.build(family, num_hidden_layers=2)
     return model, dict.fromkeys(linears(model), grid or IntGrid(3, 16, storage=torch.bfloat16))
 
 
@@ -61,7 +61,7 @@ def nearest(model, grids):
     return rounded
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "grid"),
     [

@@ -179,6 +179,7 @@ def test_systems_are_solved_for_some_rows_at_a_time(grid, monkeypatch):
     assert seen.bytes <= max(2**18, W.nbytes), seen.bytes  # whole, the systems take 384 KiB
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("grid", [*GRIDS, MXFP4Grid()], ids=str)
 def test_rows_refined_in_parts_are_those_refined_together(monkeypatch, grid, masked):

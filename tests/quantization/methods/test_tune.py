@@ -31,7 +31,7 @@ ROWS = torch.randint(5, 300, (16, 12), generator=torch.Generator().manual_seed(0
 
 def rounded(family="qwen2", grid=None):
     """A model, the codes of its Linears and its rows with states."""
-    model = tiny_models.build(family)
+    model = tiny_models.build(family, num_hidden_layers=2)
     names = [name for block in discover(model).blocks for name in block.linears]
     grid = grid or IntGrid(3, 16, storage=torch.bfloat16)
     codes = {name: rtn(weight_of(model, name), grid) for name in names}
@@ -79,6 +79,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", GRIDS)
 def test_codes_stay_and_what_is_stored_is_what_was_tuned(name):
     model, codes, examples = rounded(grid=GRIDS[name])
@@ -96,6 +97,7 @@ def test_codes_stay_and_what_is_stored_is_what_was_tuned(name):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "share"), [("qwen2", 0.9), ("gpt2", 0.9), ("gemma2", 0.98)])
 def test_a_coarse_model_comes_nearer_to_the_original(family, share):
     model, codes, examples = rounded(family, IntGrid(2, 16, storage=torch.bfloat16))

@@ -63,6 +63,7 @@ def ordered(H, act_order):
     return torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(len(H))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("grid", [IntGrid(3, 8), IntGrid(4, 0), IntGrid(3, 8, False), IntGrid(4, 8, rows=4)])
 @pytest.mark.parametrize("tile", [4, 32])

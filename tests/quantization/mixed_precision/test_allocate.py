@@ -63,7 +63,7 @@ small_cases = st.lists(option_lists, min_size=1, max_size=5).map(
 
 
 @given(small_cases, st.integers(1, 100))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_equals_brute_force(groups, budget):
     best = brute_force(groups, budget)
     if best is None:
@@ -79,6 +79,7 @@ def test_equals_brute_force(groups, budget):
     assert list(allocation.choice) == list(groups)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_equals_the_table_on_forty_groups(seed):
     groups = random_groups(40, seed)
@@ -91,7 +92,7 @@ def test_equals_the_table_on_forty_groups(seed):
 
 
 @given(small_cases, st.integers(0, 60), st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_gap_is_a_certificate_even_with_hardly_any_states(groups, extra, states):
     budget = sum(min(o.bits for o in g) for g in groups.values()) + extra
     allocation = allocate(groups, budget, states=states)
@@ -106,6 +107,7 @@ def test_a_gap_above_zero_is_reported_when_the_states_run_out():
     assert results[0].loss - results[0].gap <= results[1].loss <= results[0].loss
 
 
+@pytest.mark.slow
 def test_more_budget_is_never_worse():
     groups = random_groups(25, 11)
     least = sum(min(o.bits for o in g) for g in groups.values())

@@ -31,8 +31,8 @@ CANDIDATES = {
 class Case:
     """A tiny model of a family, its groups, its blocks and some text."""
 
-    def __init__(self, family="llama3", **changes):
-        self.model = tiny_models.build(family, **changes)
+    def __init__(self, family="llama3", layers=2, **changes):
+        self.model = tiny_models.build(family, num_hidden_layers=layers, **changes)
         anatomy = discover(self.model)
         self.blocks = [block.name for block in anatomy.blocks]
         self.linears = [name for block in anatomy.blocks for name in block.linears]
@@ -70,7 +70,7 @@ def bytes_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "opt", "gemma2", "phi3", "bert"])
 def test_every_number_is_that_of_a_model_changed_by_hand(tmp_path, family):
     case = Case(family)
@@ -87,10 +87,10 @@ def test_every_number_is_that_of_a_model_changed_by_hand(tmp_path, family):
     assert not (tmp_path / ".s.json.work").exists()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma3", "gpt_neox"])
 def test_starting_at_the_block_gives_the_same_numbers_as_running_everything(tmp_path, family):
-    case = Case(family)
+    case = Case(family, layers=3)
     candidates = {"W3A16": lambda storage: IntGrid(3, 32, storage=storage)}
     ran = []
     case.model.get_submodule(case.linears[0]).register_forward_pre_hook(lambda *_: ran.append(len(ran)))
@@ -102,9 +102,16 @@ def test_starting_at_the_block_gives_the_same_numbers_as_running_everything(tmp_
     assert first < 0.5 * second  # of three blocks, the first one runs for its own groups alone
 
 
-def test_output_error_is_that_of_the_inputs_the_layer_gets(tmp_path):
+@pytest.fixture(scope="module")
+def measured_case(tmp_path_factory):
+    """A case, and what is measured of it: for tests that leave the model as it is."""
     case = Case()
-    actual = {one.group: one for one in case.measure(tmp_path / "s.json")}
+    return case, case.measure(tmp_path_factory.mktemp("measured") / "s.json")
+
+
+def test_output_error_is_that_of_the_inputs_the_layer_gets(measured_case):
+    case, measured = measured_case
+    actual = {one.group: one for one in measured}
     group = next(name for name in case.groups if name.startswith("model.layers.1") and "gate" in name)
     inputs = []
     hook = case.model.get_submodule(case.groups[group][0]).register_forward_pre_hook(
@@ -188,6 +195,7 @@ def test_a_file_about_something_else_is_refused(tmp_path):
         measure(case.model, case.groups, CANDIDATES, [], file, key=KEY)
 
 
+@pytest.mark.slow
 def test_a_grid_that_does_not_fit_is_left_out(tmp_path):
     case = Case()
     fits = lambda grid, shape: grid.bits != 2 or shape[1] % 96  # noqa: E731
@@ -275,7 +283,7 @@ def test_groups_share_what_runtimes_fuse():
 
 
 def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
-    case = Case(num_hidden_layers=2)
+    case = Case()
     measured = case.measure(tmp_path / "s.json")
     weights = sum(n * k for n, k in case.shapes.values())
     options = {}
@@ -300,9 +308,8 @@ def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
     assert chosen.curve[0][0] == pytest.approx(3.0) and chosen.curve[-1][0] == pytest.approx(9.0)
 
 
-def test_what_cannot_be_assigned_is_refused(tmp_path):
-    case = Case()
-    measured = case.measure(tmp_path / "s.json")
+def test_what_cannot_be_assigned_is_refused(measured_case):
+    case, measured = measured_case
     with pytest.raises(SettingsError, match=r"bits is 2.5, but must be at least 3, scales included"):
         mix(measured, case.shapes, 2.5)
     with pytest.raises(ModelError, match="lm_head was not measured"):
@@ -312,9 +319,8 @@ def test_what_cannot_be_assigned_is_refused(tmp_path):
         mix(twice, case.shapes, 5.0)
 
 
-def test_interaction_measures_the_whole_mix(tmp_path):
-    case = Case()
-    measured = case.measure(tmp_path / "s.json")
+def test_interaction_measures_the_whole_mix(measured_case, tmp_path):
+    case, measured = measured_case
     chosen = mix(measured, case.shapes, 4.5)
     before = bytes_of(case.model)
     seen = interaction(case.model, chosen.schemes, chosen.kl, CANDIDATES, case.batches, tmp_path / "work")
@@ -325,6 +331,7 @@ def test_interaction_measures_the_whole_mix(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_bf16_weights_and_arithmetic(tmp_path):
     case = Case()
     case.model.to(torch.bfloat16)

@@ -81,6 +81,7 @@ def test_smoothing_leaves_the_function(tmp_path, family, kind):
     assert (result.path / "tokenizer.json").exists()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", ROTATING)
 def test_rotation_leaves_the_function(tmp_path, family):
     model = tiny.build(family)
@@ -90,6 +91,7 @@ def test_rotation_leaves_the_function(tmp_path, family):
     assert (source.load(name) - result.load(name)).abs().max() > 0.1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hidden", [80, 96, 112])
 def test_rotation_of_widths_that_are_no_power_of_two(tmp_path, hidden):
     model = tiny.build("qwen2", hidden_size=hidden, num_attention_heads=4, num_key_value_heads=2)
@@ -107,6 +109,7 @@ def test_gemmas_norms_rotate(tmp_path):
     assert result.load("model.norm.weight").abs().max() == 0
 
 
+@pytest.mark.slow
 def test_parallel_blocks_share_a_scale(tmp_path):
     """Phi: one norm feeds q, k, v and fc1, which run in two groups."""
     config = transformers.PhiConfig(**tiny.GQA)
@@ -121,7 +124,7 @@ def test_parallel_blocks_share_a_scale(tmp_path):
 
 
 def test_rotated_vectors_have_no_weight_left_in_norms(tmp_path):
-    _, result = run(tiny.build("llama3"), tmp_path, "rotate")
+    _, result = run(tiny.build("llama3", num_hidden_layers=2), tmp_path, "rotate")
     assert all((result.load(name) == 1).all() for name in result.tensors if "norm" in name)
     _, result = run(tiny.build("gpt2"), tmp_path / "gpt2", "rotate")
     assert all((result.load(n) == 0).all() for n in result.tensors if n.endswith(("ln_1.bias", "ln_2.bias")))
@@ -153,7 +156,9 @@ def test_refusals(tmp_path):
 
 
 def test_the_papers_smoothquant_scales_behind_norms_alone(tmp_path):
-    source, result = run(tiny.build("llama3"), tmp_path, "smoothquant", alpha=0.5, grids=None)
+    source, result = run(
+        tiny.build("llama3", num_hidden_layers=2), tmp_path, "smoothquant", alpha=0.5, grids=None
+    )
     report = report_of(result.path)
     assert {fold["kind"] for fold in report["folds"]} == {"norm"}
     name = "model.layers.1.mlp.down_proj.weight"
@@ -161,7 +166,7 @@ def test_the_papers_smoothquant_scales_behind_norms_alone(tmp_path):
 
 
 def test_only_linears_with_a_grid_count(tmp_path):
-    model = tiny.build("llama3")
+    model = tiny.build("llama3", num_hidden_layers=2)
     some = {name: grid for name, grid in grids(model).items() if "layers.1.mlp" in name}
     _, result = run(model, tmp_path, "awq", grids=some)
     assert [fold["kind"] for fold in report_of(result.path)["folds"]] == ["norm", "up"]
@@ -187,7 +192,7 @@ def test_layers_round_better_after_awq(tmp_path):
 
     Each fold's error is what the search said it would be, although v and up were scaled by another fold too.
     """
-    model = tiny.build("llama3")
+    model = tiny.build("llama3", num_hidden_layers=2)
     _, result = run(model, tmp_path, "awq")
     smoothed = load_model(result, dtype=torch.float32)
     names = list(grids(model))
@@ -211,7 +216,7 @@ def test_layers_round_better_after_awq(tmp_path):
 
 
 def test_transforms_compose(tmp_path):
-    model = tiny.build("qwen2")
+    model = tiny.build("qwen2", num_hidden_layers=2)
     _, rotated = run(model, tmp_path, "rotate", "rotated")
     smoothed = transform(
         rotated,
@@ -234,7 +239,7 @@ def test_dtype_is_kept_or_cast(tmp_path):
 
 
 def test_same_seed_same_bytes_and_other_seed_other_bytes(tmp_path):
-    model = tiny.build("llama3")
+    model = tiny.build("llama3", num_hidden_layers=2)
     files = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(model, tmp_path, "rotate", name, seed=seed)
@@ -242,8 +247,9 @@ def test_same_seed_same_bytes_and_other_seed_other_bytes(tmp_path):
     assert files["a"] == files["b"] != files["c"]
 
 
+@pytest.mark.slow
 def test_a_finished_folder_is_reused(tmp_path, monkeypatch):
-    model = tiny.build("llama3")
+    model = tiny.build("llama3", num_hidden_layers=2)
     run(model, tmp_path, "awq")
     monkeypatch.setattr(apply, "sweep_linears", None)
     monkeypatch.setattr(apply, "stream", None)
@@ -253,7 +259,7 @@ def test_a_finished_folder_is_reused(tmp_path, monkeypatch):
 
 def test_resumes_after_the_sweep(tmp_path, monkeypatch):
     """Killed while it writes: the scales are not searched again, and the bytes are the same."""
-    model = tiny.build("llama3")
+    model = tiny.build("llama3", num_hidden_layers=2)
     run(model, tmp_path, "awq", "whole")
 
     def killed(*_, **__):

@@ -84,6 +84,7 @@ def test_weighted_scales_by_hand():
     assert torch.equal(scale_at(m, 0.0), torch.ones(3))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("grid", [IntGrid(4, 16), IntGrid(2, 8, symmetric=False), IntGrid(4, 0, rows=0)])
 def test_never_worse_than_round_to_nearest(grid, seed):

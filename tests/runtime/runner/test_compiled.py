@@ -102,6 +102,7 @@ def test_sequences_in_one_step(models):
     torch.testing.assert_close(rows, torch.cat(expected), **CLOSE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -238,6 +239,7 @@ def test_ancestors():
     assert np.array_equal(ancestors([-1, -1]), np.eye(2, dtype=bool))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens(family, models):
     model, ids = models(family), tokens(12)

@@ -148,6 +148,7 @@ def test_a_wrong_frequency_is_noticed():
         Rotary(runner.model, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ROTARY)
 def test_streaming_is_attention_by_slot_in_the_cache(family):
     """The paper's rule: unrotated keys, rotated by their place in the cache, at each step, done by hand."""
@@ -225,6 +226,7 @@ def test_streaming_and_trees():
         torch.testing.assert_close(logits[chain], want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "slack"), [("llama3", 0), ("qwen3", 3), ("gpt2", 0)])
 def test_h2o_against_the_oracle(family, slack):
     method, tokens = H2O(heavy=5, recent=4, slack=slack), prompt()
@@ -259,6 +261,7 @@ def test_h2o_in_chunks_stays_inside_its_bound():
     assert not managed.runner._observer.records
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunks", [(30,), (11, 14, 3, 2)])
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_snapkv_against_the_oracle(family, chunks):
@@ -312,6 +315,7 @@ def test_a_fork_is_packed_like_its_parent():
     assert not {*parent.manager.table(0).blocks} & {*parent.manager.table(1).blocks}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunks", [(30,), (11, 14, 3, 2)])
 @pytest.mark.parametrize(("family", "stride"), [("llama3", 1), ("qwen3", 3), ("gpt_neox", 2)])
 def test_reread_against_the_oracle(family, stride, chunks, monkeypatch):
@@ -397,6 +401,7 @@ def snapped(method, queries, k):
     return np.array(kept)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "bfloat16", "kivi4", "kivi2"])
 @pytest.mark.parametrize("name", [None, "streaming", "h2o", "snapkv", "reread"])
 def test_formats_and_eviction(kv_dtype, name):

@@ -62,6 +62,7 @@ def slots(blocks, start, stop):
     return np.array([blocks[i // 16] * 16 + i % 16 for i in range(start, stop)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_those_of_transformers(family):
     model, ids, other = model_of(family), tokens(), tokens(1)

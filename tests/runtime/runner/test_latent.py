@@ -97,6 +97,7 @@ def test_other_stores(kv_dtype, bound):
     assert 0 < float((actual - want).norm() / want.norm()) < bound
 
 
+@pytest.mark.slow
 def test_a_projection_of_codes_is_decoded_once(tmp_path):
     """W4A16: near the decoded model, which is rounded to bfloat16; the cache is one of latents."""
     folder = tiny_models.save(build("DeepseekV3"), tmp_path / "model", dtype=torch.bfloat16)

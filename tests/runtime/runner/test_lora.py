@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_completions_are_those_of_peft(tmp_path, case):
     family, settings = CASES[case]
@@ -116,6 +116,7 @@ def adapted(folders):
     return llm
 
 
+@pytest.mark.slow
 def test_a_mixed_batch_is_each_request_alone(adapted):
     """With chunked prompts, decoding and prefills in one step."""
     jobs = [(prompt, key) for prompt in PROMPTS for key in ("a", "", "b")]
@@ -179,6 +180,7 @@ def test_a_step_with_an_adapter_that_is_gone_fails_alone(adapted):
     assert reasons == {ids[0]: "error", ids[1]: "length"} and tokens[ids[1]] == expected[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["W4A16", "NF4"])
 def test_packed_models_run_adapters_too(tmp_path, scheme):
     """Linears stay codes; the update is that of float32."""
@@ -325,6 +327,7 @@ def merged_in(folder, adapter, target):
     return target
 
 
+@pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize("name", ["model", "tied"])
 def test_the_compiled_step_is_that_of_merged_weights(dense, tmp_path, name):

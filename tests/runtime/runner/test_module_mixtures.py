@@ -17,6 +17,7 @@ LENGTH = 30
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", tiny_mixtures.FAMILIES)
 def test_logits_of_every_family(family):
     """A prompt in chunks, then single tokens."""

@@ -26,6 +26,7 @@ def case(family):
     return plain, Modules(copy.deepcopy(plain), blocks=64, block_size=4), prompts, wanted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_alone(family):
     _, runner, prompts, wanted = case(family)
@@ -34,6 +35,7 @@ def test_alone(family):
         assert driver.extend(driver.add(prompt), count=COUNT) == [want]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_mixed_with_chunks_and_latecomers(family):
     """Prompts in chunks of 3 in a batch with decoding sequences, and one that joins later."""
@@ -48,6 +50,7 @@ def test_mixed_with_chunks_and_latecomers(family):
         assert one.tokens[len(prompt) :][:COUNT] == want
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_shared_blocks_and_forks(family):
     """A prefix of 16 tokens is read from another sequence's blocks; a fork copies the partial tail."""
@@ -67,6 +70,7 @@ def test_shared_blocks_and_forks(family):
     assert actual[2] == greedy(plain, branch, 4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_a_tree_sees_its_ancestors_only(family):
     """Every branch of a tree gives the logits of the chain that leads to it."""

@@ -134,6 +134,7 @@ def test_the_earliest_beginning_wins_then_the_longest() -> None:
     assert finder.match == "bcd"
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("seed", range(200))
 def test_any_cut_shows_what_comes_before_the_first_stop(seed: int) -> None:
     """Character by character the first stop string to be complete ends the text where it begins."""

@@ -215,6 +215,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_takes_too_long_to_compile_is_refused_and_the_next_is_not(
     monkeypatch: pytest.MonkeyPatch, name: str

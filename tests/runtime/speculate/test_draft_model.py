@@ -260,7 +260,7 @@ def test_prompts_that_begin_alike_are_run_once() -> None:
     assert runner.ran == 2 + len(PROMPTS[3]) + 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("blocks", [12, 64])
 def test_random_rounds(seed: int, blocks: int) -> None:

@@ -64,6 +64,7 @@ def same(running: Engine, requests) -> None:
     running.check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_with_trees_of_right_and_wrong_tokens(seed: int, chains: bool) -> None:
@@ -77,6 +78,7 @@ def test_random_batches_with_trees_of_right_and_wrong_tokens(seed: int, chains: 
     assert sum(subject.counts.accepted_at) == subject.counts.accepted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_few_blocks(seed: int) -> None:
     """Sequences are preempted and resumed; drafts preempt no sequence."""
@@ -256,6 +258,7 @@ def test_a_step_that_fails_leaves_no_drafts_behind() -> None:
     same(running, requests)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verification", ["coupled", "exact"])
 @pytest.mark.parametrize("kind", [Oracle, Drawer])
 def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> None:
@@ -271,7 +274,7 @@ def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> Non
 
 
 @pytest.mark.parametrize("make", [SuffixProposer, LookaheadProposer])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
     """Greedy and coupled texts with the real proposers, eager and with the real policy."""
     requests = [([n, n + 1, n], replace(GREEDY, max_tokens=60)) for n in range(batch)]
@@ -289,6 +292,7 @@ def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
         assert result.counts.accepted > 5 * batch
 
 
+@pytest.mark.slow
 def test_fifty_seeds() -> None:
     """A seeded text is the same with and without drafts, fixed or drawn with its own noise."""
     params = [
@@ -317,7 +321,8 @@ def test_what_is_verified_exactly_is_drawn_with_noise_of_its_own(verification, s
     assert seen and all(isinstance(wish.rules, DraftRules) == exact for wish in seen)
 
 
-def test_exact_mode_keeps_the_law() -> None:
+@pytest.mark.parametrize("turns", [8, pytest.param(30, marks=pytest.mark.slow)])
+def test_exact_mode_keeps_the_law(turns: int) -> None:
     """Chains drawn from a strange q, in batches: the texts of three tokens have the enumerated law."""
     params = SamplingParams(temperature=1.2, top_k=3, repetition_penalty=1.3, max_tokens=3, ignore_eos=True)
     prompt = [1, 2]
@@ -333,7 +338,7 @@ def test_exact_mode_keeps_the_law() -> None:
     subject = speculator(drawer, verification="exact")
     order = {message: (index,) for index, message in enumerate(law)}
     texts = []
-    for turn in range(30):
+    for turn in range(turns):
         running = engine(FakeRunner(blocks=400), limits=Limits(sequences=50), speculator=subject)
         names = [running.add(prompt, replace(params, seed=50 * turn + n)) for n in range(50)]
         message: dict[str, list[int]] = {name: [] for name in names}

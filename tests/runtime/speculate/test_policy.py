@@ -73,7 +73,7 @@ class World:
         return max(sum(a**i for i in range(k + 1)) * plain / time for k, time in enumerate(times))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize(("slope", "step"), [(0.02, 0.05), (0.1, 0.0), (0.1, 0.2), (0.3, 0.05), (0.8, 0.5)])
 def test_within_five_percent_of_the_best_fixed_length(a, slope, step):
@@ -86,6 +86,7 @@ def test_a_batch_is_chosen_together():
     assert world.run(300) > 0.95 * world.best(0.7)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("slope", "step"), [(0.02, 0.0), (0.1, 0.05), (0.3, 0.7), (0.8, 0.5), (1.0, 1.0)])
 def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
@@ -93,6 +94,7 @@ def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
     assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("a", [0.0, 0.4, lambda position: 0.95 if position % 300 < 150 else 0.0])
 def test_over_any_stretch_the_loss_is_bounded_by_the_budget(a):
     world = World(a, 0.3, 0.3)

@@ -66,6 +66,7 @@ def test_layers_are_spread_with_the_ends_among_them() -> None:
         assert list(kept) == sorted(set(kept)) and kept[-1] < layers and len(kept) < layers
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "gpt2", "phi3", "qwen3", "opt", "gpt_neox"])
 def test_a_copy_with_some_layers_is_the_model_without_the_others(family: str) -> None:
     runner = modules(family)

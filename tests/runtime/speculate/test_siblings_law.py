@@ -107,6 +107,7 @@ def as_iid(draft: Draft, p: Any, noise: Any) -> Verdict:
     return walk(Draft(draft.tokens, draft.parents, draft.q, "iid"), p, noise)
 
 
+@pytest.mark.slow
 def test_wrong_variants_are_refused() -> None:
     p, q = models(4, 2)
     deep = {kind_of(1, 3)}

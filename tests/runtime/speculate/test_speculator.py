@@ -272,6 +272,7 @@ def test_a_look_up_that_finds_a_draft_is_proposed_for_in_the_same_pass() -> None
     assert proposer.asked[:3] == [4, 11, 12] and proposer.looked == [5, 6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("seconds", "skipped"),
     [(SHARE / 2, 0), (4.5 * SHARE, 4), (0.05, 6), (0.3, MAX_SKIPPED_PASSES)],
@@ -369,6 +370,7 @@ def test_who_gets_drafts_is_asked_again_however_dear() -> None:
     assert len(wishes) in (passes, passes - 1), "but for the last token"
 
 
+@pytest.mark.slow
 def test_one_stall_while_asking_does_not_end_speculation() -> None:
     """A machine that stood still for 300 passes in one proposal; half a budget is charged."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=900))]

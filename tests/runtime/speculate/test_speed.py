@@ -82,7 +82,7 @@ def whole_and_learnt(world: World) -> tuple[float, float]:
     return 2000 / (500 / first + 1500 / last), last
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("begin", [0.5, 1.0])
 @pytest.mark.parametrize("a", [0.0, 0.75, 0.9])
 def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a, begin) -> None:
@@ -95,6 +95,7 @@ def test_a_block_as_dear_as_a_pass_is_tried_as_deep_as_it_pays(a, begin) -> None
     assert a == 0.0 or best > 1.05
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("begin", [0.3, 1.6, 3.0, 7.0])
 def test_a_dear_block_that_is_always_wrong_loses_no_more_than_the_largest_budget(begin) -> None:
     world = World(TINY, always(0.0), Proposing(chain(7), asking=begin * TINY[1], step=1e-9))
@@ -106,6 +107,7 @@ def test_a_dear_block_that_is_always_wrong_loses_no_more_than_the_largest_budget
     assert worst > 1 or begin == 7.0, "seven drafts and the true token cannot pay for eight passes"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["free chain", "block"])
 @pytest.mark.parametrize("load", ["jitter", "phases"])
 def test_other_processes_cost_little_of_the_gain(kind, load) -> None:

@@ -176,6 +176,7 @@ def completions(running, requests) -> list[list[tuple[int, ...]]]:
     return [[one.token_ids for one in got[name].samples] for name in names]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("blocks", [400, 24])
 def test_completions_are_those_of_plain_decoding(blocks: int) -> None:
     """Greedy and coupled ones, forks, penalties, and preemption where there are few blocks."""

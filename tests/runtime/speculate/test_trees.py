@@ -28,7 +28,7 @@ from tests import tiny_models
 from tests.runtime.driving import Driver
 from tests.runtime.speculate.proposing import Eager
 
-FAST = ("llama3", "gemma2", "gpt2")
+FAST = ("llama3", "gpt2")
 CODE = ["def __init__(self, name):\n    self.name = name\n", "import os\nimport sys\n\n", "x = [1, 2]\n", "#"]
 COUNT = 24
 
@@ -80,7 +80,7 @@ def answers(family: str, asked: Sequence[Any], params: Any, branches: int = 0) -
     return results, drafter and drafter.counts
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
     "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in tiny_models.DECODERS]
@@ -153,6 +153,7 @@ def test_keys_and_values_behind_an_accepted_sibling_are_a_plain_run_s() -> None:
             assert torch.allclose(mine, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_small_draft_of_attar_tiny_brings_more_with_siblings(batch: int) -> None:
     """Part of its own layers; texts are the same with any number of branches, passes fewer."""

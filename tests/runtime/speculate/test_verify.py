@@ -286,6 +286,7 @@ def test_one_hot_rows() -> None:
         assert judge(Draft.chain((2, 2), [p, p]), lambda _: p, noise()) == Verdict((1, 2), 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("judge", [block, walk])
 def test_vocabularies_of_different_sizes(judge: Callable[..., Verdict]) -> None:
     """Zeros after the shorter row; a token that the target lacks is rejected, in either case."""

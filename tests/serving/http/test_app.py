@@ -196,6 +196,7 @@ def test_offsets_count_characters_of_the_text():
         assert [counted.add(token) for token in ids] == offsets, text
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -234,6 +235,7 @@ def test_wrong_values_are_400_and_name_the_field(body, param):
     assert backend.asked == []
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "body",
     [
@@ -261,6 +263,7 @@ def test_wrong_completions(body):
     assert backend.asked == []
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "body",
     [
@@ -294,6 +297,7 @@ def test_messages_in_parts():
     assert bytes(backend.asked[0][0][1:]) == b"system: ab\nuser: c\n"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "content", [b"{", b"", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"n":' + b"9" * 9999]
 )
@@ -323,6 +327,7 @@ def test_a_prompt_that_is_too_long():
     assert complete(client, prompt="x" * 98).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_body_of_50_mb():
     client, backend = serve(max_body=100_000)
     big = json.dumps({"model": "tiny", "prompt": "x" * 50_000_000}).encode()

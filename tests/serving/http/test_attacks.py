@@ -94,7 +94,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_large_bodies_delay_no_other_request(server, attack):
     build, code = ATTACKS[attack]
@@ -217,6 +217,7 @@ DEEP = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [dict, list])
 @pytest.mark.parametrize("field", DEEP)
 def test_no_field_is_nested_deeply(server, field, kind, caplog):
@@ -358,6 +359,7 @@ def test_a_text_is_scored_without_a_token_more(server):
     refused(httpx.post(server + COMPLETIONS, json=asked | {"echo": False}), 400, param="max_tokens")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 7e-46, 1e-30])
 def test_no_temperature_ends_the_engine(server, temperature):
     asked = body(max_tokens=4) | {"temperature": temperature}

@@ -74,6 +74,7 @@ def trickle(client, piece=b"x"):
     return time.monotonic() - began
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sent", [b"", HALF, HEAD + b"Content-Length: 9\r\n\r\n{"])
 def test_what_is_not_complete_in_time_is_closed(sent):
     with running(header_s=0.3, body_s=0.3) as (url, _, _), connections(url, 1, sent) as (client,):
@@ -165,7 +166,7 @@ class Loud(FakeBackend):
         yield Event(id, 0, "", (), (), "stop", usage=Usage(1, 40, 0, 0.0, 0.0, 0.0))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_given_up(stream):
     asked = httpx.Request("POST", "http://localhost", json=body([SLOW], stream=stream)).read()

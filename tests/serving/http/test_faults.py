@@ -97,6 +97,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_requests(server, what):
     asked, status, code, param = WRONG[what]
@@ -125,6 +126,7 @@ def test_no_json(server, content):
     assert "application/json" in refused(form, 400)["message"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_of_50_mb(server, declared):
     content = b'{"model": "tiny", "prompt": "' + b"x" * 50_000_000 + b'"}'
@@ -239,6 +241,7 @@ class _Wrapped:
         return getattr(self._runner, name)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_no_other(server):
     """Its answer waits in a queue; meanwhile others are served, and in the end it gets all of it."""
     asked = json.dumps(body(max_tokens=600, stream=True, logprobs=20)).encode()

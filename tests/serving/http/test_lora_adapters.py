@@ -137,6 +137,7 @@ def test_an_adapter_answers_by_its_name_and_comes_and_goes(folders, want):
         assert ask(url, "base") == want["base"]
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_under_traffic(folders, want):
     """Each answer is that of the adapter which the request named; nothing leaks."""
     answers, wrong = {"base": 0, "a": 0, "b": 0}, []
@@ -293,6 +294,7 @@ def test_the_number_of_adapters_is_bounded(folders):
         until(lambda: load(url, "c", "b").status_code == 200)
 
 
+@pytest.mark.slow
 def test_loading_needs_the_flag_and_the_key(folders):
     with serving(folders, folder=False) as (url, _, _):
         assert load(url, "b", "b").status_code == unload(url, "a").status_code == 404
@@ -386,6 +388,7 @@ def test_the_compiled_step_prepares_an_adapter_while_it_runs(folders):
         assert [ask(url, name) for name in ("base", "b")] == [base, second]
 
 
+@pytest.mark.slow
 def test_an_adapter_stays_while_the_engine_has_a_request_with_it(folders):
     async def run():
         llm = LLM(str(folders / "model"), runner="modules", kv_tokens=256)

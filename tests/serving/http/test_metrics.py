@@ -43,6 +43,7 @@ def test_a_known_workload():
     assert 0 <= queue < first < whole and between < whole * 2
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_not_in_the_times():
     """Events are timed when they come, so what a client does with them does not show."""
     with serving(model=load_tiny()) as (url, _, _):

@@ -211,7 +211,7 @@ def test_formats_and_choices_are_those_of_chats():
         assert params[2].json_schema == '{"type": "object"}'
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("body", "param"),
     [

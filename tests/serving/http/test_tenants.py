@@ -82,7 +82,7 @@ def served(tmp_path_factory):
         yield served
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", PATHS)
 def test_two_tenants_share_no_prefix(served, path):
     url, asked, salts = served

@@ -111,6 +111,7 @@ BEFORE_THE_HANDSHAKE = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sent", BEFORE_THE_HANDSHAKE)
 def test_tls_connections_without_a_handshake_make_room(certificate, sent):
     """They are counted from the moment they are accepted, as those of a plain port are."""
@@ -128,6 +129,7 @@ def test_tls_connections_without_a_handshake_make_room(certificate, sent):
             assert gone(silent[0]), "the oldest had to go"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sent", BEFORE_THE_HANDSHAKE)
 def test_a_handshake_has_the_time_of_headers(certificate, sent):
     with (

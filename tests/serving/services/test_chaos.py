@@ -93,6 +93,7 @@ def deadlines(proposer):
     return seconds
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "seed"),
     mostly_slow([(kind, seed) for kind in KINDS for seed in range(RUNS)], [(kind, 0) for kind in KINDS]),

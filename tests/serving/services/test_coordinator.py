@@ -211,6 +211,7 @@ def test_without_a_target_requests_are_refused_at_once():
     coordinator.close()
 
 
+@pytest.mark.slow
 def test_clients_that_vanish_leave_nothing():
     draws = random.Random(2)
 
@@ -339,6 +340,7 @@ def test_every_message_of_a_request_carries_its_tenant():
     assert {(request.tokens[0], request.salt) for request in asked} == {(3, "one"), (5, "two")}
 
 
+@pytest.mark.slow
 def test_what_is_too_large_for_a_frame_ends_its_own_request_alone(monkeypatch):
     """An answer with scores of a long prompt, and a long prompt; many short ones need several frames."""
     with target_server() as (port, target), coordinating(port) as coordinator:

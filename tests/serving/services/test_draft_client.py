@@ -97,6 +97,7 @@ class Pools:
                 self.engine.cancel(name)
 
 
+@pytest.mark.slow
 def test_random_requests_over_loopback():
     with draft_server() as (port, service), Pools([port]) as pools:
         pools.ready()

@@ -52,6 +52,7 @@ def served(service, requests, damage=lambda offer: [offer], policy=None, blocks=
     return drafter
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [None, Waiting], ids=["at once", "waiting"])
 def test_random_requests_with_the_target_as_its_own_drafter(policy):
     """Greedy and sampled, penalties, grammar-free: with the target's noise nearly every draft is accepted."""
@@ -61,6 +62,7 @@ def test_random_requests_with_the_target_as_its_own_drafter(policy):
     assert counts.drafts > (10 if policy else 0) and counts.accepted >= 0.9 * counts.drafted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_offers_that_are_late_doubled_reordered_and_wrong(seed):
     served(drafting(), asked(8, seed=10 + seed), Garbled(seed), policy=Waiting())

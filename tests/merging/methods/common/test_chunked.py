@@ -48,6 +48,7 @@ def test_inner_product(pair):
     assert inner_product(x, y) == pytest.approx(float(x.double() @ y.double()), rel=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compat", ["mergekit", "paper"])
 def test_slerp_of_large_tensors_is_that_of_float64(pair, compat):
     """The cosine is 0.98: the branch with sines, in which a wrong norm shows."""

@@ -50,6 +50,7 @@ def test_what_is_written_is_read(name):
             assert error <= TOLERANCE[name] and (error > 0 or name == "float32")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", STORES)
 def test_against_a_dictionary(name):
     """Random appends to sequences, copies of blocks, settling: what was read once settled never changes."""

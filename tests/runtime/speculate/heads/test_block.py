@@ -36,6 +36,7 @@ def trained_logits(drafter, target, hidden, row, anchor, k):
     return z, float(torch.sigmoid(drafter.confidence_logits(hidden[k], tokens[k])))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "family", "changes", "chosen"),
     [

@@ -77,6 +77,7 @@ def proposer_of(runner, head=None, branches=1) -> ChainProposer:
     return ChainProposer(head or NearTarget(), context, name="near", branches=branches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branches", [1, 3])
 def test_coupled_text_of_fifty_seeds(branches) -> None:
     runner = StatefulRunner(blocks=900)
@@ -126,7 +127,7 @@ def test_a_confident_chain_may_be_longer_than_its_mean_and_no_other_may() -> Non
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [1_500, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_texts_with_drawn_chains_have_the_targets_law(count) -> None:
     """Three tokens of the whole engine, in batches, against their enumerated law."""
     params = SamplingParams(temperature=1.1, top_k=3, repetition_penalty=1.3, max_tokens=3, ignore_eos=True)

@@ -50,6 +50,7 @@ def drafted(chain, tokens, following, sequence=0):
     return torch.stack(rows)
 
 
+@pytest.mark.few(3)
 def test_drafts_are_those_of_a_slow_loop(head):
     tokens, states = context(head, LENGTH)
     chain, slow = EagleChain(drafter(head)), SlowEagle(copy.deepcopy(head).double())

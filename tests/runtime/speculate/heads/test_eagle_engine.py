@@ -93,6 +93,7 @@ def answers(llm, asked, params=GREEDY):
     return texts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", ["modules", "compiled"])
 def test_drafts_of_an_easy_target_are_accepted(kind, width):
@@ -128,6 +129,7 @@ def test_texts_are_those_of_plain_decoding(easy, width):
         assert llm.engine.speculator.counts.drafts > 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [1, 3])
 def test_exact_draws_are_chains_with_their_q(width):
     model = easy_model()
@@ -149,6 +151,7 @@ def test_exact_draws_are_chains_with_their_q(width):
     assert llm.engine.speculator.counts.accepted > 0
 
 
+@pytest.mark.slow
 def test_draft_logits_do_not_depend_on_chunks_prefixes_and_drafts(monkeypatch):
     """By the tokens before them: of a prompt in one piece, in chunks, and from the prefix cache."""
     model = easy_model()
@@ -194,6 +197,7 @@ def test_own_tensors_are_those_of_the_model():
         torch.testing.assert_close(own.embed(tokens), table, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_coupled_texts_of_50_seeds_are_those_of_plain_decoding(width):
     model, seeds = easy_model(), 50

@@ -127,6 +127,7 @@ def test_the_text_is_that_of_plain_decoding(name, setup):
         assert sum(anew.same) >= 0.97 * len(anew.same), anew.same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(EVERY, ("dspark",)))
 def test_kivi(name):
     """See ``test_everything.py``: nothing is shared, cut or run again."""
@@ -139,6 +140,7 @@ def test_kivi(name):
     assert speculator.failure is None and speculator.counts.accepted > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(EVERY, ("medusa tree",)))
 def test_coupled_texts_of_fifty_seeds_are_those_of_plain_decoding(name):
     prompt, options = requests_of("llama3", V)[2][0], {"blocks": 400, "block_size": 4}

@@ -182,7 +182,7 @@ def hashing_speculator(runner, known: StatesOfTexts) -> Speculator:
     return Speculator(proposer, RestlessPolicy(), most=12, verification="coupled")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "kind", "options", "bound"), CASES)
 def test_the_text_and_every_state(family, kind, options, bound) -> None:
     if kind == "compiled" and load("decode") is None:
@@ -214,6 +214,7 @@ def test_the_text_and_every_state(family, kind, options, bound) -> None:
     assert not head.held, "what ended is forgotten"
 
 
+@pytest.mark.slow
 def test_kivi() -> None:
     """Full blocks are quantized: what a token reads depends on when its block was full, so that plain
     decoding has the same text only where nothing is shared, cut or run again."""

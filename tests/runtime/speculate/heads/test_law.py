@@ -195,12 +195,14 @@ def between(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
     return (max(chances) + min(chances)) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["dspark", *OTHER_MARKOV, "dspark and suffix"], ["dspark"]))
 def test_a_chain_that_ends_by_confidence_keeps_the_law(name, monkeypatch):
     distance, sizes = law_of(name, monkeypatch, least=between(name, monkeypatch))
     assert distance < 1e-6 and sizes >= {1, 2}, "the confidence ends some drafts, and others not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["eagle3", "dspark", "medusa tree"], ["dspark"]))
 def test_a_head_that_lacks_tokens_keeps_the_law(name, monkeypatch):
     assert law_of(name, monkeypatch, chosen=torch.tensor([0, 2]))[0] < 1e-6

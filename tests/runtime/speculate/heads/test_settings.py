@@ -50,6 +50,7 @@ def test_eviction_is_refused_with_its_sentence_before_anything_is_read(folders, 
     assert (reason(name, "hidden_states") in actual.value.message) or name == "h2o"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runner", ["modules", "compiled"])
 def test_the_default_pool_counts_the_states_and_the_description_names_the_head(folders, monkeypatch, runner):
     target, one, two = folders
@@ -82,6 +83,7 @@ def test_the_plan_counts_the_states(folders, capsys):
         assert data["token_bytes"]["bfloat16"] == token and data["cells"][0]["bytes"] == 64 * token
 
 
+@pytest.mark.slow
 def test_times_are_measured(folders):
     target, one, _ = folders
     for tokens in (512, 64):
@@ -93,6 +95,7 @@ def test_times_are_measured(folders):
         assert llm.engine.speculator.most == 3
 
 
+@pytest.mark.slow
 def test_two_heads_and_plain_decoding_side_by_side(folders):
     target, one, two = folders
     methods = ProfileSettings(

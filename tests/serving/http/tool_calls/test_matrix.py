@@ -142,6 +142,7 @@ def answers_in(name):
     return AnswerForm(FORMATS[name], None)
 
 
+@pytest.mark.few(120)
 @pytest.mark.parametrize("choice", ["auto", "required", "named", "none"])
 @pytest.mark.parametrize("kind", TOOLS)
 @pytest.mark.parametrize("name", FORMATS)
@@ -168,6 +169,7 @@ def _beginning_as_a_list(kind, arguments):
     return kind == "text or list" and str(arguments["s"]).startswith("[") and isinstance(arguments["s"], str)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_whatever_a_forced_grammar_writes_is_a_call_of_the_schema(name):
     """Texts drawn at random; those that have not ended within 200 tokens go on in a string."""

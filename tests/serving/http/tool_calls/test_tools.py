@@ -136,7 +136,7 @@ def test_choices_become_grammars():
         assert "start: calls | answer" in grammars[2] and backend.asked[2][1].json_schema is None
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -284,6 +284,7 @@ GUIDES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", [HERMES, "<|channel|> tools"])
 def test_an_answer_that_a_grammar_holds_is_no_reasoning(template):
     """Where the prompt has begun the reasoning it ends at once; without a grammar the answer goes on."""
