@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attar.measure.uncertainty import BLOCK, mean_stderr, ratio_stderr
+from attar.measure.uncertainty import BLOCK, ROWS, mean_stderr, ratio_stderr, row_means
 
 
 def hits_of(generator, tokens, sequences=8, accuracy=0.5, changed=0.1, reach=0, kept=1.0):
@@ -82,3 +82,9 @@ def test_too_little_to_tell():
     one, none = [torch.tensor([True])], [torch.tensor([False, False])]
     assert mean_stderr(one) is None and ratio_stderr(one, one) is None and ratio_stderr(none, none) is None
     assert mean_stderr([torch.tensor([1.0]), torch.tensor([3.0])]) == pytest.approx(1.0)
+
+
+def test_many_rows_are_kept_as_stretches_of_neighbours():
+    rows = [torch.full((3,), float(number)) for number in range(2 * ROWS)]
+    assert row_means(rows) == tuple(2 * number + 0.5 for number in range(ROWS))
+    assert row_means(rows[:3]) == (0.0, 1.0, 2.0)

@@ -9,7 +9,7 @@ import pytest
 
 from attar.measure import numbers
 from attar.measure.run_folder import RunRecord, run_from_dict
-from attar.measure.table import engine_note, plain_table, print_table, table_rows
+from attar.measure.table import engine_note, notes, plain_table, print_table, table_rows
 from attar.measure.verdict import findings, verdict
 from tests.measure.fake_run import fake_run
 
@@ -83,6 +83,51 @@ def test_findings_do_not_flatter() -> None:
         "recover lost more: KL went from 0.70 to 0.80 nats.",
         "At the same bits, quantize costs 100 % more KL than rtn: 0.20 against 0.10 nats on top of recover.",
     ]
+
+
+PAIRS = {"quantize": [0.010, 0.030, 0.020, 0.012], "rtn": [0.011, 0.0314, 0.0208, 0.0132]}
+
+
+def measured(rows: list[float], floor: float = 0.0) -> dict[str, Any]:
+    """What an evaluation records of these KLs of rows."""
+    return {
+        "kl_mean": sum(rows) / len(rows),
+        "kl_rows": rows,
+        "kl_mean_row_stderr": 0.0045,
+        "kl_noise_floor": floor,
+        "data": "python-docs",
+    }
+
+
+def test_rows_of_the_same_text_are_pairs() -> None:
+    """The errors of both are four times their difference, which every row confirms."""
+    run = changed(recover={"kl_mean": 0.001}, **{name: measured(rows) for name, rows in PAIRS.items()})
+    assert findings(run)[1].startswith("At the same bits, quantize costs 6 % less KL than rtn")
+    assert not any("tell apart" in note for note in notes(run))
+    other = changed(
+        recover={"kl_mean": 0.001},
+        quantize=measured(PAIRS["quantize"]),
+        rtn=measured(PAIRS["rtn"]) | {"data": "another"},
+    )
+    assert findings(other)[1] == (
+        "At the same bits, the KL of quantize and of rtn cannot be told apart: 0.018 and 0.019 nats."
+    )
+    assert notes(other)[1] == "KL does not tell apart quantize and rtn."
+
+
+def test_no_order_is_claimed_inside_the_noise() -> None:
+    """Of rows that disagree, and of a difference that bf16 alone makes."""
+    mixed = PAIRS | {"rtn": [0.009, 0.034, 0.018, 0.0154]}
+    for run in (
+        changed(**{name: measured(rows) for name, rows in mixed.items()}),
+        changed(**{name: measured(rows, floor=0.002) for name, rows in PAIRS.items()}),
+    ):
+        assert "tell apart quantize and rtn" in notes(run)[1]
+
+
+def test_a_verdict_has_the_interval_of_its_kl_over_rows() -> None:
+    run = changed(quantize={"kl_mean": 0.0137, "kl_mean_row_stderr": 0.0011})
+    assert verdict(run).endswith("KL 0.014 ± 0.002 nats")
 
 
 def test_findings_compare_equal_bits_only() -> None:

@@ -239,3 +239,15 @@ def test_the_front_is_what_no_other_beats():
     ]
     assert sorted(pareto_front(stages)) == ["large", "same", "small"]
     assert pareto_front([stage("a", 1, perplexity=3), stage("b", 2, perplexity=2)]) == ["a", "b"]
+
+
+def test_a_larger_model_inside_the_errors_is_not_on_the_front():
+    error = {"kl_mean_row_stderr": 0.001}
+    stages = [
+        stage("small", 2, kl_mean=0.012, **error),
+        stage("tied", 2, kl_mean=0.013, **error),
+        stage("worse", 2, kl_mean=0.016, **error),
+        stage("larger", 4, kl_mean=0.011, **error),
+        stage("better", 8, kl_mean=0.008, **error),
+    ]
+    assert pareto_front(stages) == ["small", "tied", "better"]

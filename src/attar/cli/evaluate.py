@@ -30,6 +30,8 @@ _ROWS = (
     ("accuracy of the next token", "accuracy", ".2%"),
     ("F1 of class 1", "f1", ".2%"),
     ("KL to the reference, mean (nats), 95 %", "kl_mean", ".5f"),
+    ("right in the reference, wrong here", "tokens_lost", ".2%"),
+    ("wrong in the reference, right here", "tokens_won", ".2%"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),
     ("top-1 agreement", "top1_agreement", ".2%"),
     ("bits per weight", "bits_per_weight", ".3f"),
@@ -43,7 +45,14 @@ _LABELS = {  # of encoders
     "classification": {"accuracy": "accuracy", "prefill_tokens_per_s": "tokens/s"},
     "masked": {"accuracy": "accuracy of hidden tokens", "prefill_tokens_per_s": "tokens/s"},
 }
-_OPTIONAL = ("f1", "quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
+_OPTIONAL = (
+    "f1",
+    "quality_kept",
+    "tokens_lost",
+    "tokens_won",
+    "transformers_prefill_tokens_per_s",
+    "transformers_decode_tokens_per_s",
+)
 
 
 def build_evaluate(verb: str) -> Any:
@@ -109,8 +118,8 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def _measured(record: dict[str, Any], key: str, form: str) -> str:
-    """``99.42% ± 0.81%``: a figure with its 95 % interval, where its standard error is known."""
-    value, error = record.get(key), record.get(f"{key}_stderr")
+    """``99.42% ± 0.81%``: a figure with its 95 % interval, over rows where that error is known."""
+    value, error = record.get(key), record.get(f"{key}_row_stderr", record.get(f"{key}_stderr"))
     interval = "" if value is None or error is None else f" ± {NORMAL_95 * error:{form}}"
     return number(value, form) + interval
 

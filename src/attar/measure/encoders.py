@@ -29,7 +29,8 @@ from attar.data.masking import MaskRule, hide, masked_rows
 from attar.data.packing import numbered_generator, row_length
 from attar.data.seen import held_out_note
 from attar.errors import NumericsError, SettingsError, UsageError
-from attar.measure.metrics import agreement, hits, kl, likeliest, percentile, perplexity, token_losses
+from attar.measure.comparison import Divergence, compare, compare_tokens, fraction
+from attar.measure.metrics import hits, likeliest, perplexity, token_losses
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, torch_dtype
 from attar.measure.uncertainty import mean_stderr, ratio_stderr
@@ -85,8 +86,8 @@ class EncoderText:
     note: str
 
 
-@dataclass(frozen=True)
-class EncoderQuality:
+@dataclass(frozen=True, kw_only=True)
+class EncoderQuality(Divergence):
     """Fields of :class:`attar.measure.evaluate.Measurements`, over n predictions."""
 
     task: str
@@ -95,12 +96,6 @@ class EncoderQuality:
     tokens: int
     accuracy: float
     f1: float | None
-    kl_mean: float | None = None
-    kl_p99: float | None = None
-    top1_agreement: float | None = None
-    quality_kept: float | None = None
-    kl_mean_stderr: float | None = None
-    quality_kept_stderr: float | None = None
 
 
 def load_encoder(model: str | Path | Checkpoint, settings: EvaluateSettings) -> Subject:
@@ -181,7 +176,7 @@ def measure_encoder(
     Raises:
         NumericsError: a logit is NaN.
     """
-    losses, correct, chosen, divergences, agreements = ([], [], [], [], [])  # type: ignore[var-annotated]
+    losses, correct, chosen, compared, counts = ([], [], [], [], [])  # type: ignore[var-annotated]
     start, seconds = 0, 0.0
     with progress.task(f"evaluate {subject.name}", total=len(text.examples)) as task:
         begin = time.monotonic()
@@ -193,8 +188,8 @@ def measure_encoder(
             chosen.append(likeliest(logits).cpu())
             if reference is not None:
                 theirs = reference.logits[start : start + len(logits)]
-                divergences.append(kl(theirs, logits).cpu())
-                agreements.append(agreement(theirs, logits).cpu())
+                compared.append(compare_tokens(theirs, logits, labels))
+                counts.append(batch.predicted.view(len(batch), -1).sum(1).tolist())
             start += len(logits)
             task.advance(len(batch), loss=float(losses[-1].mean()) if len(logits) else 0.0)
             begin = time.monotonic()
@@ -204,28 +199,25 @@ def measure_encoder(
             f"{subject.name} gives NaN logits", hint="evaluate its parent, or another --dtype"
         )
     task_name, labels = encoder_task(subject.checkpoint), text.examples.labels
-    accuracy = _fraction(correct)
     binary = task_name == "classification" and subject.model.config.num_labels == 2
+    comparison = Divergence()
+    if reference is not None:
+        rows = [row for part, sizes in zip(compared, counts, strict=True) for row in part.split(sizes)]
+        theirs = torch.cat([part.reference_right for part in compared])
+        comparison = replace(  # a row is too short for blocks of tokens
+            compare(rows),
+            kl_mean_stderr=mean_stderr([part.kl for part in compared]),
+            quality_kept_stderr=ratio_stderr([torch.cat(correct)], [theirs]),
+        )
     quality = EncoderQuality(
+        **vars(comparison),
         task=task_name,
         perplexity=perplexity(loss),
         loss=loss,
         tokens=start,
-        accuracy=accuracy,
+        accuracy=fraction(correct),
         f1=f1_score(torch.cat(chosen), labels) if binary else None,
     )
-    if reference is not None:
-        reference_correct = likeliest(reference.logits) == labels
-        theirs_right = float(reference_correct.double().mean())
-        quality = replace(
-            quality,
-            kl_mean=float(torch.cat(divergences).mean()),
-            kl_p99=percentile(torch.cat(divergences), 99.0),
-            top1_agreement=_fraction(agreements),
-            quality_kept=accuracy / theirs_right if theirs_right else None,
-            kl_mean_stderr=mean_stderr(divergences),
-            quality_kept_stderr=ratio_stderr([torch.cat(correct)], [reference_correct]),
-        )
     return quality, int(text.examples.mask.sum()) / seconds
 
 
@@ -248,7 +240,3 @@ def check_same_kind(subject: Subject, reference: Any) -> None:
     width = getattr(subject.model.config, "num_labels", 0)
     if is_classifier(config) and reference.logits.shape[1] != width:
         raise UsageError(f"{subject.name} has {width} classes, the reference {reference.logits.shape[1]}")
-
-
-def _fraction(parts: list[Tensor]) -> float:
-    return float(torch.cat(parts).double().mean())

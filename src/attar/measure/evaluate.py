@@ -22,6 +22,7 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError, UsageError
+from attar.measure.comparison import Divergence, TokenComparison, compare, compare_tokens, fraction
 from attar.measure.encoders import (
     EncoderReference,
     check_same_kind,
@@ -34,7 +35,7 @@ from attar.measure.encoders import (
 from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
 from attar.measure.logits import split, subject_logits
-from attar.measure.metrics import agreement, hits, kl, percentile, perplexity, token_losses
+from attar.measure.metrics import hits, perplexity, token_losses
 from attar.measure.multiple_choice import TaskScore, measure_task, read_questions
 from attar.measure.notebook import frame, html_table
 from attar.measure.numbers import percent, significant, size
@@ -48,38 +49,25 @@ from attar.measure.reference import (
 )
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
-from attar.measure.uncertainty import mean_stderr, ratio_stderr
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
-class Quality:
+@dataclass(frozen=True, kw_only=True)
+class Quality(Divergence):
     """How well a model predicts a text, and its distance from the reference.
 
     Attributes:
         loss: mean negative log-likelihood, nats per predicted token.
-        kl_mean, kl_p99: mean and 99th percentile of KL(reference || model) per token, in nats; None without a
-            reference.
-        top1_agreement: fraction of tokens where both models have the same likeliest token; None without a
-            reference.
         accuracy: fraction of tokens that are the model's likeliest.
-        quality_kept: accuracy / the reference's accuracy; None without a reference, or where its is 0.
-        kl_mean_stderr, quality_kept_stderr: their standard errors (uncertainty.py).
     """
 
     perplexity: float
     loss: float
     tokens: int
-    kl_mean: float | None = None
-    kl_p99: float | None = None
-    top1_agreement: float | None = None
     accuracy: float | None = None
-    quality_kept: float | None = None
-    kl_mean_stderr: float | None = None
-    quality_kept_stderr: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -136,7 +124,7 @@ class Measurements(Quality):
     f1: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of JSON values, flat but for ``tasks``."""
+        """A dict of JSON values, flat but for lists."""
         return asdict(self)
 
     def to_frame(self) -> pandas.DataFrame:
@@ -233,7 +221,7 @@ def evaluate(
     )
     transformers_speed = _transformers_speed(model, subject, settings) if processes.first else None
     return Measurements(
-        **asdict(quality),
+        **vars(quality),
         **asdict(measure_size(subject)),
         **asdict(serving_formats(subject)),
         **_speeds(speed, transformers_speed),
@@ -282,7 +270,7 @@ def _evaluate_encoder(
         progress.log(f"warning: {subject.name} is not measured on held-out text: {text.note}")
     quality, rate = measure_encoder(subject, text, settings, reference, progress)
     return Measurements(
-        **asdict(quality),
+        **vars(quality),
         **asdict(measure_size(subject)),
         **asdict(serving_formats(subject)),
         **_speeds(None, None) | {"prefill_tokens_per_s": rate if settings.speed else None},
@@ -326,7 +314,7 @@ def measure_quality(
     else:
         pieces = split(held_out(subject, settings) if batches is None else batches, subject.vocabulary)
     assigned = range(processes.rank, len(pieces), processes.count)
-    measured: dict[int, list[tuple[Tensor, ...]]] = {}
+    measured: dict[int, list[tuple[Tensor, Tensor, TokenComparison | None]]] = {}
     with progress.task(f"evaluate {subject.name}", total=len(assigned)) as task:
         for number in assigned:
             rows = subject_logits(subject, pieces[number], subject.vocabulary)
@@ -337,52 +325,42 @@ def measure_quality(
             ]
             task.advance(loss=float(measured[number][-1][0].mean()))
     measured = {number: rows for part in processes.of_all(measured) for number, rows in part.items()}
-    losses, correct, *compared = zip(
+    losses, correct, compared = zip(
         *(row for _, rows in sorted(measured.items()) for row in rows), strict=True
     )
-    quality = _prediction(subject.name, losses, correct)
-    if not compared:
-        return quality
-    divergences, agreements, reference_correct = compared
-    distances, reference_accuracy = torch.cat(divergences), _fraction(reference_correct)
-    kept = (
-        quality.accuracy / reference_accuracy if reference_accuracy and quality.accuracy is not None else None
-    )
-    return replace(
-        quality,
-        kl_mean=float(distances.mean()),
-        kl_p99=percentile(distances, 99.0),
-        top1_agreement=_fraction(agreements),
-        quality_kept=kept,
-        kl_mean_stderr=mean_stderr(divergences),
-        quality_kept_stderr=ratio_stderr(correct, reference_correct),
-    )
+    return _quality(subject.name, losses, correct, [row for row in compared if row is not None])
 
 
-def _measured(logits: Tensor, labels: Tensor, reference: Tensor | None) -> tuple[Tensor, ...]:
-    """Losses and hits (n,) of a sequence; with a reference's logits (n, V) KL, agreement and its hits too."""
-    measures = token_losses(logits, labels), hits(logits, labels)
+def _measured(
+    logits: Tensor, labels: Tensor, reference: Tensor | None
+) -> tuple[Tensor, Tensor, TokenComparison | None]:
+    """Losses and hits (n,) of a sequence; with a reference's logits (n, V) the comparison too."""
+    losses = token_losses(logits, labels).cpu()
     if reference is None:
-        return tuple(value.cpu() for value in measures)
-    compared = kl(reference, logits), agreement(reference, logits), hits(reference, labels)
-    return tuple(value.cpu() for value in (*measures, *compared))
+        return losses, hits(logits, labels).cpu(), None
+    compared = compare_tokens(reference, logits, labels)
+    return losses, compared.right, compared
 
 
-def _prediction(name: str, losses: Sequence[Tensor], correct: Sequence[Tensor]) -> Quality:
-    """Perplexity and accuracy, from the losses (n,) and hits (n,) of each sequence."""
-    all_losses = torch.cat(losses)
+def _quality(
+    name: str, losses: Sequence[Tensor], correct: Sequence[Tensor], compared: Sequence[TokenComparison]
+) -> Quality:
+    """From the losses (n,) and hits (n,) of each sequence, and from their comparisons where there is a
+    reference."""
+    all_losses = torch.cat(list(losses))
     loss = float(all_losses.mean())
     if loss != loss:  # NaN
         raise NumericsError(
             f"{name} gives NaN logits for {int(all_losses.isnan().sum())} of {all_losses.numel()} tokens",
             hint="evaluate its parent: its last stage went wrong, or --dtype is too narrow",
         )
-    return Quality(perplexity(loss), loss, all_losses.numel(), accuracy=_fraction(correct))
-
-
-def _fraction(parts: Sequence[Tensor]) -> float:
-    """The fraction of elements that are true."""
-    return float(torch.cat(parts).double().mean())
+    return Quality(
+        **vars(compare(compared) if compared else Divergence()),
+        perplexity=perplexity(loss),
+        loss=loss,
+        tokens=all_losses.numel(),
+        accuracy=fraction(correct),
+    )
 
 
 def _without_decoding(subject: Subject, settings: EvaluateSettings, progress: Progress) -> EvaluateSettings:

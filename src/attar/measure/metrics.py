@@ -67,6 +67,19 @@ def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return _compare(lambda p, q: likeliest(p) == likeliest(q), p_logits, q_logits, torch.bool)
 
 
+def confidence(logits: Tensor) -> Tensor:
+    """The probability of the likeliest token: float64 (N,).
+
+    Args:
+        logits: (N, V), any float dtype; not modified. Computed in float32, a chunk of tokens at a time.
+    """
+    parts = []
+    for part in chunks(logits.shape[0], logits.shape[-1]):
+        rows = logits[part].float()
+        parts.append((rows.amax(-1) - rows.logsumexp(-1)).exp().double())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
 def _compare(
     function: Callable[[Tensor, Tensor], Tensor], p_logits: Tensor, q_logits: Tensor, dtype: torch.dtype
 ) -> Tensor:

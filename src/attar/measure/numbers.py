@@ -27,6 +27,15 @@ def nats(value: float | None, digits: int = 3) -> str:
     return f"<{NOISE:.0e}".replace("e-0", "e-") if value and value < NOISE else significant(value, digits)
 
 
+def nats_with_interval(value: float, stderr: float | None, digits: int = 3) -> str:
+    """A KL with its 95 % interval, such as ``0.012 ± 0.003``; alone without a standard error."""
+    if not stderr:
+        return nats(value, digits)
+    half = NORMAL_95 * stderr
+    decimals = max(-math.floor(math.log10(half)), 0)
+    return f"{value:.{decimals}f} ± {half:.{decimals}f}"
+
+
 def fixed(value: float | None, decimals: int = 0) -> str:
     """A fixed number of decimals, with thousands separators."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"

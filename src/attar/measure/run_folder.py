@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from attar.errors import DataError
+from attar.measure.numbers import NORMAL_95
 
 ENCODER_TASKS = ("classification", "masked")  # of the measurements of encoders
+_TEXT = ("reference", "data", "tokens")  # alike where two models were measured on the same rows
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,27 @@ class StageRecord:
         """A measured text, or None."""
         value = self.measurements.get(key)
         return value if isinstance(value, str) else None
+
+    def kl_told_apart(self, other: StageRecord) -> bool:
+        """Whether the KLs of both say which is nearer to the original.
+
+        They differ by more than the noise floor, and than the 95 % interval of their difference: over pairs
+        of rows, where both were measured on the same ones. Records without errors are told apart by any
+        difference.
+        """
+        ours, theirs = self.number("kl_mean"), other.number("kl_mean")
+        if ours is None or theirs is None:
+            return False
+        floor = max(stage.number("kl_noise_floor") or 0.0 for stage in (self, other))
+        return abs(ours - theirs) > max(floor, NORMAL_95 * self._kl_difference_stderr(other))
+
+    def _kl_difference_stderr(self, other: StageRecord) -> float:
+        texts = [[stage.measurements.get(key) for key in _TEXT] for stage in (self, other)]
+        ours, theirs = (stage.measurements.get("kl_rows") or () for stage in (self, other))
+        if texts[0] == texts[1] and len(ours) == len(theirs) > 1:
+            differences: list[float] = [a - b for a, b in zip(ours, theirs, strict=True)]
+            return statistics.stdev(differences) / math.sqrt(len(differences))
+        return math.hypot(*(stage.number("kl_mean_row_stderr") or 0.0 for stage in (self, other)))
 
     def rows(self, key: str) -> list[Mapping[str, Any]]:
         """A table in the details (``layers``, ``curve``): its rows, or none."""

@@ -138,19 +138,25 @@ def _common(rows: Sequence[Sequence[str]]) -> int:
 def pareto_front(stages: Sequence[StageRecord]) -> list[str]:
     """Names of the stages that no other one beats: none is as small and as good, and better in one of both.
 
-    Quality is the KL to the original, or the perplexity where nobody has a KL; smallest first.
+    Quality is the KL to the original, or the perplexity where nobody has a KL; smallest first. A larger stage
+    whose KL is not told apart from a smaller one's is no better; of the same size both stay.
     """
     key = quality_key(stages)
     known = [
-        (size, quality, stage.name)
+        (size, quality, stage.name, stage)
         for stage in stages
         if (size := stage.number("bytes")) is not None and (quality := stage.number(key)) is not None
     ]
-    front: list[tuple[float, float, str]] = []
-    for size, quality, name in sorted(known):
-        if not front or quality < front[-1][1] or (size, quality) == front[-1][:2]:
-            front.append((size, quality, name))
-    return [name for _, _, name in front]
+    front: list[str] = []
+    best: tuple[float, float, str, StageRecord] | None = None
+    for row in sorted(known, key=lambda row: row[:3]):
+        size, quality, name, stage = row
+        apart = best is None or (stage.kl_told_apart(best[3]) if key == "kl_mean" else quality != best[1])
+        better = best is None or (apart and quality < best[1])
+        if better or (best is not None and not apart and size == best[0]):
+            front.append(name)
+        best = row if better else best
+    return front
 
 
 def quality_key(stages: Sequence[StageRecord]) -> str:

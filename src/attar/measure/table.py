@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from attar.measure.numbers import NOTHING, count, fixed, nats, percent, times, with_interval
+from attar.measure.numbers import (
+    NOTHING,
+    count,
+    fixed,
+    nats,
+    nats_with_interval,
+    percent,
+    times,
+    with_interval,
+)
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 from attar.printable import one_line, printable
 
@@ -50,6 +59,11 @@ def _kept(run: RunRecord, stage: StageRecord) -> str:
     return NOTHING if kept is None else with_interval(kept, None if stage is run.original else stderr, 1)
 
 
+def _kl(run: RunRecord, stage: StageRecord) -> str:
+    kl, stderr = stage.number("kl_mean"), stage.number("kl_mean_row_stderr")
+    return NOTHING if kl is None else nats_with_interval(kl, None if stage is run.original else stderr)
+
+
 MB = Column("MB", "bytes of the stored tensors, in 10^6", _aligned("bytes", 1e-6))
 SMALLER = Column(
     "smaller", "bytes of the original / bytes", lambda run, stage: times(run.times_smaller(stage))
@@ -62,6 +76,7 @@ BITS = Column(
 PARAMETERS = Column("parameters", "of the dense model", _number("parameters", count))
 PERPLEXITY = Column("perplexity", "exp of the mean loss on held-out text", _aligned("perplexity"))
 KL = Column("KL", "mean KL(original || this), nats per token", _number("kl_mean", nats))
+KL_ERROR = Column("KL", "mean KL(original || this), nats per token, ± its 95 % interval over rows", _kl)
 KL_P99 = Column("KL p99", "99th percentile of the tokens' KL", _number("kl_p99", nats))
 TOP1 = Column(
     "top-1 %", "tokens where both models predict the same next token", _number("top1_agreement", _percent)
@@ -86,7 +101,7 @@ REFERENCE_PREFILL, REFERENCE_DECODE = (
 )
 
 TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KEPT, KL, TOP1, DECODE)
-REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL, KL_P99, TOP1, PREFILL, DECODE)
+REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL_ERROR, KL_P99, TOP1, PREFILL, DECODE)
 
 
 def columns(run: RunRecord, usual: tuple[Column, ...]) -> list[Column]:
@@ -101,14 +116,33 @@ def columns(run: RunRecord, usual: tuple[Column, ...]) -> list[Column]:
 
 
 def print_table(run: RunRecord, file: TextIO | None = None) -> None:
-    """Print one row per stage to ``file`` (stdout), and the engine that the figures come from."""
+    """Print one row per stage to ``file`` (stdout), and the notes below it."""
     file = file or sys.stdout
     if file.isatty():
         _print_rich(run, file)
     else:
         print(plain_table(run), file=file)
-    if sentence := engine_note(run):
-        print(f"\n{sentence}", file=file)
+    if sentences := notes(run):
+        print("", *sentences, sep="\n", file=file)
+
+
+def notes(run: RunRecord) -> list[str]:
+    """Sentences below the table: the engine of its figures, and KLs without an order."""
+    return [sentence for sentence in (engine_note(run), kl_note(run)) if sentence]
+
+
+def kl_note(run: RunRecord) -> str:
+    """Which stages, neighbours by KL, are not told apart; empty where all are."""
+    known = [stage for stage in run.stages[1:] if stage.number("kl_mean") is not None]
+    known.sort(key=lambda stage: stage.number("kl_mean") or 0.0)
+    groups: list[list[StageRecord]] = []
+    for stage in known:
+        if groups and not stage.kl_told_apart(groups[-1][-1]):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    names = [" and ".join(stage.name for stage in group) for group in groups if len(group) > 1]
+    return f"KL does not tell apart {'; '.join(names)}." if names else ""
 
 
 def engine_note(run: RunRecord) -> str:

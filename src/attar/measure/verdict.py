@@ -1,8 +1,11 @@
-"""The result of a run in one line, and its findings: sentences that compare measured numbers."""
+"""The result of a run in one line, and its findings: sentences that compare measured numbers.
+
+No order is claimed of two KLs that are not told apart (:meth:`StageRecord.kl_told_apart`).
+"""
 
 from __future__ import annotations
 
-from attar.measure.numbers import nats, percent, significant, times, with_interval
+from attar.measure.numbers import nats, nats_with_interval, percent, significant, times, with_interval
 from attar.measure.run_folder import ENCODER_TASKS, RunRecord, StageRecord
 
 
@@ -22,7 +25,8 @@ def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
         kept, stderr, measure = stage.number("top1_agreement"), None, "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]
     parts.append(f"keeps {with_interval(kept, stderr)} % of {measure}" if kept is not None else None)
-    parts.append(f"KL {nats(kl, 2)} nats" if kl is not None else None)
+    if kl is not None:
+        parts.append(f"KL {nats_with_interval(kl, stage.number('kl_mean_row_stderr'), 2)} nats")
     if kept is None and kl is None and stage.number("perplexity") is not None:
         parts.append(f"perplexity {significant(stage.number('perplexity'))}")
     return ", ".join(part for part in parts if part) or "nothing was measured"
@@ -43,8 +47,10 @@ def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
     if pruned is None or before is None or before is pruned:
         return None
     start, low, high = (point.number("kl_mean") for point in (before, pruned, stage))
-    if start is None or low is None or high is None or low <= start:
+    if start is None or low is None or high is None or low <= start or not before.kl_told_apart(pruned):
         return None
+    if not pruned.kl_told_apart(stage):
+        return f"{stage.name} won back nothing that can be told: KL {nats(low, 2)} and {nats(high, 2)} nats."
     share = (low - high) / (low - start)
     if share < 0:
         return f"{stage.name} lost more: KL went from {nats(low, 2)} to {nats(high, 2)} nats."
@@ -78,6 +84,11 @@ def _kl_difference(run: RunRecord, stage: StageRecord, other: StageRecord) -> st
     ours, theirs = stage.number("kl_mean"), other.number("kl_mean")
     if base is None or ours is None or theirs is None or theirs <= base:
         return None
+    if not stage.kl_told_apart(other):
+        return (
+            f"At the same bits, the KL of {stage.name} and of {other.name} cannot be told apart: "
+            f"{nats(ours, 2)} and {nats(theirs, 2)} nats."
+        )
     ours, theirs = max(ours - base, 0.0), theirs - base
     word = "less" if ours <= theirs else "more"
     share = percent(abs(1 - ours / theirs))

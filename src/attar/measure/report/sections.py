@@ -14,7 +14,7 @@ from attar.measure.numbers import percent, significant, size
 from attar.measure.report.markup import Child, Markup, el, join
 from attar.measure.report.svg import verb_class
 from attar.measure.run_folder import RunRecord, StageRecord
-from attar.measure.table import KEPT, MB, REPORT, TOP1, Column, columns, engine_note
+from attar.measure.table import KEPT, MB, REPORT, TOP1, Column, columns, engine_note, kl_note
 
 PARENT_COLUMNS = (("loss, nats/token", "loss"), ("perplexity", "perplexity"), ("nats/byte", "nats_per_byte"))
 
@@ -73,6 +73,8 @@ def _footnote(run: RunRecord) -> Markup:
         parts.append(f"Quality on {tokens:,.0f} {which}.")
     if sentence := engine_note(run):
         parts.append(f"{sentence} The reference is computed by transformers.")
+    if sentence := kl_note(run):
+        parts.append(sentence)
     parts += _speed_notes(run, measured)
     return el("p", " ".join(parts), class_="foot") if parts else Markup()
 

@@ -11,7 +11,7 @@ from attar.measure.report.quality import quality_picture, write_quality_svg
 from attar.measure.report.sections import stage_table
 from attar.measure.report.svg import both_widths
 from attar.measure.sweep import SweepRecord, pareto_front
-from attar.measure.table import engine_note, plain_table
+from attar.measure.table import notes, plain_table
 from attar.version import __version__
 
 SHARED = "Processes shared the machine while speeds were measured: compare tokens/s of --jobs 1 alone."
@@ -33,7 +33,7 @@ def sweep_table(sweep: SweepRecord) -> str:
     lines = [] if run is None else [plain_table(run)]
     if run is not None:
         lines += ["", _front(pareto_front(run.stages[1:]))]
-        lines += [note for note in (engine_note(run), SHARED if sweep.jobs > 1 else "") if note]
+        lines += [*notes(run), *([SHARED] if sweep.jobs > 1 else [])]
     if sweep.settings:
         lines.append(f"The runs differ in {', '.join(sweep.settings)}; their folders have the whole names.")
     lines += [
