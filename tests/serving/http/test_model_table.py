@@ -26,10 +26,10 @@ from attar.serving.http.app import create_app
 from attar.serving.http.backend import EngineBackend
 from attar.serving.http.load_models import named_models
 from attar.serving.http.model_table import RETRY_S, MemoryBudget, NamedModel, ServedModel
-from attar.serving.http.serve_command import ServeCommand
 from attar.serving.http.settings import (
     EmbeddingSettings,
     ModelsSettings,
+    ServeCommand,
     ServerSettings,
     TemplateSettings,
 )

@@ -22,6 +22,7 @@ from attar.serving.http.settings import (
     EmbeddingSettings,
     LoraSettings,
     ModelsSettings,
+    ServeCommand,
     ServerSettings,
     TemplateSettings,
 )
@@ -94,7 +95,6 @@ def serve(
     from attar.serving.http.model_defaults import read_template, sampling_defaults
     from attar.serving.http.roles import SERVERS
     from attar.serving.http.run import bind
-    from attar.serving.http.serve_command import ServeCommand
 
     open_to_others = not settings.loopback and not settings.api_key and not settings.keys
     if lora and services.role is not None:

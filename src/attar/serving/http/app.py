@@ -1,6 +1,6 @@
 """The application: middleware, routes, and errors in OpenAI's shape.
 
-    access log → unexpected errors → host → API key → body limit → routes → endpoints
+    access log → unexpected errors → checks of host and API key → body limit → routes → endpoints
 
 ``create_app`` keeps no state outside of what it returns.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -35,12 +36,12 @@ from attar.serving.http.errors import ApiError, ErrorBody
 from attar.serving.http.lora_adapters import LoadedAdapter, LoraTable, add_lora
 from attar.serving.http.metrics import CONTENT_TYPE, Metrics, metrics_text
 from attar.serving.http.middleware import (
-    ApiKeyMiddleware,
     BodyLimitMiddleware,
-    HostMiddleware,
-    LeaseMiddleware,
+    RequestMiddleware,
     UnexpectedErrorMiddleware,
     allowed_hosts,
+    check_host,
+    check_key,
     error_response,
 )
 from attar.serving.http.model_table import (
@@ -152,11 +153,13 @@ def create_app(
     if settings.page:
         add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
-    app.add_middleware(LeaseMiddleware)  # type: ignore[arg-type]
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
-    app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
     origins = transport.cors_origin if transport is not None else ()
-    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings), origins=origins)  # type: ignore[arg-type]
+    checks = [
+        partial(check_host, allowed=allowed_hosts(settings), origins=origins),
+        partial(check_key, keys=keys),
+    ]
+    app.add_middleware(RequestMiddleware, checks=checks)  # type: ignore[arg-type]
     app.add_middleware(UnexpectedErrorMiddleware, error_for=service.error_for)  # type: ignore[arg-type]
     add_cors(app, origins)
     app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]

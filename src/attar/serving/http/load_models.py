@@ -17,8 +17,7 @@ from attar.serving.http.backend import Backend, EngineBackend
 from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.serving.http.model_defaults import sampling_defaults
 from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
-from attar.serving.http.serve_command import ServeCommand
-from attar.serving.http.settings import EmbeddingSettings
+from attar.serving.http.settings import EmbeddingSettings, ServeCommand
 from attar.serving.http.tokenizer import ServerTokenizer
 
 

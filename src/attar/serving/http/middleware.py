@@ -2,8 +2,7 @@
 
 A body is counted as it arrives, whatever its header says; one that is too large is answered with 413. The
 rest of it is read and dropped for a while, because a client that is cut off while it sends does not read the
-answer. ``/health``, ``/ready`` and the
-page need no key.
+answer. ``/health``, ``/ready`` and the page need no key.
 """
 
 from __future__ import annotations
@@ -65,43 +64,46 @@ class UnexpectedErrorMiddleware:
             await error_response(self._error_for(error))(scope, receive, send)
 
 
-class LeaseMiddleware:
-    """Holds the models that a request uses until its response has been sent. Plain ASGI."""
+class RequestMiddleware:
+    """Checks a request before its body is read, and holds the models that it uses until its response has been
+    sent.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Args:
+        checks: each of them returns the error of a request that is refused, else None.
+    """
+
+    def __init__(self, app: ASGIApp, checks: Sequence[Callable[[ASGIScope], ApiError | None]]) -> None:
+        self._app, self._checks = app, checks
 
     async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        for check in self._checks:
+            if (error := check(scope)) is not None:
+                return await error_response(error)(scope, receive, send)
         with ExitStack() as leases:
-            scope.setdefault("state", {})["leases"] = leases
+            scope["state"]["leases"] = leases
             return await self._app(scope, receive, send)
 
 
-class HostMiddleware:
+def check_host(scope: ASGIScope, allowed: Collection[str], origins: Collection[str] = ()) -> ApiError | None:
     """Refuses requests from web pages of other hosts (DNS rebinding): browsers send Host and Origin.
 
     Args:
         allowed: host names; none: any.
         origins: of pages that may call the server besides; ``*``: all.
     """
-
-    def __init__(self, app: ASGIApp, allowed: Collection[str], origins: Collection[str] = ()) -> None:
-        self._app, self._allowed, self._origins = app, allowed, origins
-
-    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
-        if scope["type"] == "http" and self._allowed:
-            headers = Headers(scope=scope)
-            for name, status in (("host", 421), ("origin", 403)):
-                value = headers.get(name)
-                if name == "origin" and ("*" in self._origins or value in self._origins):
-                    continue
-                if value is not None and _host_name(value) not in self._allowed:
-                    message = f"the {name} {value[:200]!r} is not one of this server's; see --allowed-host"
-                    error = ApiError(status, message, code=f"{name}_not_allowed")
-                    return await error_response(error)(scope, receive, send)
-        return await self._app(scope, receive, send)
+    if not allowed:
+        return None
+    headers = Headers(scope=scope)
+    for name, status in (("host", 421), ("origin", 403)):
+        value = headers.get(name)
+        if name == "origin" and ("*" in origins or value in origins):
+            continue
+        if value is not None and _host_name(value) not in allowed:
+            message = f"the {name} {value[:200]!r} is not one of this server's; see --allowed-host"
+            return ApiError(status, message, code=f"{name}_not_allowed")
+    return None
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str]:
@@ -121,34 +123,25 @@ def _host_name(header: str) -> str | None:
         return None
 
 
-class ApiKeyMiddleware:
+def check_key(scope: ASGIScope, keys: Sequence[ApiKey]) -> ApiError | None:
     """Checks the API key, and sets ``scope["state"]["caller"]``; each key is a tenant with its own prefixes.
 
     Args:
         keys: the valid ones; none: no key is needed, and every address is a caller.
     """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        state = scope.setdefault("state", {})
-        caller: ApiKey | None = ApiKey(name=client_address(scope.get("client")))
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            kind, _, value = Headers(scope=scope).get("authorization", "").partition(" ")
-            sent = value.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-            # every key is compared, so that the time reveals nothing
-            matches = [key for key in self._keys if hmac.compare_digest(sent, key.key.encode())]
-            caller = matches[0] if matches else None
-            if caller is None:
-                message = "Incorrect API key provided." if sent else "You didn't provide an API key."
-                error = ApiError(401, message, code="invalid_api_key")
-                return await error_response(error)(scope, receive, send)
-            state.setdefault("log_fields", {})["key"] = caller.name
-        state["caller"] = caller
-        return await self._app(scope, receive, send)
+    caller = ApiKey(name=client_address(scope.get("client")))
+    if keys and scope["path"] not in OPEN_PATHS:
+        kind, _, value = Headers(scope=scope).get("authorization", "").partition(" ")
+        sent = value.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+        # every key is compared, so that the time reveals nothing
+        matches = [key for key in keys if hmac.compare_digest(sent, key.key.encode())]
+        if not matches:
+            message = "Incorrect API key provided." if sent else "You didn't provide an API key."
+            return ApiError(401, message, code="invalid_api_key")
+        caller = matches[0]
+        scope["state"]["log_fields"]["key"] = caller.name
+    scope["state"]["caller"] = caller
+    return None
 
 
 class BodyLimitMiddleware:

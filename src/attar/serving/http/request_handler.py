@@ -24,6 +24,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.access_log import log_errors
 from attar.serving.http.errors import ApiError, api_error
 from attar.serving.http.metrics import PromptMetrics
+from attar.serving.http.middleware import ASGIReceive
 from attar.serving.http.service import Service
 
 MAX_EVENTS = 64  # events of a choice that wait before they are merged
@@ -256,9 +257,14 @@ class RequestHandler:
                 self.service.backend.cancel(id)
 
     async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await disconnect(self._receive)
         self._queue.fail(ClientDisconnectedError())
+
+
+async def disconnect(receive: ASGIReceive) -> None:
+    """Waits until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def unless_disconnected(work: Awaitable[Any], request: Request) -> Any:
@@ -268,11 +274,7 @@ async def unless_disconnected(work: Awaitable[Any], request: Request) -> Any:
         ApiError: 499, the client has disconnected.
     """
 
-    async def wait() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(wait())
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(disconnect(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

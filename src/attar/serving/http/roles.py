@@ -36,7 +36,7 @@ from attar.serving.http.load_models import (
 from attar.serving.http.lora_adapters import LoadedAdapter, first_adapters
 from attar.serving.http.model_table import ServedModel
 from attar.serving.http.run import run
-from attar.serving.http.serve_command import ServeCommand
+from attar.serving.http.settings import ServeCommand
 from attar.serving.http.tokenizer import ServerTokenizer
 from attar.serving.services.settings import KEY_VARIABLE
 

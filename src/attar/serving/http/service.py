@@ -119,7 +119,7 @@ class Service:
     threads: ThreadPools = field(default_factory=ThreadPools)
 
     def caller(self, request: Request) -> ApiKey:
-        """The caller of a request, set by ApiKeyMiddleware."""
+        """The caller of a request, set by ``check_key``."""
         caller: ApiKey = request.scope["state"]["caller"]
         return caller
 

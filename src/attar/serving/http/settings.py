@@ -1,12 +1,18 @@
-"""Settings of the server; imports neither torch nor fastapi."""
+"""Settings of the server, and its parsed command line; imports neither torch nor fastapi."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from socket import socket
+from typing import Any
 
 from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
+from attar.progress import Progress
+from attar.serving.http.transport import ConnectionSettings
+from attar.serving.services.settings import ServiceSettings
 
 VERSION = 1
 MIB = 1 << 20
@@ -283,3 +289,31 @@ _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive
     ("drain_s", 0, 1e9),
     ("alive_s", 0.01, 1e9),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommand:
+    """The parsed command line of ``attar serve``.
+
+    Attributes:
+        template: the chat template in place of the model's; empty: its own.
+        defaults: sampling parameters of requests without their own.
+        options: of the engine.
+        show: prints a line.
+        bound: the port, taken before the model is loaded; None for a unix socket.
+    """
+
+    model: str
+    settings: ServerSettings
+    answers: TemplateSettings
+    services: ServiceSettings
+    transport: ConnectionSettings
+    embeddings: EmbeddingSettings
+    template: str
+    defaults: dict[str, Any]
+    options: dict[str, Any]
+    progress: Progress
+    show: Callable[[str], None]
+    models: ModelsSettings = field(default_factory=ModelsSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    bound: socket | None = None

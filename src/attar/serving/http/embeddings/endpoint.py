@@ -20,6 +20,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.embeddings.embedders import EncoderThread, TextJob, Vector, run_prompts
 from attar.serving.http.embeddings.protocol import MAX_TEXTS, EmbeddingRequest, RerankRequest, ScoreRequest
 from attar.serving.http.errors import ApiError
+from attar.serving.http.request_handler import disconnect
 from attar.serving.http.responses import dump_json
 from attar.serving.http.service import Service
 
@@ -196,8 +197,7 @@ async def _working(service: Service, body: Any, request: Request, texts: int) ->
         task.cancel()
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await disconnect(request.receive)
         end("left")
 
     with service.admission.preparing(count, caller):
