@@ -215,6 +215,7 @@ def evaluate(
     tokens: int = 16384,
     sequence_length: int = 512,
     batch_size: int = 8,
+    noise_floor: bool = True,
     speed: bool = True,
     prompt_tokens: int = 128,
     decode_tokens: int = 32,

@@ -67,6 +67,10 @@ def test_a_classifier_is_measured_as_by_hand(tmp_path, data):
     assert measured.quality_kept == pytest.approx(accuracy / reference_accuracy)
     assert 0 < measured.quality_kept_stderr < 0.5
     assert measured.kl_mean_stderr == pytest.approx(kl.std().item() / 60**0.5, rel=0.5)
+    assert measured.kl_mean_row_stderr == pytest.approx(kl.std().item() / 60**0.5, rel=1e-4)
+    lost = (t.argmax(1) == targets) & (z.argmax(1) != targets)
+    assert measured.tokens_lost == pytest.approx(lost.double().mean().item())
+    assert 0 < measured.kl_noise_floor < 0.1 * measured.kl_mean
     assert measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s is None
     same = evaluate(folder, settings_of(data), reference=folder)
     assert same.kl_mean == 0.0 and same.quality_kept == 1.0

@@ -40,6 +40,8 @@ _MEASURES = {
     "kl_mean": "KL divergence to the original, nats a token",
     "kl_mean_stderr": "standard error of the KL divergence",
     "kl_mean_row_stderr": "standard error of the KL divergence over texts",
+    "kl_noise_floor": "KL divergence of the original to itself with products in bfloat16",
+    "kl_noise_floor_row_stderr": "standard error of that over texts",
     "tokens_lost": "predicted right by the original alone",
     "tokens_won": "predicted right by this model alone",
     "quality_kept": "predicted right, as a share of what the original does",

@@ -94,7 +94,13 @@ def _measured(model: str, files: dict[str, ExportSettings], progress: Progress) 
     The files' cards record it. None where it cannot be measured; a line says why."""
     settings = next(iter(files.values()))
     evaluation = EvaluateSettings(
-        data=settings.data, bos=settings.bos, seed=settings.seed, tokens=TOKENS, speed=False, sample=""
+        data=settings.data,
+        bos=settings.bos,
+        seed=settings.seed,
+        tokens=TOKENS,
+        speed=False,
+        sample="",
+        noise_floor=False,
     )
     evaluate = load("attar.measure.evaluate:evaluate")
     try:

@@ -48,6 +48,8 @@ class Divergence:
             and the reverse.
         kl_mean_stderr, quality_kept_stderr: standard errors over blocks of tokens (uncertainty.py).
         kl_mean_row_stderr: standard error over rows: what other texts would give.
+        kl_noise_floor, kl_noise_floor_row_stderr: mean KL of the reference to itself with products in
+            bfloat16 (noise.py), and its standard error over rows.
         kl_rows: mean KL of each row, or of 64 stretches of neighbouring rows.
         kl_by_confidence: by the reference's confidence.
     """
@@ -61,6 +63,8 @@ class Divergence:
     kl_mean_stderr: float | None = None
     quality_kept_stderr: float | None = None
     kl_mean_row_stderr: float | None = None
+    kl_noise_floor: float | None = None
+    kl_noise_floor_row_stderr: float | None = None
     kl_rows: tuple[float, ...] | None = None
     kl_by_confidence: tuple[ConfidenceBucket, ...] | None = None
 

@@ -12,8 +12,8 @@ Encoders run in transformers, on decoded weights. Letters: n predictions, V clas
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from attar.data.packing import numbered_generator, row_length
 from attar.data.seen import held_out_note
 from attar.errors import NumericsError, SettingsError, UsageError
 from attar.measure.comparison import Divergence, compare, compare_tokens, fraction
-from attar.measure.metrics import hits, likeliest, perplexity, token_losses
+from attar.measure.metrics import hits, kl, likeliest, perplexity, token_losses
+from attar.measure.noise import Bfloat16Products, noise_floor
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, torch_dtype
 from attar.measure.uncertainty import mean_stderr, ratio_stderr
@@ -39,6 +40,8 @@ from attar.models.inputs import model_inputs
 from attar.models.loading.fit import admit
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.progress import SILENT, Progress
+
+NOISE_TEXTS = 64  # of which the noise floor is the mean
 
 
 def encoder_task(model: Any) -> str:
@@ -63,11 +66,13 @@ class EncoderReference:
     Attributes:
         settings: of the evaluation.
         logits: float32 (n, V).
+        noise: as of a :class:`attar.measure.reference.Reference`.
     """
 
     subject: Subject
     settings: EvaluateSettings
     logits: Tensor
+    noise: Mapping[str, Any] = field(default_factory=dict)
 
     kept = True
     """Its logits are in memory; see :class:`attar.measure.reference.Reference`."""
@@ -128,8 +133,15 @@ def make_encoder_reference(
         for logits, batch in predictions(subject, examples, settings.batch_size):
             parts.append(logits.float().cpu())
             task.advance(len(batch))
+    noise: dict[str, Any] = {}
+    if settings.noise_floor and subject.model.dtype == torch.float32:
+        few = examples[:: -(-len(examples) // NOISE_TEXTS)]
+        exact = torch.cat([logits for logits, _ in predictions(subject, few, settings.batch_size)])
+        with Bfloat16Products():
+            noisy = torch.cat([logits for logits, _ in predictions(subject, few, settings.batch_size)])
+        noise = noise_floor(kl(exact, noisy).cpu().split(row_counts(few)))
     bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
-    return EncoderReference(bare, settings, torch.cat(parts))
+    return EncoderReference(bare, settings, torch.cat(parts), noise)
 
 
 def encoder_text(subject: Subject, settings: EvaluateSettings) -> EncoderText:
@@ -153,6 +165,12 @@ def encoder_text(subject: Subject, settings: EvaluateSettings) -> EncoderText:
     examples = hide(packed.rows, MaskRule.of(subject.tokenizer), numbered_generator(settings.seed, 0))
     note = held_out_note(subject.tokenizer, [packed.rows], packed.shared, texts_of(checkpoint))
     return EncoderText(examples, note)
+
+
+def row_counts(examples: Examples) -> list[int]:
+    """Predictions of each row."""
+    counts: list[int] = examples.predicted.view(len(examples), -1).sum(1).tolist()
+    return counts
 
 
 def predictions(subject: Subject, examples: Examples, size: int) -> Iterator[tuple[Tensor, Examples]]:
@@ -189,7 +207,7 @@ def measure_encoder(
             if reference is not None:
                 theirs = reference.logits[start : start + len(logits)]
                 compared.append(compare_tokens(theirs, logits, labels))
-                counts.append(batch.predicted.view(len(batch), -1).sum(1).tolist())
+                counts.append(row_counts(batch))
             start += len(logits)
             task.advance(len(batch), loss=float(losses[-1].mean()) if len(logits) else 0.0)
             begin = time.monotonic()
@@ -208,6 +226,7 @@ def measure_encoder(
             compare(rows),
             kl_mean_stderr=mean_stderr([part.kl for part in compared]),
             quality_kept_stderr=ratio_stderr([torch.cat(correct)], [theirs]),
+            **reference.noise,
         )
     quality = EncoderQuality(
         **vars(comparison),

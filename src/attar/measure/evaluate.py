@@ -328,7 +328,8 @@ def measure_quality(
     losses, correct, compared = zip(
         *(row for _, rows in sorted(measured.items()) for row in rows), strict=True
     )
-    return _quality(subject.name, losses, correct, [row for row in compared if row is not None])
+    quality = _quality(subject.name, losses, correct, [row for row in compared if row is not None])
+    return replace(quality, **reference.noise) if reference else quality
 
 
 def _measured(

@@ -6,9 +6,10 @@ limit. Otherwise none are kept (``Reference.kept`` is False): the model stays lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.logits import next_token_logits, predicted, split
+from attar.measure.metrics import kl
+from attar.measure.noise import Bfloat16Products, noise_floor
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
 from attar.progress import SILENT, Progress
 
 MEMORY_LIMIT = 512 * 2**20
+NOISE_ROWS = 8  # of which the noise floor is the mean: it differs little from row to row
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Reference:
         shared: why the text is in other splits too, as in :class:`attar.data.packing.PackedRows`.
         logits: per batch and sequence, float32 (n, width), none for batches of other processes; None where
             each evaluation recomputes them.
+        noise: fields of the noise floor (noise.py); none where it was not measured.
     """
 
     subject: Subject
@@ -49,6 +54,7 @@ class Reference:
     width: int
     logits: list[list[Tensor]] | None
     shared: str = ""
+    noise: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> bool:
@@ -78,7 +84,7 @@ def make_reference(
     processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> Reference:
-    """Run the reference over the held-out text.
+    """Run the reference over the held-out text, and again for the noise floor where it computes in float32.
 
     Args:
         batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
@@ -97,17 +103,45 @@ def make_reference(
         batches, shared = list(packed.rows.split(settings.batch_size)), packed.shared
     pieces = split(batches, width)
     assigned = range(processes.rank, len(pieces), processes.count)
+    reference = Reference(subject, settings, pieces, width, None, shared)
     size = sum(int(predicted(pieces[number]).sum()) for number in assigned) * width * 4
-    if size > memory_limit:
-        return Reference(subject, settings, pieces, width, None, shared)
-    logits: list[list[Tensor]] = [[] for _ in pieces]
-    with progress.task(f"reference {subject.name}", total=len(assigned)) as task:
-        for number in assigned:
-            rows = next_token_logits(subject.model, pieces[number], width)
-            logits[number] = [row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows]
+    if size <= memory_limit:
+        logits: list[list[Tensor]] = [[] for _ in pieces]
+        with progress.task(f"reference {subject.name}", total=len(assigned)) as task:
+            for number in assigned:
+                rows = next_token_logits(subject.model, pieces[number], width)
+                logits[number] = [row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows]
+                task.advance()
+        reference = replace(reference, logits=logits)
+    if settings.noise_floor and subject.model.dtype == torch.float32:
+        reference = replace(reference, noise=_noise(reference, assigned, processes, progress))
+    if reference.kept:
+        bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
+        reference = replace(reference, subject=bare)
+    return reference
+
+
+def _noise(reference: Reference, assigned: range, processes: Processes, progress: Progress) -> dict[str, Any]:
+    """The noise floor on :data:`NOISE_ROWS` rows over all of the text; each process runs those of its
+    batches."""
+    subject, width = reference.subject, reference.width
+    rows = [(number, row) for number, batch in enumerate(reference.batches) for row in range(len(batch))]
+    chosen = rows[:: -(-len(rows) // NOISE_ROWS)]
+    distances: dict[tuple[int, int], Tensor] = {}
+    with progress.task(f"noise floor {subject.name}", total=len(chosen)) as task:
+        for number, row in chosen:
+            if number in assigned:
+                tokens = reference.batches[number][row : row + 1]
+                with Bfloat16Products():
+                    noisy, _ = next(next_token_logits(subject.model, tokens, width))
+                if reference.logits is not None:
+                    exact = reference.logits[number][row]
+                else:
+                    exact, _ = next(next_token_logits(subject.model, tokens, width))
+                distances[number, row] = kl(exact, noisy).cpu()
             task.advance()
-    bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
-    return Reference(bare, settings, pieces, width, logits, shared)
+    measured = [pair for part in processes.of_all(distances) for pair in part.items()]
+    return noise_floor([values for _, values in sorted(measured, key=lambda pair: pair[0])])
 
 
 def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 
-VERSION = 2
+VERSION = 3
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNNERS = ("auto", "compiled", "modules", "transformers", "blocks")
@@ -26,6 +26,10 @@ class EvaluateSettings:
     )
     batch_size: int = field(
         default=8, metadata={"help": "sequences in one pass (fewer when their logits are large)"}
+    )
+    noise_floor: bool = field(
+        default=True,
+        metadata={"help": "run 8 rows of a float32 reference again with products in bfloat16"},
     )
     speed: bool = field(default=True, metadata={"help": "measure prefill and decode tokens/s"})
     prompt_tokens: int = field(default=128, metadata={"help": "prompt of the speed measurement"})
