@@ -1,6 +1,5 @@
 """The demo's recipe on other models: tiny random Qwen2, Gemma and GPT-2, from input to report."""
 
-import asyncio
 import json
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests import tiny_models
 from tests.marks import slow_but
 
 RECIPE = Path(__file__).parents[1] / "recipes/quickstart.yaml"
-TEXT = str(Path(asyncio.__file__).parent)  # some files of the library: reading all of it takes seconds
+TEXT = str(Path(json.__file__).parent)  # some files of the library: reading all of it takes seconds
 QUICK = [f"evaluate={{tokens: 512, sample_tokens: 4, decode_tokens: 2, prompt_tokens: 8, data: {TEXT}}}"] + [
     f"stages.{number}.{key}={value}"
     for number, settings in {

@@ -63,7 +63,7 @@ def model(tmp_path_factory):
     return tiny_models.save(built, tmp_path_factory.mktemp("stopped") / "model", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, ["recover", "qat"]))
+@pytest.mark.parametrize("case", mostly_slow(CASES, ["recover"]))
 def test_a_stopped_training_goes_on_from_its_step(case, model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     verb, settings = CASES[case]

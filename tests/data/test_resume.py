@@ -57,7 +57,7 @@ def retrain(model, out, data, **more):
     return recover(model, out, settings, teacher=model, **more)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("stage", "task"), [(gptq, "gptq"), (retrain, "recover")])
 def test_with_another_text_an_interrupted_stage_starts_over(tmp_path, stage, task):
     model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")

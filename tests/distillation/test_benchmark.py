@@ -48,6 +48,7 @@ def test_a_table_of_all_that_ran(run, tmp_path):
     assert again.splitlines()[-3:] and "acceptance 0." not in again.splitlines()[0]  # nothing was trained
 
 
+@pytest.mark.slow
 def test_the_longer_run_has_the_time_of_the_slowest_and_its_rows(run, tmp_path):
     run("--methods", "plain")
     arguments = drafting.parse()

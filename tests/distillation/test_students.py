@@ -178,7 +178,7 @@ def test_random_weights_of_the_same_shape():
     assert all(parameter.requires_grad for parameter in student.parameters())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "smollm", "gemma3", "bert"])
 @pytest.mark.parametrize("share", mostly_slow([0.9, 0.75, 0.5, 0.3], [0.75, 0.3]))
 def test_a_size_is_kept_and_nearly_reached(family, share):
@@ -234,6 +234,7 @@ def test_no_sizes(text):
         StudentSettings(size=text)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -336,7 +336,7 @@ def speaking(folder: Path, words: list[str], target: Path) -> Path:
     return target
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name: str, family: dict[str, Path], tmp_path: Path) -> None:
     """What comes out is a model that transformers loads whole, and that gives numbers."""

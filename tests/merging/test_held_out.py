@@ -25,7 +25,7 @@ def held_out(rows=6, length=12, mask_token=3):
     return HeldOutText(torch.randint(4, tiny_models.VOCABULARY, (rows, length), generator=draw), mask_token)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "gpt_neox", "bert", "distilbert"])
 def test_folder_and_memory_agree(family, tmp_path):
     folder = tiny_models.save(tiny_models.build(family), tmp_path / family)

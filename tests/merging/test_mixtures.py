@@ -65,7 +65,7 @@ def document(method):
     return content | ({"base_model": "base"} if kind.base in ("required", "optional") else {})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_experts_merge_tensor_by_tensor(mixtures, kind, method, tmp_path):

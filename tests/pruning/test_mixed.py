@@ -26,7 +26,9 @@ from tests.pruning.planning.test_scan import SMALL, study_of
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("models") / "llama3")
+    return tiny_models.save(
+        tiny_models.build("llama3", num_hidden_layers=2), tmp_path_factory.mktemp("models") / "llama3"
+    )
 
 
 @pytest.fixture(scope="module")

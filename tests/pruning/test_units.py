@@ -44,7 +44,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "criterion", "ratio", "sizes"), CUTS)
 def test_every_structure_is_really_smaller(tmp_path, method, criterion, ratio, sizes):
     folder = save("llama3", tmp_path)
@@ -140,6 +140,7 @@ def test_a_global_scope_is_refused_where_the_config_has_one_number(tmp_path, mon
     assert caught.value.hint == f"--scope layer keeps {count} {noun} in each layer"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "method", "ratio", "problem"),
     [

@@ -127,7 +127,7 @@ def wanda_by_hand(model, batches, sparsity, by_row):
     return model
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("amount", "compare"), [("0.5", "row"), ("0.5", "layer"), ("2:4", "row")])
 def test_wanda_sees_the_inputs_after_the_blocks_pruned_before(amount, compare, tmp_path, monkeypatch):
     before = open_checkpoint(save("llama3", tmp_path, torch.float32))
@@ -157,7 +157,7 @@ def test_the_rows_of_the_card_are_those_of_the_files(tmp_path):
 
 def test_a_measured_allocation_is_better_than_equal_fractions(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
-    before = open_checkpoint(save("smollm", tmp_path))
+    before = open_checkpoint(save("smollm", tmp_path, num_hidden_layers=2))
     after = pruned(before, tmp_path / "out", method="magnitude", sparsity=0.6, allocation="measured")
     details = after.card.details
     assert details["allocation"]["kl"] < 0.9 * details["allocation"]["kl_uniform"]
@@ -236,6 +236,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("options", "problem"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_is_refused_in_one_line_before_any_work(options, problem, tmp_path):
     with pytest.raises(SettingsError, match=problem) as refusal:

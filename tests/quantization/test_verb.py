@@ -1,6 +1,6 @@
 """The verb quantize with every method, scheme and step, from folder to folder."""
 
-import email
+import json
 import os
 import shutil
 import signal
@@ -39,7 +39,7 @@ SMALL = {
     "iterations": 3,
     "steps": 2,
     "check_tokens": 0,
-    "data": str(Path(email.__file__).parent),  # a few files: the whole library takes seconds to read
+    "data": str(Path(json.__file__).parent),  # a few files: the whole library takes seconds to read
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 

@@ -56,7 +56,7 @@ def test_the_shape_of_a_checkpoint(tmp_path: Path) -> None:
     assert shape.parameters == 512
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "near"),
     [

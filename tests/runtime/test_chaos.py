@@ -126,7 +126,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     return {index for index, _ in faults.raised}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ngram", "oracle", "drawer"])
 def test_a_hundred_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raised = held(kind, 100, 60, 1, monkeypatch)

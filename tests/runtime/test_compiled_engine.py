@@ -74,6 +74,7 @@ def test_prefix_hits(model, prompts, wanted):
     engine.engine.check()
 
 
+@pytest.mark.few(1)
 def test_preemption(model, prompts, wanted):
     """A pool that holds two texts for five: some are thrown out and computed again."""
     engine = llm(model, blocks=12, step_tokens=64, sequences=5)

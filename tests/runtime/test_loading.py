@@ -106,7 +106,7 @@ SCHEMES = {  # lanes of the compiled runner, distance there, distance through mo
 
 
 @compiled_only
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(folder, llama, scheme):
     kind, *bounds = SCHEMES[scheme]
@@ -126,7 +126,7 @@ def test_kinds_that_differ_within_a_layer(folder, llama):
     assert kinds(load(checkpoint, kv_tokens=64)) == {"int4", "int8"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize(
     ("scheme", "target"),
@@ -142,7 +142,7 @@ def test_every_layout(folder, scheme, target):
     assert max(distances(checkpoint, "compiled", "modules").values()) < INTEGERS[8]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @compiled_only
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M", "IQ4_XS"])
 def test_gguf(folder, kind):
@@ -153,7 +153,7 @@ def test_gguf(folder, kind):
     assert max(measured.values()) < INTEGERS[8]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8", "NF4"])
 def test_families_that_only_modules_run(folder, family, scheme):

@@ -11,6 +11,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

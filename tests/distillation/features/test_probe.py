@@ -203,6 +203,7 @@ def test_qkv_against_a_loop():
     assert value(feature, student, teacher, batch).item() == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_queries_keys_and_values_of_every_family(family):
     """Each has a gradient by the weights of its own module, and as many columns as its heads."""

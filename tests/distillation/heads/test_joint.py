@@ -64,6 +64,7 @@ def example(model):
     return batch
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("base_loss", ["self", "text"])
 def test_the_loss_is_that_of_a_loop_over_positions(adapted, base_loss):

@@ -153,6 +153,7 @@ def trained(tmp_path, monkeypatch, request):
     return target, attar.train_head(target, tmp_path / "head", **options)
 
 
+@pytest.mark.few(1)
 def test_from_training_to_drafts(trained):
     target, head = trained
     assert head.card.details["steps"] == 6 and head.config["head"]["kind"] == "medusa"

@@ -147,6 +147,7 @@ def test_the_soft_loss_on_classes_is_that_of_the_paper(objective, T):
     assert same.item() < 1e-6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "llama3", "gpt2"])
 def test_padding_changes_nothing(family):
     teacher, student = classifier(family), classifier(family, seed=1)
@@ -266,6 +267,7 @@ def test_tinybert_in_two_phases(teacher, tmp_path):
     assert accuracy(second, data) > 0.95 and second.config["hidden_size"] == 32
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("feature", ["hidden", "patient", "attention", "embeddings"])
 def test_padding_changes_no_feature(feature):
     """Texts of two lengths in one batch have the features of each by itself, weighed by their tokens."""

@@ -272,6 +272,7 @@ def test_a_config_that_is_not_computed_is_refused(entry, words, tmp_path):
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -61,7 +61,7 @@ def run(method: MergeMethod, tensors: list[Tensor], base: Tensor | None, **given
     )
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(40)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)

@@ -12,7 +12,7 @@ from tests import tiny_models
 FAMILIES = tiny_models.FAMILIES | tiny_models.MIXTURES | tiny_models.HYBRIDS | tiny_models.VISION
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_models_of_every_family_pass(family, tmp_path):
     model = tiny_models.build(family)

@@ -68,7 +68,7 @@ def head_choices(model):
         yield [sorted((start + step) % total for step in range(count)) for start in (0, 1, total - 1)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", HEADS_CAN_GO)
 def test_cut_heads_equal_masked_heads(family, tmp_path):
     model = tiny_models.build(family)
@@ -102,7 +102,7 @@ def test_heads_that_the_config_cannot_express(family):
     assert_equal_logits(everything, model, tiny_models.tokens(model))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_cut_neurons_equal_masked_neurons(family, tmp_path):
     model = tiny_models.build(family)
@@ -119,7 +119,7 @@ def test_cut_neurons_equal_masked_neurons(family, tmp_path):
     assert sum(p.numel() for p in cut.parameters()) < sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_kept_layers_equal_skipped_layers(family, tmp_path):
     model = tiny_models.build(family)
@@ -138,7 +138,7 @@ def test_kept_layers_equal_skipped_layers(family, tmp_path):
     assert_equal_logits(reloaded(shorter, tmp_path), skipped, rows)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_smaller_models_generate_with_a_cache(family):
     """The cache indexes layers and heads; a stale index would show here."""

@@ -56,7 +56,7 @@ def plans(family, anatomy):
         yield "query heads", CutPlan(heads=queries(anatomy))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_masked_model_computes_what_the_cut_model_does(family):
     model = tiny_models.build(family)

@@ -128,6 +128,7 @@ def test_kl_of_a_layer_is_that_of_the_model_cut_without_it(family, tmp_path):
         assert got[0, layer].item() == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_run_that_goes_has_the_least_kl_of_those_that_turn_the_stream_least(tmp_path):
     model = tiny_models.build("llama3", num_hidden_layers=7)
     rows = torch.cat(batches(model))

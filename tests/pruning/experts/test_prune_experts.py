@@ -248,6 +248,7 @@ def test_groups_by_hand():
     assert merge_similar(outputs, 0 * frequency, 3).weights[0] == (0.5, 0.5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,7 +19,9 @@ SHORT = {**SMALL, "ratio": 0.4, "candidates": 2, "candidate_steps": 6}
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("models") / "llama3")
+    return tiny_models.save(
+        tiny_models.build("llama3", num_hidden_layers=2), tmp_path_factory.mktemp("models") / "llama3"
+    )
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(1, "a"), (2, "ad"), (3, "adc"), (4, "adcb"), (9, "adcbe")])

@@ -50,7 +50,9 @@ KEY = ScanKey("model", "text", 64, 32, 0, 4, 2, "gradient", "fp32")
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("models") / "llama3")
+    return tiny_models.save(
+        tiny_models.build("llama3", num_hidden_layers=2), tmp_path_factory.mktemp("models") / "llama3"
+    )
 
 
 def study_of(folder, file):

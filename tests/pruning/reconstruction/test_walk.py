@@ -38,7 +38,7 @@ def blocks_weights(checkpoint):
 @pytest.mark.parametrize("sparsity", ["2:4", 0.6])
 def test_zeros_stay_bit_for_bit(tmp_path, kind, sparsity):
     """The mask is that of the method alone; all that the mask keeps may change, and does."""
-    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
+    folder = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=2), tmp_path / "model")
     plain = pruned(folder, tmp_path / "none", method="wanda", sparsity=sparsity, reconstruct="none")
     whole = pruned(folder, tmp_path / kind, method="wanda", sparsity=sparsity, reconstruct=kind)
     assert whole.card.details["reconstruct"] == kind
@@ -77,7 +77,7 @@ def test_every_family_is_reconstructed(tmp_path, family, kind):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["heads", "neurons", "query-heads"])
 def test_units_are_reconstructed_before_the_cut(tmp_path, method):
-    model = tiny_models.build("llama3")
+    model = tiny_models.build("llama3", num_hidden_layers=2)
     folder = tiny_models.save(model, tmp_path / "model")
     outs = {
         kind: pruned(folder, tmp_path / kind, method=method, ratio=0.5, reconstruct=kind)
@@ -147,7 +147,7 @@ class Killed(Exception):  # noqa: N818  (no error)
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
     from attar.walks import block_runner
 
-    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
+    folder = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=2), tmp_path / "model")
     options = {"method": "wanda", "sparsity": "2:4", "reconstruct": "block"}
     whole = pruned(folder, tmp_path / "whole", **options)
     plain = block_runner.write_solutions
@@ -173,7 +173,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_in):
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
-    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
+    folder = tiny_models.save(tiny_models.build("llama3", num_hidden_layers=2), tmp_path / "model")
     options = {"method": "magnitude", "reconstruct": "block"}
     first, second = (pruned(folder, tmp_path / name, **options) for name in ("a", "b"))
     files = [open_checkpoint(out.path).path / "model.safetensors" for out in (first, second)]

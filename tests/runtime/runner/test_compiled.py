@@ -71,6 +71,7 @@ def run(compiled_runner, *parts, **more):
     return compiled_runner.run(result)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(family, models):
     model, ids = models(family), tokens()
@@ -195,6 +196,7 @@ FORCED = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", sorted(FORCED))
 @pytest.mark.parametrize("width", [1, 3])
 def test_forced_drafts_are_plain_decoding(case, width, models):

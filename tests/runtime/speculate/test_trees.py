@@ -115,7 +115,7 @@ class Timed(DraftPolicy):
             self._learn(new)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("slope", [0.001, 1.0])
 def test_siblings_come_by_themselves_where_they_pay(slope: float) -> None:
     draft = DraftModel(runner(neighbour("gpt2")))

@@ -29,6 +29,7 @@ from attar.runtime.speculate.heads.chain import ChainProposer
 from attar.runtime.speculate.heads.context import ContextReader
 from attar.runtime.speculate.speculator import Speculator
 from tests import tiny_models
+from tests.cases import mostly_slow
 from tests.runtime.speculate.heads.hashing import HashingHead, RestlessPolicy, StatesOfTexts, check_pool
 
 LAYERS = (0, 2, 3)  # of three: after the first and the last block, and after the final norm
@@ -182,8 +183,7 @@ def hashing_speculator(runner, known: StatesOfTexts) -> Speculator:
     return Speculator(proposer, RestlessPolicy(), most=12, verification="coupled")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("family", "kind", "options", "bound"), CASES)
+@pytest.mark.parametrize(("family", "kind", "options", "bound"), mostly_slow(CASES, CASES[4:5]))
 def test_the_text_and_every_state(family, kind, options, bound) -> None:
     if kind == "compiled" and load("decode") is None:
         pytest.skip("no C++ compiler")
