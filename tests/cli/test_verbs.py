@@ -178,6 +178,7 @@ def test_evaluate_shows_questions_and_what_computed(
     calls: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     task = {"name": "arc", "acc": 0.541, "acc_stderr": 0.0102, "acc_norm": 0.5, "acc_norm_stderr": None}
+    task |= {"acc_difference": -0.005, "acc_difference_stderr": 0.003, "acc_lost": 0.012, "acc_won": 0.007}
     for key, value in (
         ("tasks", [task]), ("quality_kept", 0.9956), ("quality_kept_stderr", 0.00412),
         ("runner", "transformers"),
@@ -186,7 +187,13 @@ def test_evaluate_shows_questions_and_what_computed(
         monkeypatch.setitem(MEASURED, key, value)
     assert call(["evaluate", "m", "--tasks", "a.jsonl", "--tasks", "b.jsonl", "--runner", "modules"]) == 0
     text = capsys.readouterr().out
-    for words in ("54.1% ± 1.0%", "99.56% ± 0.81%", "transformers (no attention)", "int8", "fp8"):
+    for words in (
+        "54.1% ± 1.0% (-0.5% ± 0.3%: 1.2% lost, 0.7% won)",
+        "99.56% ± 0.81%",
+        "transformers (no attention)",
+        "int8",
+        "fp8",
+    ):
         assert words in text
     assert "50.0%" in text and "50.0% ±" not in text
     assert (calls[0][1][1].tasks, calls[0][1][1].runner) == (("a.jsonl", "b.jsonl"), "modules")

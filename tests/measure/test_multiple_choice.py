@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,20 @@ import pytest
 import torch
 
 from attar.errors import DataError
-from attar.measure.multiple_choice import encode_pair, log_likelihoods, measure_task, read_questions
+from attar.measure.evaluate import evaluate
+from attar.measure.multiple_choice import (
+    TaskAnswers,
+    answer_task,
+    encode_pair,
+    log_likelihoods,
+    read_questions,
+    task_score,
+)
+from attar.measure.reference import make_reference
+from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
 from tests import tiny_models
+from tests.measure.measure_models import llama, words
 
 ROWS: list[dict[str, Any]] = [
     {"q": "def add(a, b): what?", "choices": ["return a + b", "pass", "yes"], "label": 0},
@@ -75,7 +87,7 @@ def test_scores_are_those_of_a_slow_loop(folder: Path, exact: Subject, tmp_path:
     sums = [total for row in wanted for total in row[0]]
     assert [total for total, _ in actual] == pytest.approx(sums, abs=1e-3)
     assert [greedy for _, greedy in actual] == [question for row in wanted for question in row[2]]
-    task = measure_task(subject, file, questions)
+    task = task_score(file, answer_task(subject, questions))
     labels = [0, 1, 2, 2, 1]
     acc = [row[0].index(max(row[0])) == label for row, label in zip(wanted, labels, strict=True)]
     norm = [row[1].index(max(row[1])) == label for row, label in zip(wanted, labels, strict=True)]
@@ -92,7 +104,7 @@ def test_characters_decide_acc_norm(exact: Subject, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         "attar.measure.multiple_choice.log_likelihoods", lambda *_, **__: [(-6.0, False), (-8.0, False)]
     )
-    task = measure_task(exact, file, read_questions(file))
+    task = task_score(file, answer_task(exact, read_questions(file)))
     assert (task.acc, task.acc_norm, task.acc_stderr) == (0.0, 1.0, None)
 
 
@@ -146,5 +158,39 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_a_choice_longer_than_the_context_names_its_row(exact: Subject, tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", [ROWS[0], {"q": "a", "choices": ["b", "c d " * 200], "label": 0}])
     with pytest.raises(DataError, match=r"choice 1 has .* tokens, but the context of model is 128") as caught:
-        measure_task(exact, file, read_questions(file))
+        task_score(file, answer_task(exact, read_questions(file)))
     assert caught.value.message.startswith(f"{file}:2: ")
+
+
+def test_a_difference_has_the_error_of_its_pairs() -> None:
+    """Ten questions, of which three changed: against the sample deviation of the changes."""
+    ours = TaskAnswers((1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0), (1.0,) * 10)
+    theirs = TaskAnswers((1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0), (1.0,) * 10)
+    task = task_score("arc.jsonl", ours, theirs)
+    assert (task.name, task.acc, task.acc_lost, task.acc_won) == ("arc", 0.6, 0.2, 0.1)
+    assert task.acc_difference == pytest.approx(-0.1)
+    assert task.acc_difference_stderr == pytest.approx(((3 - 10 * 0.01) / 9 / 10) ** 0.5)
+    assert (task.acc_norm_difference, task.acc_norm_difference_stderr, task.acc_norm_lost) == (0.0, 0.0, 0.0)
+    assert task_score("arc.jsonl", ours).acc_difference is None
+    assert task_score("one.jsonl", TaskAnswers((1.0,), (1.0,)), TaskAnswers((0.0,), (1.0,))).acc_won == 1.0
+
+
+def test_an_evaluation_pairs_its_answers_with_the_reference_s(tmp_path: Path, subject: Subject) -> None:
+    file = write(
+        tmp_path / "some.jsonl",
+        [{"q": f"w{n}", "choices": ["w1", "w2 w3"], "label": n % 2} for n in range(8)],
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 " * 500)
+    settings = EvaluateSettings(
+        data=str(text), tokens=32, sequence_length=16, tasks=(str(file),), speed=False, sample=""
+    )
+    reference = make_reference(subject, settings)
+    other = Subject(llama(5), words(), None, "other")
+    task = evaluate(other, settings, reference=reference).tasks[0]
+    right, before = (answer_task(model, read_questions(file)).acc for model in (other, subject))
+    assert task.acc_lost == sum(b > a for a, b in zip(right, before, strict=True)) / 8
+    assert task.acc_won == sum(a > b for a, b in zip(right, before, strict=True)) / 8
+    assert task.acc_difference == pytest.approx(task.acc_won - task.acc_lost) and task.acc_lost + task.acc_won
+    fewer = evaluate(other, replace(settings, tasks_limit=4), reference=reference).tasks[0]
+    assert fewer.questions == 4 and fewer.acc_difference is None

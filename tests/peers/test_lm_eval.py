@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attar import chat_template
-from attar.measure.multiple_choice import measure_task, read_questions
+from attar.measure.multiple_choice import answer_task, read_questions, task_score
 from attar.measure.subject import load_subject
 from tests import tiny_models
 from tests.measure.test_multiple_choice import ROWS, slow, write
@@ -80,7 +80,7 @@ def harness(model, arguments, folder, file):
 def test_equal_figures_on_equal_rows(folder, rows, tmp_path, runner):
     file = write(tmp_path / "rows.jsonl", rows)
     subject = load_subject(folder, runner=runner)
-    ours = measure_task(subject, file, read_questions(file))
+    ours = task_score(file, answer_task(subject, read_questions(file)))
     theirs, through = harness("attar", f"pretrained={folder},runner={runner}", tmp_path, file)
     assert (ours.acc, ours.acc_norm) == (theirs["acc,none"], theirs["acc_norm,none"])
     assert math.isclose(ours.acc_stderr, theirs["acc_stderr,none"], rel_tol=1e-6)

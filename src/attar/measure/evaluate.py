@@ -36,7 +36,7 @@ from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_by
 from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
 from attar.measure.logits import split, subject_logits
 from attar.measure.metrics import hits, perplexity, token_losses
-from attar.measure.multiple_choice import TaskScore, measure_task, read_questions
+from attar.measure.multiple_choice import TaskScore, answer_task, read_questions, task_score
 from attar.measure.notebook import frame, html_table
 from attar.measure.numbers import percent, significant, size
 from attar.measure.reference import (
@@ -215,10 +215,11 @@ def evaluate(
     quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
     if not subject.in_memory:
         peak = peak_rss_bytes()
-    tasks = tuple(
-        measure_task(subject, file, rows, processes=processes, progress=progress)
+    answers = {
+        file: answer_task(subject, rows, processes=processes, progress=progress)
         for file, rows in questions.items()
-    )
+    }
+    known = reference.answers if reference and reference.settings.tasks_limit == settings.tasks_limit else {}
     transformers_speed = _transformers_speed(model, subject, settings) if processes.first else None
     return Measurements(
         **vars(quality),
@@ -237,7 +238,7 @@ def evaluate(
         runner_note=subject.fallback_reason or None,
         device=settings.device,
         threads=torch.get_num_threads(),
-        tasks=tasks,
+        tasks=tuple(task_score(file, right, known.get(file)) for file, right in answers.items()),
         seconds=time.monotonic() - start,
     )
 

@@ -57,11 +57,23 @@ class MultipleChoice:
 
 
 @dataclass(frozen=True)
+class TaskAnswers:
+    """Whether each question is answered rightly, 1.0 or 0.0, by ``acc`` and by ``acc_norm``."""
+
+    acc: tuple[float, ...]
+    acc_norm: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class TaskScore:
     """Accuracy on a file of questions, 0 to 1; standard errors are None for a single question.
 
     Attributes:
         name: the file's, without its ending.
+        acc_difference, acc_norm_difference: accuracy less the reference's on the same questions; its error
+            is that of the pairs. None without a reference.
+        acc_lost, acc_won: fraction of questions that the reference answers rightly and the model wrongly,
+            and the reverse; so of ``acc_norm``.
     """
 
     name: str
@@ -70,6 +82,14 @@ class TaskScore:
     acc_stderr: float | None
     acc_norm: float
     acc_norm_stderr: float | None
+    acc_difference: float | None = None
+    acc_difference_stderr: float | None = None
+    acc_lost: float | None = None
+    acc_won: float | None = None
+    acc_norm_difference: float | None = None
+    acc_norm_difference_stderr: float | None = None
+    acc_norm_lost: float | None = None
+    acc_norm_won: float | None = None
 
 
 def read_questions(file: str | Path, limit: int = 0) -> list[MultipleChoice]:
@@ -123,19 +143,17 @@ def _label(where: str, value: object, choices: int) -> int:
     return value
 
 
-def measure_task(
+def answer_task(
     subject: Subject,
-    file: str | Path,
     questions: Sequence[MultipleChoice],
     *,
     processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
-) -> TaskScore:
-    """Accuracy of a model on questions.
+) -> TaskAnswers:
+    """Answer questions.
 
     Args:
-        file: names the score.
-        processes: each answers a part of the questions; all get the score of all.
+        processes: each answers a part of the questions; all get the answers to all.
 
     Raises:
         DataError: a choice is longer than the context, or the model has no tokenizer.
@@ -145,20 +163,32 @@ def measure_task(
     assigned = questions[processes.rank :: processes.count]
     pairs = [pair for question in assigned for pair in _pairs(subject, question)]
     scores = iter([score for score, _ in log_likelihoods(subject, pairs, progress=progress)])
-    plain: list[float] = []
-    normed: list[float] = []
+    right: list[tuple[float, float]] = []
     for question in assigned:
         sums = np.array([next(scores) for _ in question.choices])
         lengths = np.array([float(len(choice)) for choice in question.choices])
-        plain.append(float(np.argmax(sums) == question.label))
-        normed.append(float(np.argmax(sums / lengths) == question.label))
-    parts = processes.of_all((plain, normed))
-    plain, normed = ([right for part in parts for right in part[which]] for which in (0, 1))
-    name = Path(file).name.removesuffix(".jsonl")
-    return TaskScore(name, len(questions), *_mean(plain), *_mean(normed))
+        chosen = np.argmax(sums), np.argmax(sums / lengths)
+        right.append((float(chosen[0] == question.label), float(chosen[1] == question.label)))
+    parts = processes.of_all(right)
+    ordered = [parts[number % processes.count][number // processes.count] for number in range(len(questions))]
+    acc, acc_norm = zip(*ordered, strict=True)
+    return TaskAnswers(acc, acc_norm)
 
 
-def _mean(values: list[float]) -> tuple[float, float | None]:
+def task_score(file: str | Path, answers: TaskAnswers, reference: TaskAnswers | None = None) -> TaskScore:
+    """The score of a file of questions, beside the reference's answers to the same ones."""
+    fields: dict[str, Any] = {}
+    for name, right in vars(answers).items():
+        fields[name], fields[f"{name}_stderr"] = _mean(right)
+        if reference is not None:
+            changes = [ours - theirs for ours, theirs in zip(right, getattr(reference, name), strict=True)]
+            fields[f"{name}_difference"], fields[f"{name}_difference_stderr"] = _mean(changes)
+            fields[f"{name}_lost"] = changes.count(-1.0) / len(changes)
+            fields[f"{name}_won"] = changes.count(1.0) / len(changes)
+    return TaskScore(name=Path(file).name.removesuffix(".jsonl"), questions=len(answers.acc), **fields)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.fmean(values), error

@@ -24,6 +24,7 @@ from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.logits import next_token_logits, predicted, split
 from attar.measure.metrics import kl
+from attar.measure.multiple_choice import TaskAnswers, answer_task, read_questions
 from attar.measure.noise import Bfloat16Products, noise_floor
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
@@ -46,6 +47,7 @@ class Reference:
         logits: per batch and sequence, float32 (n, width), none for batches of other processes; None where
             each evaluation recomputes them.
         noise: fields of the noise floor (noise.py); none where it was not measured.
+        answers: to the questions of the settings' tasks, by file.
     """
 
     subject: Subject
@@ -55,6 +57,7 @@ class Reference:
     logits: list[list[Tensor]] | None
     shared: str = ""
     noise: Mapping[str, Any] = field(default_factory=dict)
+    answers: Mapping[str, TaskAnswers] = field(default_factory=dict)
 
     @property
     def kept(self) -> bool:
@@ -84,7 +87,8 @@ def make_reference(
     processes: Processes = SINGLE_PROCESS,
     progress: Progress = SILENT,
 ) -> Reference:
-    """Run the reference over the held-out text, and again for the noise floor where it computes in float32.
+    """Run the reference over the held-out text, and again for the noise floor where it computes in float32;
+    it answers the questions too.
 
     Args:
         batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
@@ -115,6 +119,13 @@ def make_reference(
         reference = replace(reference, logits=logits)
     if settings.noise_floor and subject.model.dtype == torch.float32:
         reference = replace(reference, noise=_noise(reference, assigned, processes, progress))
+    answers = {
+        file: answer_task(
+            subject, read_questions(file, settings.tasks_limit), processes=processes, progress=progress
+        )
+        for file in settings.tasks
+    }
+    reference = replace(reference, answers=answers)
     if reference.kept:
         bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
         reference = replace(reference, subject=bare)
