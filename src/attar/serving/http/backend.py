@@ -148,17 +148,9 @@ class EngineBackend(Backend):
         return self._streams.failure
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        salt: str = "",
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", **options: Any
     ) -> AsyncIterator[Event]:
-        shared = self._sharing(salt)
-        return self._streams.stream(prompt, params, id=id, priority=priority, deadline_s=deadline_s, **shared)
+        return self._streams.stream(prompt, params, **options, **self._sharing(salt))
 
     def _sharing(self, salt: str) -> dict[str, Any]:
         """Which weights a request runs with, and with whom its prefixes are shared."""
@@ -198,21 +190,12 @@ class EngineBackend(Backend):
         return runner.lora
 
     def score(
-        self,
-        prompt: Sequence[int],
-        start: int,
-        observe: PromptObserver,
-        *,
-        id: str,
-        salt: str = "",
-        deadline_s: float | None = None,
+        self, prompt: Sequence[int], start: int, observe: PromptObserver, **options: Any
     ) -> AsyncIterator[Event]:
         """Runs a prompt; ``observe`` gets the logits that follow each of its tokens from ``start`` on, but
-        the last."""
+        the last. The options are those of :meth:`submit`."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        scored = (start, observe)
-        shared = self._sharing(salt)
-        return self._streams.stream(prompt, params, id=id, deadline_s=deadline_s, observe=scored, **shared)
+        return self.submit(prompt, params, observe=(start, observe), **options)
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)

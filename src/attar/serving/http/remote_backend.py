@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -43,17 +44,8 @@ class RemoteBackend(Backend):
     def vocabulary(self) -> int:
         return self._vocabulary if self._client.target is None else self._client.target.vocabulary
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        salt: str = "",
-    ) -> AsyncIterator[Event]:
-        return self._client.submit(prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt)
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> AsyncIterator[Event]:
+        return self._client.submit(prompt, params, **options)
 
     def cancel(self, id: str) -> None:
         self._client.cancel(id)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attar.runtime.speculate.heads.confidence_correction import (
-    DECAY,
-    OWN_DECAY,
-    OWN_PRIOR,
-    PRIOR,
-    ConfidenceCorrection,
-)
+from attar.runtime.speculate.acceptance import DECAY, OWN_DECAY, OWN_PRIOR, PRIOR
+from attar.runtime.speculate.heads.confidence_correction import ConfidenceCorrection
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from tests.runtime.speculate.heads.test_chain import NearTarget, StatefulRunner, proposer_of
 

@@ -4,9 +4,10 @@
 
 ``expected`` is the sum of the chances that the head gave them. c' is 1 over all sequences, and for one
 sequence what it is over all. All counts decay with every chain, so that a depth which is not reached any more
-is tried again. A head that was calibrated on one kind of text is too sure, or too modest, on another: what it
-drafts beyond the tokens that are accepted costs time. A round is decided with the c of the rounds before it,
-so that exact verification keeps the target's distribution.
+is tried again; weights and decays are those of the acceptance rates (``acceptance.py``). A head that was
+calibrated on one kind of text is too sure, or too modest, on another: what it drafts beyond the tokens that
+are accepted costs time. A round is decided with the c of the rounds before it, so that exact verification
+keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-PRIOR, OWN_PRIOR = 8.0, 4.0  # weight of c', in chances: over all sequences, of one sequence
-DECAY, OWN_DECAY = 0.99, 0.97  # of the counts with every chain: over all sequences, of one sequence
+from attar.runtime.speculate.acceptance import DECAY, NEVER, OWN_DECAY, OWN_PRIOR, PRIOR
 
 Counts = dict[int, tuple[float, float]]  # depth: accepted, expected
-NEVER = 0.0, 0.0
 
 
 class ConfidenceCorrection:

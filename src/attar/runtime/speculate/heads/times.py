@@ -14,12 +14,10 @@ from collections.abc import Callable, Sequence
 
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.heads.context import ContextReader
-from attar.runtime.speculate.latency import PRIVATE
+from attar.runtime.speculate.latency import PRIVATE, ROUNDS, SIZES
 from attar.runtime.speculate.proposer import DraftRequest, DraftTimes, Proposer
 
 READ = 64  # tokens of a sequence's first round
-ROUNDS = 3
-WIDTHS = (1, 8)  # sequences
 GROWTH = 2  # tokens from round to round
 
 
@@ -36,7 +34,7 @@ def measure_rounds(
         proposer: ends no draft of its own accord.
     """
     step, begin, reading = dict[int, float](), dict[int, float](), 0.0
-    for width in WIDTHS:
+    for width in SIZES:  # sequences
         requests = _PrivateRequests(width, len(context.pool.states) // width, context.block_size)
         if requests.length < 1:
             break
