@@ -221,6 +221,7 @@ def evaluate(
     decode_tokens: int = 32,
     sample: str = "auto",
     sample_tokens: int = 48,
+    answers: int = 8,
     tasks: Sequence[str] = (),
     tasks_limit: int = 0,
     runner: Literal["auto", "compiled", "modules", "transformers", "blocks"] = "auto",

@@ -20,7 +20,7 @@ from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 
 WORDS = 31
-SETTINGS = {"tokens": 256, "sequence_length": 16, "speed": False, "sample": ""}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "speed": False, "sample": "", "answers": 0}
 
 
 @torch.no_grad()

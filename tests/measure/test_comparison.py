@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attar.measure.comparison import CONFIDENCES, compare, compare_tokens
+from attar.measure.comparison import CONFIDENCES, compare, compare_answers, compare_tokens
 from attar.measure.metrics import confidence
 from attar.measure.uncertainty import row_stderr
 
@@ -63,6 +63,17 @@ def test_an_empty_bucket_has_no_figures():
     buckets = compare([compare_tokens(sure, sure, torch.tensor([0]))]).kl_by_confidence
     assert [bucket.tokens for bucket in buckets] == [0, 0, 0, 0, 1]
     assert (buckets[0].kl_mean, buckets[0].top1_agreement) == (None, None)
+
+
+def test_answers_agree_up_to_the_first_token_that_differs():
+    reference = [[1, 2, 3, 4], [5, 6], [7], [8, 9, 1, 1]]
+    compared = compare_answers([[1, 2, 9, 4], [5, 6], [7, 7, 7, 7], [3]], reference)
+    assert (compared.answers_same, compared.answers_agreement) == (0.25, (0.5 + 1 + 0.25 + 0) / 4)
+    assert compared.answers_agreement_stderr == pytest.approx(
+        torch.tensor([0.5, 1, 0.25, 0]).std().item() / 2
+    )
+    assert (compared.answers_length, compared.reference_answers_length) == (11 / 4, 11 / 4)
+    assert compare_answers([], []).answers_same is None
 
 
 def test_the_error_over_rows_is_that_of_its_bootstrap():

@@ -21,7 +21,7 @@ from attar.measure.subject import Subject
 from tests import tiny_models
 from tests.measure.measure_models import llama, words
 
-SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2)
+SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2, answers=0)
 KEYS = (
     "perplexity", "kl_mean", "kl_p99", "top1_agreement", "bytes", "bits_per_weight", "prefill_tokens_per_s",
     "decode_tokens_per_s", "peak_rss_bytes",
@@ -173,7 +173,9 @@ def test_folders_from_end_to_end(tmp_path: Path) -> None:
     assert measurements.tokens == 4 * 31
     assert measurements.kl_mean is not None and measurements.kl_mean > 0.01
     assert (measurements.model, measurements.reference) == ("other", "base")
+    assert (measurements.answers_same, measurements.reference_answers_length) == (0.0, 4.0)
     same = evaluate(base, replace(settings, runner="transformers"), reference=base)
+    assert (same.answers_same, same.answers_agreement) == (1.0, 1.0)
     assert (same.kl_mean, same.top1_agreement) == (0.0, 1.0)
 
 

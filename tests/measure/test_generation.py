@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
+from attar.data.python_text import CHAT
 from attar.errors import DataError
 from attar.measure.generation import (
-    SAMPLE_PROMPTS,
+    PROMPTS,
+    answer_prompts,
     decode_tokens,
     encode_prompt,
+    generate_answers,
     generate_greedily,
     measure_speed,
     sample_prompt,
@@ -49,6 +52,19 @@ def test_greedy_equals_transformers(family: str) -> None:
     bare = Subject(model)
     bare.model.generation_config.eos_token_id = bare.model.config.eos_token_id = None
     assert generate_greedily(bare, prompt[0].tolist(), 12) == theirs[0, 11:].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_a_batch_answers_as_one_by_one(family: str) -> None:
+    """Prompts of other lengths, and an end token that some answers reach before others."""
+    model = tiny_models.build(family)
+    subject, prompts = Subject(model), [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    answers = [generate_greedily(subject, prompt, 8) for prompt in prompts]
+    assert generate_answers(subject, prompts, 8) == answers
+    model.generation_config.eos_token_id = model.config.eos_token_id = end = answers[0][2]
+    stopped = generate_answers(subject, prompts, 8)
+    assert stopped == [generate_greedily(subject, prompt, 8) for prompt in prompts]
+    assert stopped[0] == answers[0][: answers[0].index(end) + 1] and max(map(len, stopped)) == 8
 
 
 def test_text_is_that_of_the_tokens(subject: Subject) -> None:
@@ -122,7 +138,9 @@ def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
     assert sample_prompt(load_subject(tmp_path / "prose"), "auto")[0] == "Once upon a time"
     chat = load_subject(tmp_path / "chat")
     text, ids = sample_prompt(chat, "auto")
-    assert text.strip() in SAMPLE_PROMPTS.values() and text.endswith("\n")
+    assert text.strip() == PROMPTS[CHAT][0] and text.endswith("\n")
+    assert answer_prompts(chat, 3)[0] == ids and len(answer_prompts(chat, 3)) == 3
+    assert answer_prompts(code, 1) == [encode_prompt(code, "def __init__(self")]
     assert chat.tokenizer.decode(ids) == f"<user>{text.strip()}"
 
 
@@ -157,3 +175,8 @@ def test_speed_of_a_known_delay(tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 def test_speed_fits_the_context(tiny_model: Any) -> None:
     speed = measure_speed(Subject(tiny_model, words()), prompt_tokens=500, decode_tokens=500, rounds=1)
     assert (speed.prompt_tokens, speed.decode_tokens) == (31, 32)
+
+
+def test_every_kind_has_as_many_prompts_as_may_be_asked_for() -> None:
+    assert {len(dict.fromkeys(prompts)) for prompts in PROMPTS.values()} == {8}
+    assert answer_prompts(Subject(llama(0)), 8) == []

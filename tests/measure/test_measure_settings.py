@@ -21,6 +21,7 @@ from attar.measure.settings import EvaluateSettings
         ("prompt_tokens", 0),
         ("decode_tokens", 0),
         ("sample_tokens", 0),
+        ("answers", 9),
         ("dtype", "int8"),
     ],
 )

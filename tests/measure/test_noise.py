@@ -18,7 +18,7 @@ from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject
 from tests.measure.measure_models import llama, words
 
-SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2)
+SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2, answers=0)
 
 
 @pytest.fixture(scope="module")

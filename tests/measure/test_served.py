@@ -22,7 +22,7 @@ from tests import tiny_models
 from tests.quantization.packing import pack, save
 
 compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
-SETTINGS = EvaluateSettings(sample="", speed=False)
+SETTINGS = EvaluateSettings(sample="", speed=False, answers=0)
 
 
 def text(rows: int = 4, length: int = 16) -> list[torch.Tensor]:

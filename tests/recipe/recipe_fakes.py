@@ -59,6 +59,7 @@ class MeasureSettings:
     sequence_length: int = field(default=32, metadata={"help": "tokens of a row"})
     decode_tokens: int = field(default=8, metadata={"help": "tokens"})
     sample_tokens: int = field(default=8, metadata={"help": "tokens"})
+    answers: int = field(default=0, metadata={"help": "prompts"})
     speed: bool = field(default=False, metadata={"help": "measure speed"})
     data: str = field(default="python-stdlib", metadata={"help": "text"})
     seed: int = field(default=0, metadata={"help": "seed"})

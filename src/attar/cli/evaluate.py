@@ -35,6 +35,7 @@ _ROWS = (
     ("wrong in the reference, right here", "tokens_won", ".2%"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),
     ("top-1 agreement", "top1_agreement", ".2%"),
+    ("answers up to the first difference", "answers_agreement", ".2%"),
     ("bits per weight", "bits_per_weight", ".3f"),
     ("prefill, tokens/s", "prefill_tokens_per_s", ".1f"),
     ("decode, tokens/s", "decode_tokens_per_s", ".1f"),
@@ -52,6 +53,7 @@ _OPTIONAL = (
     "kl_noise_floor",
     "tokens_lost",
     "tokens_won",
+    "answers_agreement",
     "transformers_prefill_tokens_per_s",
     "transformers_decode_tokens_per_s",
 )

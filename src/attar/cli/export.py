@@ -101,6 +101,7 @@ def _measured(model: str, files: dict[str, ExportSettings], progress: Progress) 
         speed=False,
         sample="",
         noise_floor=False,
+        answers=0,
     )
     evaluate = load("attar.measure.evaluate:evaluate")
     try:

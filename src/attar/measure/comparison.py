@@ -7,9 +7,11 @@ et al., Accuracy is Not All You Need, 2024, arXiv 2407.09141).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
@@ -69,6 +71,23 @@ class Divergence:
     kl_by_confidence: tuple[ConfidenceBucket, ...] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerAgreement:
+    """Greedy answers beside the reference's, to the same prompts; None where none were generated.
+
+    Attributes:
+        answers_same: fraction of answers that are the reference's, token for token.
+        answers_agreement: mean share of an answer before the first token that differs, of the longer one.
+        answers_length, reference_answers_length: mean tokens of an answer.
+    """
+
+    answers_same: float | None = None
+    answers_agreement: float | None = None
+    answers_agreement_stderr: float | None = None
+    answers_length: float | None = None
+    reference_answers_length: float | None = None
+
+
 @dataclass(frozen=True)
 class TokenComparison:
     """Of n predictions: KL float64 (n,), whether both models have the same likeliest token and whether each
@@ -122,6 +141,26 @@ def compare(rows: Sequence[TokenComparison]) -> Divergence:
         kl_rows=row_means(distances),
         kl_by_confidence=tuple(_bucket(rows, *bounds) for bounds in pairwise(CONFIDENCES)),
     )
+
+
+def compare_answers(answers: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> AnswerAgreement:
+    """The agreement of token ids, an answer each; none: no figures."""
+    if not answers:
+        return AnswerAgreement()
+    pairs = list(zip(answers, reference, strict=True))
+    shares = [_common(ours, theirs) / max(len(ours), len(theirs), 1) for ours, theirs in pairs]
+    return AnswerAgreement(
+        answers_same=fmean(ours == theirs for ours, theirs in pairs),
+        answers_agreement=fmean(shares),
+        answers_agreement_stderr=stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
+        answers_length=fmean(map(len, answers)),
+        reference_answers_length=fmean(map(len, reference)),
+    )
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def fraction(parts: Sequence[Tensor]) -> float:

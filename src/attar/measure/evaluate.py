@@ -22,7 +22,15 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError, UsageError
-from attar.measure.comparison import Divergence, TokenComparison, compare, compare_tokens, fraction
+from attar.measure.comparison import (
+    AnswerAgreement,
+    Divergence,
+    TokenComparison,
+    compare,
+    compare_answers,
+    compare_tokens,
+    fraction,
+)
 from attar.measure.encoders import (
     EncoderReference,
     check_same_kind,
@@ -33,7 +41,14 @@ from attar.measure.encoders import (
     measure_encoder,
 )
 from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
-from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
+from attar.measure.generation import (
+    Speed,
+    decode_tokens,
+    generate_answers,
+    generate_greedily,
+    measure_speed,
+    sample_prompt,
+)
 from attar.measure.logits import split, subject_logits
 from attar.measure.metrics import hits, perplexity, token_losses
 from attar.measure.multiple_choice import TaskScore, answer_task, read_questions, task_score
@@ -71,7 +86,7 @@ class Quality(Divergence):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Measurements(Quality):
+class Measurements(Quality, AnswerAgreement):
     """All that ``attar evaluate`` measures.
 
     Attributes:
@@ -215,14 +230,15 @@ def evaluate(
     quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
     if not subject.in_memory:
         peak = peak_rss_bytes()
-    answers = {
+    tasks = {
         file: answer_task(subject, rows, processes=processes, progress=progress)
         for file, rows in questions.items()
     }
-    known = reference.answers if reference and reference.settings.tasks_limit == settings.tasks_limit else {}
+    known = reference.tasks if reference and reference.settings.tasks_limit == settings.tasks_limit else {}
     transformers_speed = _transformers_speed(model, subject, settings) if processes.first else None
     return Measurements(
         **vars(quality),
+        **vars(_answers(subject, reference)),
         **asdict(measure_size(subject)),
         **asdict(serving_formats(subject)),
         **_speeds(speed, transformers_speed),
@@ -238,7 +254,7 @@ def evaluate(
         runner_note=subject.fallback_reason or None,
         device=settings.device,
         threads=torch.get_num_threads(),
-        tasks=tuple(task_score(file, right, known.get(file)) for file, right in answers.items()),
+        tasks=tuple(task_score(file, right, known.get(file)) for file, right in tasks.items()),
         seconds=time.monotonic() - start,
     )
 
@@ -378,6 +394,14 @@ def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, s
         return None, None
     text, ids = sample_prompt(subject, settings.sample)
     return text, decode_tokens(subject, generate_greedily(subject, ids, settings.sample_tokens))
+
+
+def _answers(subject: Subject, reference: Reference | None) -> AnswerAgreement:
+    """Its greedy answers beside the reference's, where that has some and the model can decode."""
+    if reference is None or not reference.prompts or not subject.in_memory:
+        return AnswerAgreement()
+    answers = generate_answers(subject, list(reference.prompts), reference.settings.sample_tokens)
+    return compare_answers(answers, reference.answers)
 
 
 def _speeds(speed: Speed | None, transformers: Speed | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Greedy samples, and prefill and decode speed, of the engine that serves a model.
+"""Greedy samples and answers, and prefill and decode speed, of the engine that serves a model.
 
 The engine is :class:`attar.LLM`. A model that transformers runs (``--runner transformers``, or one that the
 runtime does not support) uses transformers' own ``generate``.
@@ -10,6 +10,7 @@ sequence. The first round is a warm-up; the median of the others is reported wit
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -31,12 +33,39 @@ from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.tokenizer import PromptTokenizer
 
-SAMPLE_PROMPTS = {
-    CODE: "def __init__(self",
-    CHAT: "Why is the sky blue? Answer in one sentence.",
-    PROSE: "Once upon a time",
+PROMPTS = {
+    CODE: (
+        "def __init__(self",
+        "def read_json(path):\n",
+        "import os\n\ndef walk(",
+        "class Stack:\n",
+        "for i, line in enumerate(",
+        "def test_empty_",
+        "try:\n    import",
+        "def fibonacci(n):\n",
+    ),
+    CHAT: (
+        "Why is the sky blue? Answer in one sentence.",
+        "Name three yellow fruits.",
+        "What is 17 plus 25?",
+        "Write two lines about rain.",
+        "How long does an egg boil?",
+        "What is 'good morning' in French?",
+        "Is 91 a prime number?",
+        "Give me a title for a story about a lighthouse.",
+    ),
+    PROSE: (
+        "Once upon a time",
+        "The capital of France is",
+        "In the year 1969",
+        "Water boils when",
+        "The most important thing about learning is",
+        "She opened the door and",
+        "A computer is a machine that",
+        "When the rain stopped,",
+    ),
 }
-"""Prompts of samples, by the text that fits a model."""
+"""Prompts by the text that fits a model: the first of the sample, all of the answers that are compared."""
 
 BUDGET_S = 2.0  # seconds after which no further round begins
 ROUNDS = 7
@@ -84,7 +113,7 @@ def sample_prompt(subject: Subject, setting: str) -> tuple[str, list[int]]:
     """The prompt of the sample, as text and as tokens.
 
     Args:
-        setting: the prompt, or ``auto``: the one of SAMPLE_PROMPTS that fits the model, a question in its
+        setting: the prompt, or ``auto``: the first of PROMPTS that fit the model, a question in its
             own chat template where it has one.
 
     Raises:
@@ -92,11 +121,34 @@ def sample_prompt(subject: Subject, setting: str) -> tuple[str, list[int]]:
     """
     if setting != AUTO:
         return setting, encode_prompt(subject, setting, "the sample's prompt")
-    kind = CODE if subject.checkpoint is None else fitting(subject.checkpoint)[0]
-    text = SAMPLE_PROMPTS[kind]
+    kind = _kind(subject)
+    text = PROMPTS[kind][0]
     if kind != CHAT:
         return text, encode_prompt(subject, text, "the sample's prompt")
-    return f"{text}\n", PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    return f"{text}\n", _question(subject, text)
+
+
+def answer_prompts(subject: Subject, count: int) -> list[list[int]]:
+    """Tokens of the first ``count`` of PROMPTS that fit the model: none without a tokenizer, and none that
+    leave no room in the context."""
+    if subject.tokenizer is None:
+        return []
+    kind = _kind(subject)
+    prompts = [
+        _question(subject, text) if kind == CHAT else subject.tokenizer(text, verbose=False)["input_ids"]
+        for text in PROMPTS[kind][:count]
+    ]
+    return [tokens for tokens in prompts if 0 < len(tokens) < (subject.context or math.inf)]
+
+
+def _kind(subject: Subject) -> str:
+    """The text that fits a model."""
+    return CODE if subject.checkpoint is None else fitting(subject.checkpoint)[0]
+
+
+def _question(subject: Subject, text: str) -> list[int]:
+    """Tokens of a question in the model's chat template."""
+    return PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
 
 
 def serving_llm(subject: Subject) -> LLM:
@@ -106,20 +158,31 @@ def serving_llm(subject: Subject) -> LLM:
 
 
 def generate_greedily(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
-    """Up to ``max_tokens`` tokens after the prompt, as many as the context has room for; an end token is
-    included.
+    """The completion of one prompt, as :func:`generate_answers` gives it."""
+    return generate_answers(subject, [prompt], max_tokens)[0]
+
+
+def generate_answers(subject: Subject, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Up to ``max_tokens`` greedy tokens after each prompt, as many as the context has room for; an end token
+    is included.
 
     Raises:
         NumericsError: the logits are NaN (attar's engine only).
     """
     if subject.loaded is not None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        return list(serving_llm(subject).generate(prompt, params)[0].token_ids)
+        return [list(result.token_ids) for result in serving_llm(subject).generate(prompts, params)]
     if subject.context is not None:
-        max_tokens = min(max_tokens, subject.context - len(prompt))
+        max_tokens = min(max_tokens, subject.context - max(map(len, prompts)))
     ends = end_tokens(subject.model.generation_config, subject.model.config, subject.tokenizer)
-    tokens = _transformers_generate(subject, prompt, max_tokens, ends)
-    return [int(token) for token in tokens[0, len(prompt) :]]
+    rows = _transformers_generate(subject, prompts, max_tokens, ends).tolist()
+    return [_up_to_end(row, ends) for row in rows]
+
+
+def _up_to_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
+    """Tokens up to the first end token, which is included: what follows is padding."""
+    end = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + 1]
 
 
 def decode_tokens(subject: Subject, ids: list[int]) -> str:
@@ -176,7 +239,7 @@ def _transformers_round(subject: Subject, prompt: int, decode: int, rng: random.
     def run_round() -> tuple[float, float]:
         ids = [rng.randrange(subject.vocabulary) for _ in range(prompt)]
         token_times = TokenTimes()
-        _transformers_generate(subject, ids, decode + 1, streamer=token_times)
+        _transformers_generate(subject, [ids], decode + 1, streamer=token_times)
         start, first, *_, last = token_times.times
         return prompt / (first - start), decode / (last - first)
 
@@ -184,10 +247,10 @@ def _transformers_round(subject: Subject, prompt: int, decode: int, rng: random.
 
 
 def _transformers_generate(
-    subject: Subject, prompt: list[int], max_tokens: int, ends: tuple[int, ...] = (), **options: Any
-) -> Any:
-    """Prompt and completion, int64 (1, S), of transformers' greedy ``generate``, without the model's own
-    generation settings; rows that only pad the vocabulary are excluded."""
+    subject: Subject, prompts: list[list[int]], max_tokens: int, ends: tuple[int, ...] = (), **options: Any
+) -> Tensor:
+    """Completions, int64 (B, S), of transformers' greedy ``generate``, without the model's own generation
+    settings; rows that only pad the vocabulary are excluded. Shorter prompts are padded on the left."""
     columns = int(subject.model.get_output_embeddings().weight.shape[0])
     config = GenerationConfig(
         max_new_tokens=max_tokens,
@@ -197,10 +260,16 @@ def _transformers_generate(
         pad_token_id=0,
         suppress_tokens=list(range(subject.vocabulary, columns)) or None,
     )
-    ids = torch.tensor([prompt], device=subject.model.device)
-    return subject.model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    tokens: Tensor = subject.model.generate(
+        ids.to(subject.model.device),
+        attention_mask=mask.to(subject.model.device),
+        generation_config=config,
+        **options,
     )
+    return tokens[:, width:]
 
 
 class TokenTimes(BaseStreamer):  # type: ignore[misc]

@@ -6,7 +6,7 @@ limit. Otherwise none are kept (``Reference.kept`` is False): the model stays lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from attar.data.packing import PackedRows, evaluation_rows
 from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
+from attar.measure.generation import answer_prompts, generate_answers
 from attar.measure.logits import next_token_logits, predicted, split
 from attar.measure.metrics import kl
 from attar.measure.multiple_choice import TaskAnswers, answer_task, read_questions
@@ -47,7 +48,9 @@ class Reference:
         logits: per batch and sequence, float32 (n, width), none for batches of other processes; None where
             each evaluation recomputes them.
         noise: fields of the noise floor (noise.py); none where it was not measured.
-        answers: to the questions of the settings' tasks, by file.
+        tasks: answers to the questions of the settings' tasks, by file.
+        prompts, answers: token ids of prompts and of their greedy answers; none without such settings, from a
+            model that is not in memory, and in processes but the first.
     """
 
     subject: Subject
@@ -57,7 +60,9 @@ class Reference:
     logits: list[list[Tensor]] | None
     shared: str = ""
     noise: Mapping[str, Any] = field(default_factory=dict)
-    answers: Mapping[str, TaskAnswers] = field(default_factory=dict)
+    tasks: Mapping[str, TaskAnswers] = field(default_factory=dict)
+    prompts: Sequence[list[int]] = ()
+    answers: Sequence[list[int]] = ()
 
     @property
     def kept(self) -> bool:
@@ -88,7 +93,7 @@ def make_reference(
     progress: Progress = SILENT,
 ) -> Reference:
     """Run the reference over the held-out text, and again for the noise floor where it computes in float32;
-    it answers the questions too.
+    it answers the questions, and some prompts.
 
     Args:
         batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
@@ -119,13 +124,17 @@ def make_reference(
         reference = replace(reference, logits=logits)
     if settings.noise_floor and subject.model.dtype == torch.float32:
         reference = replace(reference, noise=_noise(reference, assigned, processes, progress))
-    answers = {
+    tasks = {
         file: answer_task(
             subject, read_questions(file, settings.tasks_limit), processes=processes, progress=progress
         )
         for file in settings.tasks
     }
-    reference = replace(reference, answers=answers)
+    prompts: list[list[int]] = []
+    if processes.first and subject.in_memory:
+        prompts = answer_prompts(subject, settings.answers)
+    answers = generate_answers(subject, prompts, settings.sample_tokens) if prompts else []
+    reference = replace(reference, tasks=tasks, prompts=prompts, answers=answers)
     if reference.kept:
         bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
         reference = replace(reference, subject=bare)

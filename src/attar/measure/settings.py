@@ -43,7 +43,15 @@ class EvaluateSettings:
             "template, as fits the model; empty: no sample"
         },
     )
-    sample_tokens: int = field(default=48, metadata={"help": "length of the greedy sample"})
+    sample_tokens: int = field(
+        default=48, metadata={"help": "length of the greedy sample, and of compared answers at most"}
+    )
+    answers: int = field(
+        default=8,
+        metadata={
+            "help": "prompts that fit the model, 8 at most, whose greedy answers are compared; 0: none"
+        },
+    )
     tasks: tuple[str, ...] = field(
         default=(), metadata={"help": "multiple-choice questions, JSON lines with q, choices and label"}
     )
@@ -91,10 +99,13 @@ class EvaluateSettings:
             ("decode_tokens", 1),
             ("sample_tokens", 1),
             ("tasks_limit", 0),
+            ("answers", 0),
         ):
             value = getattr(self, name)
             if value < least:
                 raise SettingsError(name, value, f"at least {least}")
+        if self.answers > 8:
+            raise SettingsError("answers", self.answers, "0 to 8")
         for name, allowed in (("dtype", DTYPES), ("runner", RUNNERS)):
             if getattr(self, name) not in allowed:
                 listed = ", ".join(allowed[:-1]) + f" or {allowed[-1]}"

@@ -167,7 +167,8 @@ def evaluation_seconds(settings: EvaluateSettings, shape: Shape, rates: Rates) -
     token = seconds(Work(passes=1), shape, rates) + 2 * shape.parameters / _MEMORY_RATE
     decoded = settings.decode_tokens * token
     speed = min(8 * decoded, 2.0 + 2 * decoded) if settings.speed else 0.0  # rounds until 2 s are over
-    return _START + seconds(work, shape, rates) + speed + settings.sample_tokens * token
+    answered = 2 if settings.answers else 1  # the sample, and the answers in one batch
+    return _START + seconds(work, shape, rates) + speed + answered * settings.sample_tokens * token
 
 
 def stage_work(
