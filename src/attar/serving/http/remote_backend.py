@@ -1,18 +1,22 @@
-"""A target service as the server's engine, and what its metrics add."""
+"""A target service as the server's engine, and the metrics of the services that take part."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.backend import Backend, MetricSample, Stats
-from attar.serving.http.service_metrics import replica_samples
 from attar.serving.services.coordinator import Coordinator
+from attar.serving.services.draft_client import DraftClient
 from attar.serving.services.messages import TargetLoad
+from attar.serving.services.offer_proposer import OfferCounts
+from attar.serving.services.offers import Outcome
+from attar.serving.services.replicas import Replicas
 
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 SHARED = (
     "running",
     "waiting",
@@ -83,3 +87,45 @@ def load_of(stats: Stats) -> TargetLoad:
     names = {field.name for field in fields(TargetLoad)}
     numbers = {name: getattr(stats, name) for name in SHARED if name in names}
     return TargetLoad(**numbers | {"blocks": dict(stats.blocks)}, speculation=stats.speculation)
+
+
+def offer_samples(counts: OfferCounts) -> list[MetricSample]:
+    """Of the offers that arrived."""
+    help = "Offers that arrived."
+    samples = [
+        MetricSample("draft_offers", help, counts.outcomes[outcome], labels={"outcome": outcome})
+        for outcome in OUTCOMES
+    ]
+    return [
+        *samples,
+        MetricSample("draft_waits", "Passes that waited for offers.", counts.waits),
+        MetricSample("draft_waits_late", "Of these, in vain.", counts.late),
+        MetricSample("draft_wait_seconds", "Seconds that passes waited.", counts.waited),
+    ]
+
+
+def replica_samples(replicas: Replicas) -> list[MetricSample]:
+    """Of each draft service."""
+    rows = [list(_of_replica(client)) for client in replicas.clients]
+    return [sample for family in zip(*rows, strict=True) for sample in family]
+
+
+def _of_replica(client: DraftClient) -> Iterator[MetricSample]:
+    labels, counts, link = {"replica": client.endpoint}, client.counts, client.link
+    gauges: Sequence[tuple[str, str, float]] = (
+        ("replica_ready", "Whether it answers.", client.ready),
+        ("replica_requests", "Requests that it drafts for.", 0 if link is None else link.open_requests),
+        ("replica_round_trip_seconds", "From a ping to its pong.", client.round_trip.mean or 0.0),
+        ("replica_turnaround_seconds", "From a commit to its offer.", client.turnaround.mean or 0.0),
+    )
+    for name, help, value in gauges:
+        yield MetricSample(name, help, value, False, labels)
+    counters = (
+        ("replica_connections", "Connections that were opened.", counts.connections),
+        ("replica_cuts", "Connections that were cut for what it sent.", counts.cut),
+        ("replica_drafts", "Of its drafts, verified.", counts.drafts),
+        ("replica_draft_tokens", "Tokens in them.", counts.drafted),
+        ("replica_accepted_tokens", "Of these, accepted.", counts.accepted),
+    )
+    for name, help, value in counters:
+        yield MetricSample(name, help, value, True, labels)

@@ -101,8 +101,7 @@ def serve_draft(command: ServeCommand) -> None:
 
 def serve_target(command: ServeCommand) -> None:
     """An engine for coordinators. Their draft services draft for it, unless it drafts itself."""
-    from attar.serving.http.remote_backend import load_of
-    from attar.serving.http.service_metrics import offer_samples
+    from attar.serving.http.remote_backend import load_of, offer_samples
     from attar.serving.services.build import hello_of, load_with_offers
     from attar.serving.services.channel import TARGET, Network, check_files, listen
     from attar.serving.services.target_service import TargetService
@@ -214,7 +213,7 @@ def _with_drafters(
     command: ServeCommand, stack: ExitStack
 ) -> tuple[LLM, Callable[[], Sequence[MetricSample]]]:
     """An engine whose drafts come from services, closed with the stack; and its metrics."""
-    from attar.serving.http.service_metrics import offer_samples, replica_samples
+    from attar.serving.http.remote_backend import offer_samples, replica_samples
     from attar.serving.services.build import load_with_offers
     from attar.serving.services.channel import Network, check_files
     from attar.serving.services.replicas import Replicas
