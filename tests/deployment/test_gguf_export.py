@@ -201,7 +201,7 @@ def changed(folder, name, change):
     save_file({**tensors, name: change(tensors[name])}, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
 def test_a_linear_whose_inputs_are_zero_is_rounded_to_nearest(wide, tmp_path, rounding):
     changed(wide, "model.layers.0.self_attn.v_proj.weight", torch.zeros_like)

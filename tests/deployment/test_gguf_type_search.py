@@ -224,6 +224,7 @@ def test_each_its_own(tmp_path):
     assert "model.layers.0.self_attn.k_proj" in case.measured()
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_twice_and_the_same_comes_out(tmp_path):
     case = Case(tmp_path)
     first = case.mix(bits=4.0)

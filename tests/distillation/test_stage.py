@@ -121,6 +121,7 @@ def test_a_size_is_printed_and_recorded(tmp_path):
     assert sum(line.startswith("  within the size: ") for line in log.lines) == len(details["considered"])
 
 
+@pytest.mark.slow
 def test_adapters_of_a_given_student_are_the_difference(tmp_path):
     """``out`` is the student with the adapters added; ``out/adapter`` over the student is the same model."""
     from peft import PeftModel

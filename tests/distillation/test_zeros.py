@@ -184,7 +184,7 @@ def test_without_a_teacher_alpha_is_zero(models, tmp_path):
     assert curve[-1] < 0.95 * curve[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A16"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_quantized_sparse_student_keeps_its_zeros(models, tmp_path, scheme, rank):

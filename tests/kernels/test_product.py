@@ -161,7 +161,7 @@ def test_quantized_zeros_are_zeros():
     assert torch.equal(unpack(pack(w, "int4")), w)
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(36)
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])

@@ -213,6 +213,7 @@ def test_encoders_are_judged_by_masked_tokens(tmp_path):
     assert pruned.config["intermediate_size"] == 48
 
 
+@pytest.mark.slow
 def test_rigid_families_can_have_their_heads_zeroed(tmp_path):
     from attar.models.anatomy.discover import discover
 

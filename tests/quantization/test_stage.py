@@ -174,6 +174,7 @@ def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
         quantize(tmp_path / "gptq", tmp_path / "out", quantize_settings(method="rtn", **SMALL))
 
 
+@pytest.mark.slow
 def test_groups_in_act_order_go_into_gptqs_layout(saved, tmp_path):
     settings = quantize_settings(method="gptq", act_order="group", **SMALL)
     quantized = quantize(saved("llama3"), tmp_path / "out", settings)

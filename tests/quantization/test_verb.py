@@ -61,8 +61,7 @@ def distance(folder_a, folder):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("method", list(METHOD_SETTINGS))
+@pytest.mark.parametrize("method", mostly_slow(METHOD_SETTINGS, ["awq"]))
 def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_path, method):
     settings = settings_for(method=method, **{**SMALL, "samples": 8, "check_tokens": 64})
     quantized = quantize(folder, tmp_path / "out", settings)
@@ -252,6 +251,7 @@ def test_the_weights_of_qat_stay_zero_while_they_are_trained(folder, tmp_path, m
     assert not any(weight.any() for weights in seen for weight in weights)
 
 
+@pytest.mark.slow
 def test_zeros_are_given_up_where_they_are_not_wanted(folder, tmp_path):
     pruned = sparse(folder, tmp_path / "pruned")
     settings = settings_for(scheme="W4A16_ASYM", keep_zeros="false", **SMALL)
@@ -298,6 +298,7 @@ def test_mask_and_codes_of_one_pass(folder, tmp_path, scheme, sparsity, act_orde
     assert "sparsity_config" not in (quantized.path / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_new_zeros_include_those_of_a_pruned_model(folder, tmp_path):
     pruned = sparse(folder, tmp_path / "pruned")  # every second input
     Card(name="pruned", stage="prune", settings={"sparsity": "0.5"}).write(pruned)

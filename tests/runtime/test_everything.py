@@ -207,7 +207,7 @@ def lived(kind, turns, seed):
     assert not world.manager.reuse or world.manager.stats.hit > turns // 4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_leaks_and_nothing_is_mixed_up(kind):
     for seed in (0, 1):

@@ -120,6 +120,7 @@ def test_saved_mixtures_run_compiled(saved, family):
     assert together(drafting, prompts) == wanted
 
 
+@pytest.mark.slow
 def test_drafts_batches_and_formats_change_no_token_of_rounded_experts(saved):
     """Of integer products and rounded caches the numbers are the same alone and in company."""
     folder, prompts, _ = saved("qwen3_moe")

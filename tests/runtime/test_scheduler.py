@@ -481,7 +481,7 @@ def test_check_finds_a_sequence_that_lost_its_place():
         engine.scheduler.check()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capacity", [9, 14, 40])
 @pytest.mark.parametrize("prefix_first", [False, True])
 def test_texts_stay_right_whatever_happens(capacity, prefix_first):

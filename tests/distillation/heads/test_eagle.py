@@ -41,7 +41,7 @@ def made(kind, family="llama3", **options):
     """A head with random weights in float64, and a pass of its target."""
     model = tiny_models.build(family)
     settings = (EagleSettings if kind is eagle else Eagle3Settings)(**options)
-    rows = Examples.of_text(tiny_models.tokens(model, batch=8, length=64))
+    rows = Examples.of_text(tiny_models.tokens(model, batch=4, length=32))
     chosen = choose_tokens(rows, model.config.vocab_size, settings.draft_vocabulary)
     head = kind.make(model, head_of(model), settings, chosen)
     tiny_models.randomize(head, seed=3)

@@ -139,6 +139,7 @@ def test_the_head_is_trained_on_what_the_model_writes(target, tmp_path, monkeypa
     assert seen[2].predicted[:, 0].all()
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_is_counted_once_and_recorded(target, tmp_path):
     head = attar.train_head(target, tmp_path / "head", **SMALL | {"draft_vocabulary": 50})
     loaded = load_draft_head(head)
@@ -149,6 +150,7 @@ def test_a_reduced_vocabulary_is_counted_once_and_recorded(target, tmp_path):
     assert "draft_vocabulary" not in full.card.details
 
 
+@pytest.mark.slow
 def test_the_card_names_its_model_with_its_hash(target, tmp_path):
     head = attar.train_head(target, tmp_path / "head", **SMALL)
     parents = head.card.parents
@@ -224,6 +226,7 @@ def test_kill_9_while_training_gives_the_same_bytes(kind, tmp_path):
     assert hashes(tmp_path / "a" / "head") == hashes(tmp_path / "b" / "head")
 
 
+@pytest.mark.slow
 def test_a_quantized_model_gets_a_head(target, tmp_path):
     options = {"scheme": "W4A16", "method": "rtn", "group_size": 32, "check_tokens": 0}
     quantized = attar.quantize(target, tmp_path / "w4", **options)

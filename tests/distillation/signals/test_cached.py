@@ -238,7 +238,7 @@ def undisturbed(tmp_path_factory):
     return teacher, pruned, whole
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "after"), [(walk, "_step", 1), (walk, "_step", 5), (PredictionStore, "write", 1)]
 )

@@ -400,6 +400,7 @@ def test_flipped_bytes_parse_or_are_refused(tmp_path: Path) -> None:
     assert 50 < parsed < 550
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_parses_at_once(tmp_path: Path) -> None:
     tokens = [f"token ▁{index}" for index in range(150_000)]
     metadata = {

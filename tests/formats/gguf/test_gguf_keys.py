@@ -95,7 +95,7 @@ def config_reader(tensors):
     return read
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_key_of_an_architecture_is_read(variant, files):
     keys, tensors = files[variant]

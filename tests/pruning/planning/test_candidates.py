@@ -36,6 +36,7 @@ def test_a_best_plan_of_depth_alone_is_not_listed_twice():
     assert pick_candidates(["a", "b"], [("layers",), ("heads",)], 3) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_the_best_after_training_is_cut_without_it(llama, tmp_path, monkeypatch):
     """The table has both figures; the weights are the original's."""
     afters = iter([0.9, 0.2])

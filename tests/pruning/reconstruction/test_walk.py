@@ -74,7 +74,7 @@ def test_every_family_is_reconstructed(tmp_path, family, kind):
     assert bool(biases) == any(not torch.equal(out.load(name), source.load(name)) for name in biases)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["heads", "neurons", "query-heads"])
 def test_units_are_reconstructed_before_the_cut(tmp_path, method):
     model = tiny_models.build("llama3", num_hidden_layers=2)

@@ -38,7 +38,7 @@ def linears(model):
 
 
 def ready(family="qwen2", grid=None):
-    model = tiny_models.build(family, num_hidden_layers=2)
+    model = tiny_models.build(family)
     return model, dict.fromkeys(linears(model), grid or IntGrid(3, 16, storage=torch.bfloat16))
 
 

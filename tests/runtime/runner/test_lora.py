@@ -144,6 +144,7 @@ def test_a_prefix_of_one_adapter_is_never_anothers(adapted):
     assert manager.stats.hit == 16
 
 
+@pytest.mark.slow
 def test_with_speculation_the_answers_are_the_same(folders, adapted):
     jobs = [([7, 8, 9] * 6, key) for key in ("a", "", "b")]
     expected = generate(adapted, jobs)

@@ -223,6 +223,7 @@ def test_exact_mode_keeps_the_law(turns: int) -> None:
     assert fits(texts, np.array(list(law.values())))
 
 
+@pytest.mark.slow
 def test_suffix_trees_draft_beside_a_model_unless_it_is_to_draft_alone() -> None:
     assert SpeculationSettings(draft="attar:draft").both
     assert SpeculationSettings(speculate="suffix", draft="attar:draft").both

@@ -64,7 +64,7 @@ def same(running: Engine, requests) -> None:
     running.check()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_with_trees_of_right_and_wrong_tokens(seed: int, chains: bool) -> None:

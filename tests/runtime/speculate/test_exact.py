@@ -38,7 +38,7 @@ def fixed(parents: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[Draft
     return [(Draft(tokens, parents), 1.0)]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("V", "shape", "judge"),

@@ -83,7 +83,7 @@ def test_families(family: str) -> None:
         assert [answers(llm, one)[0] for one in asked] == want  # alone, on what the first run published
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [

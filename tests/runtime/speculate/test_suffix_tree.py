@@ -136,7 +136,7 @@ def goes_on(text: Sequence[int], m: int) -> bool:
     return any(text[start : start + m] == text[-m:] for start in range(len(text) - m))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize(
     ("letters", "depth", "factor", "least"),

@@ -135,7 +135,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "family", "changes", "chosen"), CASES)
 def test_drafts_are_those_of_the_module(kind, family, changes, chosen):
     fast, slow = heads_of(kind, family, changes, chosen)

@@ -111,7 +111,7 @@ def test_drafts_of_an_easy_target_are_accepted(kind, width):
     assert [answers(llm, [one])[0] for one in asked] == wanted  # what the first run published
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("easy", [True, False])
 def test_texts_are_those_of_plain_decoding(easy, width):

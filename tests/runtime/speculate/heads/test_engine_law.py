@@ -45,7 +45,7 @@ def keeps_the_law(name: str, count: int) -> bool:
     return fits(actual, law("plain"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_slow(EVERY, FAST))
 def test_texts_of_the_engine_have_the_targets_law(name):
     assert keeps_the_law(name, 200)
