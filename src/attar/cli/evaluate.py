@@ -30,7 +30,7 @@ _ROWS = (
     ("accuracy of the next token", "accuracy", ".2%"),
     ("F1 of class 1", "f1", ".2%"),
     ("KL to the reference, mean (nats), 95 %", "kl_mean", ".5f"),
-    ("noise floor of that KL (nats), 95 %", "kl_noise_floor", ".5f"),
+    ("noise floor of that KL (nats), 95 %", "kl_noise_floor", ".6f"),
     ("right in the reference, wrong here", "tokens_lost", ".2%"),
     ("wrong in the reference, right here", "tokens_won", ".2%"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),

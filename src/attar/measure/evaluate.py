@@ -53,7 +53,7 @@ from attar.measure.logits import split, subject_logits
 from attar.measure.metrics import hits, perplexity, token_losses
 from attar.measure.multiple_choice import TaskScore, answer_task, read_questions, task_score
 from attar.measure.notebook import frame, html_table
-from attar.measure.numbers import percent, significant, size
+from attar.measure.numbers import nats_with_interval, percent, significant, size
 from attar.measure.reference import (
     Reference,
     check_same_text,
@@ -156,7 +156,9 @@ class Measurements(Quality, AnswerAgreement):
     def _figures(self) -> list[tuple[str, str]]:
         """The figures that a reader looks at first."""
         kept = None if self.quality_kept is None else f"{percent(self.quality_kept, 1)} %"
-        divergence = None if self.kl_mean is None else f"{significant(self.kl_mean)} nats"
+        divergence = None
+        if self.kl_mean is not None:
+            divergence = f"{nats_with_interval(self.kl_mean, self.kl_mean_row_stderr)} nats"
         figures = {"size": size(self.bytes), "KL": divergence, "quality kept": kept}
         if self.task == "causal":
             speed = self.decode_tokens_per_s
