@@ -78,6 +78,7 @@ def test_special_tokens_in_a_message_stay_text(llm: LLM) -> None:
     assert not set(ids) & set(llm.engine.ends)
 
 
+@pytest.mark.slow
 def test_the_oldest_turns_are_dropped_first(llm: LLM) -> None:
     chat = Chat(llm, GREEDY)
     for turn in range(6):

@@ -171,6 +171,7 @@ def test_bench_reads_spec_bench_and_gives_json(questions: Path, capsys: pytest.C
             assert len(row["histogram"]) <= 1 + int(row["method"][-1]), "no more drafts than were fixed"
 
 
+@pytest.mark.slow
 def test_one_prompt_has_no_interval(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call([*BENCH, "--prompt-file", str(questions), "--speculate", "ngram"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:8]]

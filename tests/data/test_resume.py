@@ -57,8 +57,9 @@ def retrain(model, out, data, **more):
     return recover(model, out, settings, teacher=model, **more)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("stage", "task"), [(gptq, "gptq"), (retrain, "recover")])
+@pytest.mark.parametrize(
+    ("stage", "task"), [(gptq, "gptq"), pytest.param(retrain, "recover", marks=pytest.mark.slow)]
+)
 def test_with_another_text_an_interrupted_stage_starts_over(tmp_path, stage, task):
     model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")
     text = tmp_path / "text.txt"

@@ -118,6 +118,7 @@ def test_quantized_experts_are_near_and_the_file_is_carried_over_unchanged(varia
     assert all(torch.equal(same[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.slow
 def test_an_eight_expert_model_gets_llama_cpps_types(tmp_path):
     """llama.cpp keeps keys and values of eight-expert models in Q8_0."""
     model = build("mixtral")

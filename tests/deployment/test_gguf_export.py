@@ -398,6 +398,7 @@ def test_no_text_is_read_where_it_would_not_help(wide, tmp_path, sweeps):
     assert not sweeps
 
 
+@pytest.mark.slow
 def test_without_text_an_export_is_plain_and_says_so(wide, tmp_path, monkeypatch):
     def nothing(*_, **__):
         raise DataError("no text on this machine")

@@ -182,6 +182,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(tmp_p
     assert set(case.mix(bits=least).kinds.values()) == {"Q2_K", "F32"}
 
 
+@pytest.mark.slow
 def test_inputs_that_256_does_not_divide(tmp_path):
     case = Case(tmp_path, hidden_size=64, intermediate_size=96)
     mix = case.mix(bits=5.2)

@@ -41,7 +41,7 @@ def by_hooks(model, batches):
     return actual, sum(batch.numel() for batch in batches)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", ["llama2", "smollm", "gpt2", "gemma3", "phi3", "qwen2", "gpt_neox", "bert"]
 )

@@ -81,6 +81,7 @@ def test_int8_goes_to_bitsandbytes(make, tmp_path):
         export(grouped, tmp_path / "no", ExportSettings(format="bitsandbytes"))
 
 
+@pytest.mark.slow
 def test_scales_that_float16_rounds_are_reported(make, tmp_path):
     source = make("W4A16", dtype=torch.float32)
     exported = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
@@ -118,6 +119,7 @@ def test_settings_that_a_format_ignores_are_refused():
         ExportSettings(format="gguf", size="many")
 
 
+@pytest.mark.slow
 def test_a_head_under_another_name_is_found(make, tmp_path):
     """GPT-NeoX stores its head as ``embed_out``."""
     source = make("W4A16", family="gpt_neox")

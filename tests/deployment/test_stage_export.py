@@ -80,6 +80,7 @@ def damage(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("leaf", "value", "match"),
     [

@@ -92,6 +92,7 @@ def test_a_given_student_keeps_its_weights_in_the_lineage(tmp_path):
     assert Path(details["given"]).name == "own" and "layer_map" not in student.card.details
 
 
+@pytest.mark.slow
 def test_a_student_by_importance_is_the_same_again_and_says_how(tmp_path):
     folder = save("llama3", tmp_path)
     options = {"layer_map": "influence", "layers": 2, "neurons": 24, **SMALL, "steps": 2}

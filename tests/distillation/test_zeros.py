@@ -129,6 +129,7 @@ def test_zeros_can_be_given_up(models, tmp_path):
     assert "kept_zeros" not in recovered.card.details
 
 
+@pytest.mark.slow
 def test_lines_say_what_is_kept(models, tmp_path):
     teacher, pruned = models
     progress = Lines()
@@ -198,6 +199,7 @@ def test_a_quantized_sparse_student_keeps_its_zeros(models, tmp_path, scheme, ra
         assert (zeros | ~pattern[name]).all() and torch.equal(zeros, after[name]), name
 
 
+@pytest.mark.slow
 def test_the_zeros_of_a_dense_model_s_codes_are_trained(models, tmp_path):
     teacher, _ = models
     options = {"scheme": "W2A16", "group_size": 16, "method": "rtn", "check_tokens": 0, "data": DATA}

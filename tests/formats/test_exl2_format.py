@@ -73,6 +73,7 @@ def test_decoding_agrees_with_loops_over_the_description(rows):
     assert sections_of(tensors) == list(SECTIONS)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("largest", [6e-8, 1.6e-5, 1e-3, 0.5, 500.0])
 def test_every_code_and_every_scale_in_float16(bits, largest):

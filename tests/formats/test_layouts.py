@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("rule", "form"), CASES, ids=[f"{f}-{r.kind}{r.bits}-{r.strategy}-{r.symmetric}" for r, f in CASES]
 )

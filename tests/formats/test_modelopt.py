@@ -70,6 +70,7 @@ def by_loops(tensors):
     return weight
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_decoding_agrees_with_loops_over_the_description(name):
     shape = (128, 256) if name == "fp8_pb_wo" else (6, 32)
@@ -163,7 +164,7 @@ def convert(source, conversion, folder):
 NAME = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16"])
 def test_there_and_back_without_touching_a_code(scheme, tmp_path):
     kv = "fp8" if scheme == "FP8" else "none"

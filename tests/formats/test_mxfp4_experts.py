@@ -161,6 +161,7 @@ def test_the_written_layout_computes_as_the_codes_do(exported, tmp_path):
     assert gguf_file.card.details["type"] == "MXFP4"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [

@@ -45,7 +45,7 @@ def test_padding_is_left_out(tmp_path, side):
     assert_same_logits(tiny_models.save(tiny_models.build("llama2"), tmp_path / "model"), padded)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_packed_weights_and_rounded_activations(tmp_path, scheme):
     quantize("attar:tiny", tmp_path / "packed", method="rtn", scheme=scheme, check_tokens=0)

@@ -161,6 +161,7 @@ def test_summary_of_two_stacks_and_of_one_model():
     assert summary([("a.weight", None, measure_conflicts(*family(1, (4, 4))))]) == []
 
 
+@pytest.mark.slow
 def test_a_hundred_layers_of_six_models_stay_small():
     rows = summary(conflict_table(6, 100))
     assert len(json.dumps(rows)) < 250_000

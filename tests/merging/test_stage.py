@@ -181,6 +181,7 @@ def test_shards_and_threads_do_not_change_the_result(merged, family, tmp_path):
     assert (whole.path / "model.safetensors").read_bytes() == (cut.path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_paper_form_trims_over_the_whole_model(family, merged, tmp_path):
     """With one model whose embedding alone has moved far, one global trim keeps nothing else."""
     base = tiny_models.build("smollm")

@@ -32,7 +32,7 @@ def build(name, monkeypatch, **changes):
     return tiny_models.build(name, **changes)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALL)
 def test_logits_through_the_head_are_the_models(name, monkeypatch):
     model = build(name, monkeypatch).double()

@@ -84,7 +84,7 @@ def test_quantize_keeps_the_zeros_of_a_pruned_model(pruned, tmp_path, method):
     assert len(weights) == 7 and all(two_of_four(weight) and weight.any() for weight in weights)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -192,6 +192,7 @@ def test_criteria_without_a_loss_need_no_head_and_the_others_say_so(tmp_path):
             prune(folder, tmp_path / "refused", settings)
 
 
+@pytest.mark.slow
 def test_a_width_that_no_longer_suits_a_format_is_said(tmp_path):
     folder = tiny_models.save(tiny_models.build("llama3", intermediate_size=256), tmp_path / "model")
     lines = Lines()
@@ -226,6 +227,7 @@ def test_the_command_takes_the_options_of_each_structure(tmp_path, capsys):
     assert "1 of 3 layers of the model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_family_that_cannot_be_swept_is_refused_with_the_way_out(tmp_path):
     """Gemma 3n computes more than embeddings before its layers."""
     folder = gemma3n(tmp_path)

@@ -56,6 +56,7 @@ def test_what_comes_out_is_an_ordinary_dense_checkpoint(method, model, tmp_path)
     assert torch.equal(tiny_models.logits(theirs, tokens), tiny_models.logits(ours, tokens))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHOD_SETTINGS)
 def test_recipes_have_every_method_and_its_own_options_alone(method):
     options = json.dumps(amount(method))[1:-1]

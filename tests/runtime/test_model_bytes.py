@@ -59,7 +59,7 @@ def folders(tmp_path_factory):
         ("attar:tiny", {"dtype": "float32"}),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_what_is_allocated_is_what_was_estimated(folders, name, options):
     if library() is None and options.get("weights"):
         pytest.skip("no compiler")

@@ -264,7 +264,7 @@ def test_a_runner_that_does_not_repeat_loses_the_step(monkeypatch: pytest.Monkey
     assert [ended[name] for name in names] == ["error", "error", "length", "length"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("component", ["pack", "pages", "reserve", "run"])
 @pytest.mark.parametrize(
     "eviction", [H2O(heavy=12, recent=12, slack=8), SnapKV(capacity=24, window=8)], ids=["h2o", "snapkv"]

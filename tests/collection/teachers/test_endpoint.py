@@ -81,6 +81,7 @@ def test_without_a_key_no_header_is_sent(variable, monkeypatch):
     assert server.keys == [None]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("what", "effect", "charged"),
     [
@@ -121,6 +122,7 @@ def test_retry_after(what, seconds):
     assert reply.retry_after == (None if seconds is None else pytest.approx(seconds, abs=1.1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["echo", "400", "401", "429", "500"])
 def test_the_key_is_redacted_from_what_comes_back(what, monkeypatch, caplog):
     """The server echoes the Authorization header, in its errors and in an answer."""
@@ -282,6 +284,7 @@ def test_a_deep_answer_is_a_failed_try(opening):
     assert reply.effect == "retry" and "not an answer: RecursionError" in reply.message
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "data", [b"[]", b"3", b'"text"', b"null", b'{"choices": 5}', b"9" * 5000, b"\xff\xfe"]
 )
@@ -294,6 +297,7 @@ def test_other_json_is_a_failed_try(data):
 COUNTS = [10**400, 10**15, -1, 1.5, True, "7", None, [], {"a": 1}]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", COUNTS)
 def test_counts_that_cannot_be_are_not_believed(count):
     usage = {"prompt_tokens": count, "completion_tokens": count}
@@ -315,6 +319,7 @@ def test_counts_up_to_what_was_sent_and_asked_for_are_believed(prompt_tokens, co
     assert (reply.prompt_tokens, reply.completion_tokens) == (None, None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes",
     [

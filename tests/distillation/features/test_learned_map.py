@@ -25,6 +25,7 @@ def test_it_starts_near_the_uniform_map():
     assert LearnedMap([(0, 0)], 1).matrix() == [[1.0]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["hidden", "attention", "qkv", "relation", "patient"])
 def test_the_loss_weighs_all_pairs(name):
     teacher = tiny_models.build("llama3")

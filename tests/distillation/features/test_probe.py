@@ -36,7 +36,7 @@ def test_the_table_has_the_names_of_the_settings():
     assert tuple(FEATURES) == FEATURE_NAMES
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FEATURE_NAMES)
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma2", "bert", "distilbert"])
 def test_a_model_agrees_with_itself(name, family):

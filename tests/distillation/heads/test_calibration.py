@@ -53,6 +53,7 @@ def test_the_error_is_of_chains_that_were_not_fitted():
     assert calibrate(z[:100], outcomes[:100]) == (0.0, (), {})
 
 
+@pytest.mark.slow
 def test_a_head_that_is_too_sure_of_everything_gets_a_bias():
     z, outcomes = confidences(8000)
     sure = z + 1.6

@@ -41,7 +41,7 @@ def made(kind, family="llama3", **options):
     """A head with random weights in float64, and a pass of its target."""
     model = tiny_models.build(family)
     settings = (EagleSettings if kind is eagle else Eagle3Settings)(**options)
-    rows = Examples.of_text(tiny_models.tokens(model, batch=4, length=32))
+    rows = Examples.of_text(tiny_models.tokens(model, batch=2, length=32))
     chosen = choose_tokens(rows, model.config.vocab_size, settings.draft_vocabulary)
     head = kind.make(model, head_of(model), settings, chosen)
     tiny_models.randomize(head, seed=3)
@@ -85,6 +85,7 @@ def test_a_further_layer_of_eagle_has_a_norm_before_attention():
         torch.testing.assert_close(step[1, i], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_parts(monkeypatch):
     gradients = []
     for scores in (100, 1 << 23):

@@ -105,7 +105,7 @@ def test_the_source_of_the_states_does_not_change_what_is_learned(target, tmp_pa
             torch.testing.assert_close(one, other, rtol=0.05, atol=2e-3)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "cached"),
     [({}, 0), ({"steps": 20}, 6), ({"steps": 20, "state_cache": "0"}, 0), ({"state_cache": "20KB"}, 2)],

@@ -24,6 +24,7 @@ def by_definition(student, teacher, temperature):
     return temperature**2 * (p * (p.log() - q.log())).sum(-1).mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 def test_value_and_gradient(temperature):
     student, teacher = logits()

@@ -121,6 +121,7 @@ def test_a_broken_model_is_named():
         rows_of(model)
 
 
+@pytest.mark.slow
 def test_a_mixture_draws_from_both_models():
     """Its log-probabilities are those of a p + (1 - a) q, token by token; draws follow them."""
     student, teacher, a, T = tiny_models.build("gpt2"), tiny_models.build("llama3", seed=3), 0.6, 1.5

@@ -177,6 +177,7 @@ def test_a_row_that_training_asks_for_is_that_of_the_pass_before(tmp_path):
         assert same(within.predictions(rows), before.predictions(rows))
 
 
+@pytest.mark.slow
 def test_one_pass_over_all_rows_writes_few_files(tmp_path):
     teacher = tiny_models.build("llama3")
     rows = tiny_models.tokens(teacher, batch=150, length=12)

@@ -65,7 +65,7 @@ def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
         assert config["num_key_value_heads"] == config["num_attention_heads"]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_names_are_those_of_the_gguf_packages_table(variant):
     model = build(variant)
@@ -103,7 +103,7 @@ def test_keys_are_those_of_the_gguf_package(variant):
     assert all(type(value) in (bool, int, float, str, list) for value in keys.values())
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_file_gives_a_model_of_the_same_shapes_and_settings(variant):
     model, config, result = written(variant)
@@ -123,7 +123,7 @@ def test_a_file_gives_a_model_of_the_same_shapes_and_settings(variant):
     assert changed <= may, {key: (theirs[key], ours[key]) for key in changed - may}
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_come_back_bit_for_bit(variant):
     model = build(variant)
@@ -147,7 +147,7 @@ def test_weights_come_back_bit_for_bit(variant):
         assert torch.equal(tensor, state[name]), name
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_file_gives_the_model_back(variant):
     model, config, result = written(variant)

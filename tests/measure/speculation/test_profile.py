@@ -84,6 +84,7 @@ def row(measured: Profile, kind: str, method: str) -> ProfileRow:
     return next(item for item in measured.rows if (item.set, item.method) == (kind, method))
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_one_token_a_pass(measured: Profile) -> None:
     plain = row(measured, "b", PLAIN)
     assert (plain.texts, plain.same, plain.tokens_per_pass, plain.theory) == (3, 3, 1.0, 1.0)

@@ -65,6 +65,7 @@ def model(family):
     return tiny_models.build(family)
 
 
+@pytest.mark.few(5)
 def test_parts_are_where_they_are(family, model):
     anatomy = discover(model)
     attention, mlp = anatomy.blocks[1].attention, anatomy.blocks[1].mlp

@@ -52,7 +52,7 @@ def random_scales(folds, seed=0):
     return [(fold, fold.share(0.1 + 3 * torch.rand(len(fold.source), generator=g))) for fold in folds]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *OTHERS])
 def test_random_scales_leave_the_logits_alone(family):
     model = build(family)
@@ -63,7 +63,7 @@ def test_random_scales_leave_the_logits_alone(family):
     assert (tiny.logits(model, rows) - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *OTHERS])
 def test_finds_the_folds_of_each_family(family):
     actual = foldable(build(family))

@@ -21,6 +21,7 @@ def test_saved_models_of_every_family_pass(family, tmp_path):
     assert checkpoint.notes == [] and checkpoint.as_stored and checkpoint.fits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_tie_inside_text_config_is_that_of_the_model(stored, tmp_path):
     """Older configs of vision models have the flag there alone; a stored head of its own goes before it."""

@@ -41,7 +41,7 @@ def recorded(model, modules, rows, outputs=False):
     return values
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["heads", "query-heads", "neurons"])
 def test_activation_is_the_norm_over_sequences_of_the_mean_over_tokens(family, method, tmp_path):

@@ -13,7 +13,7 @@ from tests import tiny_models
 from tests.pruning.scored import scored
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama3", "phi3", "gpt2", "opt", "gpt_neox"])
 @pytest.mark.parametrize("method", ["heads", "query-heads", "neurons"])
 def test_is_the_mean_absolute_derivative_of_the_mask(family, method, tmp_path):

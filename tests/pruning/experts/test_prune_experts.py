@@ -159,6 +159,7 @@ def test_scores_are_means_and_sums_over_the_tokens_that_chose_an_expert():
     assert order == wanted
 
 
+@pytest.mark.slow
 def test_merged_experts_are_weighted_means_and_similar_ones_join(mixture, tmp_path):
     folder = mixture("Mixtral")
     result = prune(folder, tmp_path / "out", experts=4, criterion="cluster")

@@ -54,7 +54,7 @@ def logits_of(model, ids):
     return tiny_models.logits(model, torch.tensor([ids]))[0]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_logits_of_every_family(family, threads):
@@ -86,7 +86,7 @@ def test_yarn_and_a_prediction_layer():
     torch.testing.assert_close(result, logits_of(model, ids[:9]), **CLOSE)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("weights", ["int4", "int8", "bf16"])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])

@@ -401,7 +401,7 @@ def snapped(method, queries, k):
     return np.array(kept)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "bfloat16", "kivi4", "kivi2"])
 @pytest.mark.parametrize("name", [None, "streaming", "h2o", "snapkv", "reread"])
 def test_formats_and_eviction(kv_dtype, name):

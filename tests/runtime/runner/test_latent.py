@@ -73,6 +73,7 @@ def in_chunks(runner, ids, *cuts):
     return torch.cat([runner.run(StepInput(ids[one.offset : one.end], (one,))) for one in spans])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(family):
     """Prompts in chunks and single tokens, which take either form."""

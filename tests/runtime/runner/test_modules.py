@@ -35,7 +35,7 @@ def test_alone(family):
         assert driver.extend(driver.add(prompt), count=COUNT) == [want]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_mixed_with_chunks_and_latecomers(family):
     """Prompts in chunks of 3 in a batch with decoding sequences, and one that joins later."""

@@ -59,6 +59,7 @@ def walk(matcher: Matcher, draws: random.Random, most: int = 400) -> tuple[str, 
     return TOKENIZER.decode(tokens), matcher.complete
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_random_texts_follow_the_schema(grammars: Grammars, name: str) -> None:
     schema = SCHEMAS[name]

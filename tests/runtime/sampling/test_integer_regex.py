@@ -12,6 +12,7 @@ from attar.runtime.sampling.integer_regex import integer_regex
 EDGES = [None, -1001, -1000, -120, -99, -10, -9, -1, 0, 1, 7, 9, 10, 11, 99, 100, 123, 999, 1000, 1001]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("low", EDGES)
 def test_every_integer_of_a_small_range(low: int | None) -> None:
     for high in EDGES:

@@ -138,6 +138,7 @@ CUTS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) -> None:
     """Also those that float32 does not have: 1e-300 once became 0, and the row NaN."""

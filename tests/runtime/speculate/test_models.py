@@ -28,7 +28,7 @@ from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-FAST = ("llama3", "gpt2")
+FAST = ("llama3",)
 CODE = [
     "def __init__(self, name):\n    self.name = name\n",
     "import os\nimport sys\n\n",
@@ -208,6 +208,7 @@ def test_drafts_behind_the_end_of_a_grammar(tiny: LLM) -> None:
         llm.engine.speculator.proposer = kept
 
 
+@pytest.mark.slow
 def test_streams_and_usage(tiny: LLM) -> None:
     llm = drafting(speculate="ngram")
     params = replace(GREEDY, max_tokens=60)

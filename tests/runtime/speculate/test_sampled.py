@@ -163,7 +163,7 @@ def test_a_hundred_thousand_texts_have_the_target_s_law(rule: str) -> None:
     assert fits([speak(seed, *RULES[rule]) for seed in range(100_000)], law())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_variants_are_refused(name: str) -> None:
     assert not fits([speak(seed, *WRONG[name]) for seed in range(1000)], law())

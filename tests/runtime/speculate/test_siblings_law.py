@@ -76,6 +76,7 @@ def models(V: int, seed: int) -> tuple[Any, Any]:
     return random_model(V, seed), random_model(V, seed + 100, spread=3.0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kinds", EVERY)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_completion_has_the_target_s_distribution(kinds: set[int], seed: int) -> None:

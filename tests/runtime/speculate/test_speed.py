@@ -107,7 +107,7 @@ def test_a_dear_block_that_is_always_wrong_loses_no_more_than_the_largest_budget
     assert worst > 1 or begin == 7.0, "seven drafts and the true token cannot pay for eight passes"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free chain", "block"])
 @pytest.mark.parametrize("load", ["jitter", "phases"])
 def test_other_processes_cost_little_of_the_gain(kind, load) -> None:

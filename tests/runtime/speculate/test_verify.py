@@ -111,6 +111,7 @@ def plain(mine: Completion, count: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "params",
     [
@@ -138,6 +139,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_completion(
     assert list(context[:40]) == wanted and passes < 20
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_coupled_completion_does_not_depend_on_the_draft(seed: int) -> None:
     """Any tree, any rule, any q: tokens are the draws of plain decoding; and the lazy rows are its rows."""

@@ -90,6 +90,7 @@ def law_of(kind: str, width: int, monkeypatch, change: Callable[[Draft], Draft] 
     return total_variation(law, plain_law(p, 2))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_two_tokens_have_the_targets_law(kind, width, monkeypatch):
