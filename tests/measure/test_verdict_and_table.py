@@ -125,6 +125,16 @@ def test_no_order_is_claimed_inside_the_noise() -> None:
         assert "tell apart quantize and rtn" in notes(run)[1]
 
 
+def test_recovery_inside_the_errors_is_none() -> None:
+    run = changed(
+        distill={"kl_mean": 0.001},
+        heads={"kl_mean": 0.012},
+        neurons={"kl_mean": 0.0180, "kl_mean_row_stderr": 0.001},
+        recover={"kl_mean": 0.0165, "kl_mean_row_stderr": 0.001},
+    )
+    assert findings(run)[0] == "recover won back nothing that can be told: KL 0.018 and 0.017 nats."
+
+
 def test_a_verdict_has_the_interval_of_its_kl_over_rows() -> None:
     run = changed(quantize={"kl_mean": 0.0137, "kl_mean_row_stderr": 0.0011})
     assert verdict(run).endswith("KL 0.014 ± 0.002 nats")
