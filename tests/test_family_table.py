@@ -25,6 +25,7 @@ def test_the_page_has_every_family_and_every_verb():
     assert set(built) - set(ROWS.values()) == {"smollm"}  # a Llama
 
 
+@pytest.mark.slow
 def test_a_cell_can_be_wrong(tmp_path, monkeypatch):
     """A verb that computes something else is no yes."""
     tiny = Tiny("llama3", tmp_path)

@@ -107,6 +107,7 @@ def test_a_type_of_gguf_given_as_a_scheme_points_to_export(here, capsys):
     assert "attar export MODEL -o NAME.gguf --type Q4_K_M" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_w4_is_w4a16(here):
     words = ["--scheme", "w4", "--method", "rtn", "--check-tokens", "0"]
     assert call(["quantize", "attar:tiny", "-o", "q", *words]) == 0

@@ -110,6 +110,7 @@ def test_what_is_refused_is_one_line(
     assert message in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
 
 
+@pytest.mark.slow
 def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", "attar:tiny", "-q", "--batch", "1", "--batch", "3", "--context", "9", "--tokens", "4"]
     assert call([*line, "--rounds", "1", "--json"]) == 0

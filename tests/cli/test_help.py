@@ -150,6 +150,7 @@ def test_shell_completion(words: str, expected: list[str]) -> None:
     assert done.stdout.split() == expected
 
 
+@pytest.mark.slow
 def test_completion_can_be_shown() -> None:
     done = run(_ATTAR_COMPLETE="source_bash")
     assert "_ATTAR_COMPLETE=complete_bash" in done.stdout

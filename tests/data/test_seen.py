@@ -115,6 +115,7 @@ def test_the_same_text_under_another_name_was(pruned, tmp_path):
     assert "of the evaluation text was read by prune" in note(model.path, f"whole:{tmp_path}/other-name.txt")
 
 
+@pytest.mark.slow
 def test_one_shared_document_among_many_is_seen(pruned, tmp_path):
     model, text, _ = pruned
     for number in range(9):

@@ -236,6 +236,7 @@ def test_codes_without_a_type_are_decoded_and_reported(tmp_path):
     assert any("cannot keep their codes" in note for note in exported.card.details["notes"])
 
 
+@pytest.mark.slow
 def test_a_file_read_back_and_written_again_is_the_same(wide, tmp_path):
     first = export(wide, tmp_path / "a.gguf", settings(type="Q4_0"))
     export(first, tmp_path / "b.gguf", settings())
@@ -391,6 +392,7 @@ def test_few_bits_are_rounded_with_an_importance_matrix_unasked(wide, tmp_path, 
     assert plain.card.details["importance"] == "" and "text" not in plain.card.details
 
 
+@pytest.mark.slow
 def test_no_text_is_read_where_it_would_not_help(wide, tmp_path, sweeps):
     for name in ("Q8_0", "BF16", "auto"):
         exported = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))

@@ -106,6 +106,7 @@ def test_a_student_trained_with_balance_uses_its_experts_more_alike(mixture, tmp
     assert results[5.0] < 1.3 < results[0.0] - 0.2
 
 
+@pytest.mark.slow
 def test_a_dense_student_has_no_routers(mixture, tmp_path):
     dense = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense")
     with pytest.raises(ModelError, match="the student has no routers"):

@@ -68,6 +68,7 @@ def test_too_many_layers_and_a_task_that_does_not_suit_are_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]
 
 
+@pytest.mark.slow
 def test_documents_can_be_kept_apart(tmp_path):
     text = tmp_path / "lines.jsonl"
     text.write_text("".join(json.dumps({"text": f"line number {i} of the text"}) + "\n" for i in range(50)))
@@ -179,6 +180,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(rank, tmp_path):
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_keeps_fewer_bytes():
     """Bytes kept for the backward pass, with adapters too."""
     for adapted in (False, True):

@@ -175,6 +175,7 @@ def test_a_mask_that_training_broke_is_one_line_and_leaves_no_output(models, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_without_a_teacher_alpha_is_zero(models, tmp_path):
     _, pruned = models
     with pytest.raises(UsageError) as raised:

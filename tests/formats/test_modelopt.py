@@ -253,6 +253,7 @@ def test_static_inputs_of_nvfp4_are_reciprocals_too(tmp_path):
     assert group["format"] == "nvfp4-pack-quantized"
 
 
+@pytest.mark.slow
 def test_what_has_no_place_is_refused(tmp_path):
     dense = save(tmp_path / "dense", num_hidden_layers=2)
     _, integers = pack(dense, tmp_path / "int", scheme="W4A16")

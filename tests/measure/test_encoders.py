@@ -131,6 +131,7 @@ def test_an_encoder_is_measured_by_one_process(tmp_path, data):
         evaluate(classifier(tmp_path / "a"), settings_of(data), processes=Processes(0, 2))
 
 
+@pytest.mark.slow
 def test_texts_that_were_trained_on_are_said(tmp_path, data):
     from attar.distillation.settings import recover_settings
     from attar.distillation.stage import recover

@@ -46,6 +46,7 @@ def four(folder: Path) -> Any:
     return pack(save(folder / "llama"), folder / "four", scheme="W4A16", group_size=32)[1]
 
 
+@pytest.mark.slow
 @compiled_only
 def test_rounded_activations_are_in_the_figures(four: Any) -> None:
     """The compiled runner rounds activations: that loss is measured, and transformers has none."""

@@ -133,6 +133,7 @@ def test_a_plan_has_one_budget():
         prune_settings(method="mixed", size="1MB", speed="2x")
 
 
+@pytest.mark.slow
 def test_the_nearest_budget_is_met(llama, scan_file, tmp_path, capsys):
     """The size that the error names can be had."""
     small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]

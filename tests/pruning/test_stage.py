@@ -137,6 +137,7 @@ def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     folder = save("llama3", tmp_path)
     lines = Lines()

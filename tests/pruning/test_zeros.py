@@ -140,6 +140,7 @@ def test_wanda_sees_the_inputs_after_the_blocks_pruned_before(amount, compare, t
         assert torch.equal(weight, weight_of(by_hand.get_submodule(name))), name
 
 
+@pytest.mark.slow
 def test_the_rows_of_the_card_are_those_of_the_files(tmp_path):
     before = open_checkpoint(save("llama3", tmp_path))
     after = pruned(before, tmp_path / "out", method="wanda", sparsity=0.37, allocation="owl")

@@ -106,7 +106,7 @@ SPARSE_GRIDS = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("act_order", ["off", "static", "group"])
 @pytest.mark.parametrize("amount", ["0.5", "2:4", "4:8"])
 @pytest.mark.parametrize("grid", SPARSE_GRIDS, ids=str)

@@ -106,7 +106,7 @@ def test_table_of_the_documents():
     assert set(names) == set(READS_WEIGHTS) and all(name in row for name in names.values())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("changes", "vllm"),
     [

@@ -215,7 +215,7 @@ def test_other_codes_of_experts_are_said_not_to_load_in_transformers(tmp_path, s
     assert loads_in(chosen)["transformers"].startswith("no: it stacks experts")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "layout"),
     [

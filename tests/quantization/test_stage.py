@@ -61,7 +61,7 @@ def test_encoders_are_quantized_too(saved, tmp_path, family):
     assert all(row["error"] < row["rtn_error"] for row in quantized.card.details["layers"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("group_size", [32, 0])

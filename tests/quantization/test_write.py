@@ -31,7 +31,7 @@ def theirs(folder, dtype=torch.bfloat16):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_transformers_computes_what_attar_computes(name, tmp_path):
     """Activation rounding included: the hooks have the library's numerics."""
@@ -39,7 +39,7 @@ def test_transformers_computes_what_attar_computes(name, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out")), logits(load_model(result)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["W4A16_ASYM", "W8A8_STATIC", "FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16"])
 def test_other_number_types(name, dtype, tmp_path):
@@ -47,7 +47,7 @@ def test_other_number_types(name, dtype, tmp_path):
     assert torch.equal(logits(theirs(tmp_path / "out", dtype)), logits(load_model(result)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*LIBRARY, "NF4"])
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
 def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):

@@ -84,6 +84,7 @@ def test_preemption(model, prompts, wanted):
     engine.engine.check()
 
 
+@pytest.mark.few(1)
 def test_an_aborted_text_leaves_the_others_alone(model, prompts, wanted):
     engine = llm(model)
     left = engine.stream(prompts[4], GREEDY)

@@ -41,6 +41,12 @@ class Deadly:
         pass
 
 
+@pytest.fixture(autouse=True)
+def the_folder_stays(monkeypatch):
+    """A task goes to the folder of its batch; the tests behind it do not."""
+    monkeypatch.chdir(".")
+
+
 @pytest.fixture
 def generate(tmp_path, monkeypatch):
     def call(prompts=PROMPTS, word=None, size=2, **options):

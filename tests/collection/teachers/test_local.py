@@ -38,6 +38,7 @@ def user(text):
 PROMPTS = [user(text) for text in ("def add(a, b):", "class Stack:", "import os\n", "def add(a, b):\n    ")]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_what_else_is_in_the_batch():
     together, alone = answers(PROMPTS, True, samples=2), answers(PROMPTS, False, samples=2)
     assert together == alone

@@ -137,6 +137,7 @@ def test_a_killed_run_ends_with_the_same_bytes(patience, teacher, tmp_path, monk
         assert sha256_file(whole.path / file) == sha256_file(resumed.path / file)
 
 
+@pytest.mark.slow
 def test_recovery_with_projected_features_keeps_zeros(tmp_path):
     model = tiny_models.build("smollm")
     weight = model.model.layers[0].mlp.up_proj.weight

@@ -192,7 +192,7 @@ def test_options_that_exclude_each_other_are_refused():
         EagleSettings(branches=0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [eagle, eagle3])
 @torch.no_grad()
 def test_chains_are_compared_with_the_target_at_each_position(kind):

@@ -59,6 +59,7 @@ def test_an_end_token_belongs_to_the_row_and_what_follows_is_padding():
     assert (short != PADDING).sum(1).tolist() == [len(prompt) + 2 for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_rows_alone_or_together():
     model = tiny_models.build("llama3")
     rows, logprobs = rows_of(model)

@@ -117,7 +117,7 @@ def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     assert files[0] == files[1]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("objective", ["kl", "reverse-kl", "jsd", "tv"])
 @pytest.mark.parametrize("T", [1.0, 3.0])
 def test_the_soft_loss_on_classes_is_that_of_the_paper(objective, T):

@@ -286,6 +286,7 @@ def test_steps_that_cut_in_another_way_are_refused(tree):
         pretokenizers.recognise(tree, False, lambda: True, "x")
 
 
+@pytest.mark.slow
 def test_the_nearest_is_itself_for_each():
     for row in TABLE:
         name, share = pretokenizers.nearest_pre_tokenizer(pretokenizers.pre_tokenizer(row.name))

@@ -28,6 +28,7 @@ def test_the_settings_name_every_set() -> None:
     assert tuple(SETS) == NAMES
 
 
+@pytest.mark.slow
 def test_the_same_prompts_each_time_and_others_with_another_seed(
     sets_of_prompts: dict[str, list[str]],
 ) -> None:

@@ -54,6 +54,7 @@ def test_bytes_of_twenty_plans_of_a_trained_model_are_exact(tmp_path):
     check(model, plans, space, [3, 1, 0, 2, 7, 6, 4, 5], torch.bfloat16, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_table_over_a_grid_has_the_costs_of_its_plans():
     model = tiny_models.build("llama2")  # an untied head
     planned = space_of(model, torch.bfloat16).planned

@@ -94,6 +94,7 @@ def test_a_cut_mixture_is_loaded_by_transformers_and_computes_what_the_masked_on
         assert (wanted - whole(rows).logits).abs().max() > 1e-3  # the mask masks, and is gone
 
 
+@pytest.mark.slow
 def test_tensors_of_experts_that_stay_are_the_originals(mixture, tmp_path):
     folder = mixture("Qwen3Moe")
     result = prune(folder, tmp_path / "out", ratio=0.5)

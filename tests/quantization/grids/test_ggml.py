@@ -214,7 +214,7 @@ def reference(kind, x):
     return (q * s[:, None] - m[:, None]).reshape(-1)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_squared_error_is_below_the_references(kind, weight):
     weight = weight[:4]

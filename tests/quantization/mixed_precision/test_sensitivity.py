@@ -204,6 +204,7 @@ def test_a_grid_that_does_not_fit_is_left_out(tmp_path):
     assert len({one.option for one in measured if "down_proj" not in one.group}) == 3
 
 
+@pytest.mark.slow
 def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
     case, file = Case(), tmp_path / "s.json"
 

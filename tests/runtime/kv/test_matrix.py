@@ -167,7 +167,7 @@ def alone(runner, name, index):
     return actual
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("parts", scenarios(), ids=lambda parts: "-".join(part for part in parts if part))
 def test_what_the_table_allows_works(parts):
     if parts[3] == "compiled" and load("decode") is None:

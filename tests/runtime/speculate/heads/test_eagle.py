@@ -50,7 +50,7 @@ def drafted(chain, tokens, following, sequence=0):
     return torch.stack(rows)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_drafts_are_those_of_a_slow_loop(head):
     tokens, states = context(head, LENGTH)
     chain, slow = EagleChain(drafter(head)), SlowEagle(copy.deepcopy(head).double())
@@ -90,6 +90,7 @@ def test_long_contexts_are_read_in_parts(head, monkeypatch):
     torch.testing.assert_close(*chains, **CLOSE)
 
 
+@pytest.mark.few(2)
 def test_drafts_do_not_depend_on_how_the_context_came(head):
     tokens, states = context(head, LENGTH)
     chain = EagleChain(drafter(head))
