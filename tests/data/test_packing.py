@@ -1,6 +1,7 @@
 """Packing: nothing lost, nothing leaked, masks where padding is."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -173,3 +174,18 @@ def test_a_template_that_refuses_is_one_line_with_the_place(tmp_path, template, 
         pack(tokenizer, str(tmp_path / "a.jsonl"), "train", length=8, rows=1, seed=0)
     assert f"{tmp_path}/a.jsonl:1" in raised.value.message and "\n" not in raised.value.message
     assert reason in raised.value.message.lower() or reason in raised.value.message
+
+
+def test_a_compression_reads_the_seed_s_choice_of_all_text_but_the_evaluation_s(tokenizer, tmp_path):
+    """Of one file too, whose calibration split is a tenth at one place; more rows begin with the same."""
+    file = tmp_path / "a.txt"
+    file.write_text("\n\n".join(f"Passage {i}: {'of no meaning ' * 6}" for i in range(300)))
+
+    def rows(split, count, seed=0):
+        return pack(tokenizer, str(file), split, length=16, rows=count, seed=seed).rows.tolist()
+
+    chosen = rows("compression", 64)
+    numbers = [int(match) for match in re.findall(r"Passage (\d+)", " ".join(map(tokenizer.decode, chosen)))]
+    assert max(numbers) < 275 and min(numbers) < 60 and max(numbers) > 200
+    assert len(rows("compression", None)) > 5 * len(rows("calibration", None))
+    assert rows("compression", 20) == chosen[:20] != rows("compression", 20, seed=1)

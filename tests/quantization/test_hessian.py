@@ -6,7 +6,6 @@ import torch
 from attar.measure.footprint import peak_rss_bytes, reset_peak
 from attar.quantization import hessian
 from attar.quantization.hessian import (
-    FIRST,
     CrossHessian,
     Hessian,
     energy,
@@ -15,6 +14,7 @@ from attar.quantization.hessian import (
     inverse_factor_,
     output_error,
 )
+from attar.walks.positions import FIRST, importance_by_position
 
 
 def test_is_twice_the_mean_outer_product_over_batches():
@@ -127,19 +127,16 @@ def test_the_energy_in_pieces_is_that_of_the_whole(monkeypatch, function):
 
 
 @pytest.mark.parametrize("kind", [Hessian, CrossHessian])
-def test_the_first_tokens_of_a_row_count_as_often_as_asked(kind):
-    """The weighed statistics are those of text in which the first tokens are repeated."""
+def test_a_token_of_importance_three_counts_as_three_tokens(kind):
     x, original = (torch.randn(2, 40, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    weighed, repeated = kind(6, first=3.0), kind(6)
+    importance = importance_by_position(1, 40, 3.0, torch.device("cpu"))
+    weighed, repeated = kind(6), kind(6)
     more = torch.arange(40).repeat_interleave(torch.where(torch.arange(40) < FIRST, 3, 1))
     for start in (0, 1):
         pair = [part[start : start + 1] for part in (x, original)][: 2 if kind is CrossHessian else 1]
-        weighed.add(*pair)
+        weighed.add(*pair, importance=importance)
         repeated.add(*(part[:, more] for part in pair))
     torch.testing.assert_close(weighed.value(), repeated.value())
     if kind is CrossHessian:
         torch.testing.assert_close(weighed.cross(), repeated.cross())
     assert weighed.tokens == 80 and weighed.weight == repeated.weight
-    tokens = kind(6, first=3.0)  # of an expert: no rows
-    tokens.add(*(part.flatten(0, 1) for part in (x, original)[: 2 if kind is CrossHessian else 1]))
-    assert tokens.weight == 80

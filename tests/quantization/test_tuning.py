@@ -6,8 +6,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertForSequenceClassification
 
 import attar
-from attar.errors import DataError, SettingsError
-from attar.quantization import tuning
+from attar import memory
+from attar.errors import DataError, MemoryNeededError, SettingsError
+from attar.progress import SILENT, Silent
+from attar.quantization import quantization_method, tuning
+from attar.quantization.calibration import batches_of
+from attar.quantization.methods.tune import original_states
+from attar.quantization.plan import plan
 from attar.quantization.settings import quantize_settings
 from tests import tiny_models
 
@@ -33,7 +38,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain") / "out"
-    attar.quantize(model, out, **SMALL)
+    attar.quantize(model, out, effort="fast", **SMALL)
     return load_file(out / "model.safetensors")
 
 
@@ -59,6 +64,64 @@ def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
     assert out.card.details["tuning"]["taken"] is False
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
         assert torch.equal(tensor, plain[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "steps"),
+    [
+        ({}, 3, 16),
+        ({}, 4, 0),
+        ({"method": "rtn"}, 2, 0),
+        ({"method": "qat"}, 2, 0),
+        ({"effort": "fast"}, 2, 0),
+        ({"effort": "good"}, 4, 16),
+        ({"effort": "best", "method": "rtn"}, 8, 32),
+        ({"effort": "best", "tune": 5}, 2, 5),
+        ({"tune": 0}, 2, 0),
+    ],
+)
+def test_the_effort_says_how_many_steps(options, bits, steps):
+    settings = quantize_settings(**options)
+    assert settings.tuning.steps(settings.method, bits) == steps
+
+
+def test_the_best_effort_reads_more_text(model):
+    checkpoint = attar.open(model)
+    chosen = plan(checkpoint, quantize_settings(effort="best").storage)
+    settings = tuning.with_tuning(quantize_settings(effort="best"), chosen, checkpoint, SILENT)
+    assert (settings.tuning.tune, settings.calibration.samples) == (32, 256)
+    more = tuning.with_tuning(quantize_settings(effort="best", samples=300), chosen, checkpoint, SILENT)
+    assert more.calibration.samples == 300
+
+
+def test_what_follows_from_the_effort_alone_is_left_out_with_a_line(model, tmp_path, monkeypatch):
+    """A machine too small for the whole model rounds it all the same; who asked for steps is told."""
+    checkpoint, said = attar.open(model), []
+    monkeypatch.setattr(memory, "free_memory", lambda **_: 1000)
+    small = Silent()
+    small.log = said.append
+    chosen = plan(checkpoint, quantize_settings(scheme="W2A16").storage)
+    settings = tuning.with_tuning(quantize_settings(scheme="W2A16"), chosen, checkpoint, small)
+    assert settings.tuning.tune == 0 and "memory" in said[0] and len(said) == 1
+    with pytest.raises(MemoryNeededError, match="--tune 0"):
+        tuning.with_tuning(quantize_settings(scheme="W2A16", tune=4), chosen, checkpoint, small)
+
+
+def test_the_text_of_the_tuning_is_not_what_the_rounding_read(model, tmp_path, monkeypatch):
+    read, calibrated = [], []
+
+    def states(model, rows, batch):
+        read.append(rows)
+        return original_states(model, rows, batch)
+
+    monkeypatch.setattr(tuning, "original_states", states)
+    monkeypatch.setattr(
+        quantization_method, "batches_of", lambda *given: calibrated.extend(batches_of(*given)) or calibrated
+    )
+    attar.quantize(model, tmp_path / "out", tune=2, **SMALL)
+    rows, tuned = torch.cat(calibrated), read[0]
+    assert len(rows) == 4 and len(tuned) > 64
+    assert not (rows[:, None] == tuned[None]).all(-1).any()
 
 
 def test_groups_in_order_are_refused():

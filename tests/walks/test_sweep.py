@@ -9,6 +9,8 @@ from attar.models.loading import device
 from attar.models.loading.load import load_model
 from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
+from attar.walks.expert_inputs import ExpertTokens
+from attar.walks.positions import FIRST
 from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, sweep_blocks, sweep_linears
 from benchmarks import memory
@@ -82,6 +84,44 @@ def test_sees_what_a_whole_forward_pass_sees(tmp_path, family):
     assert len(swept.reports) == len(recorder.seen) == len(swept.block_of) > 0
     for name, H in wanted.items():
         assert torch.allclose(H, recorder.seen[name], rtol=1e-3, atol=1e-4 * H.abs().max()), name
+
+
+@pytest.mark.parametrize("family", ["llama3", "mixtral", "bert"])
+def test_the_first_tokens_of_a_row_count_more_where_later_ones_read_them(tmp_path, family):
+    """The Hessian is that of rows whose first tokens come three times; an expert has its own of them; an
+    encoder's rows have no first token."""
+    checkpoint = open_checkpoint(save_family(family, tmp_path / "model"))
+    tokens, seen = batches(250, length=FIRST + 4), []
+    for first in (1.0, 3.0):
+        recorder = Recorder()
+        options = SweepOptions(
+            work=tmp_path / f"work-{first}",
+            precision="fp32",
+            first_tokens=first,
+            experts=ExpertTokens(floor=0.0),
+        )
+        sweep_linears(checkpoint, tokens, recorder, options)
+        seen.append(recorder.seen)
+    rows = tmp_path / "short"
+    alone = Recorder()  # a causal model's first tokens are the same without those after them
+    sweep_linears(
+        checkpoint,
+        [batch[:, :FIRST] for batch in tokens],
+        alone,
+        SweepOptions(work=rows, precision="fp32", experts=ExpertTokens(floor=0.0)),
+    )
+    block = next(name for name in seen[0] if name.endswith(("q_proj", "query")))
+    even, weighed, short = seen[0][block], seen[1][block], alone.seen[block]
+    if family == "bert":
+        torch.testing.assert_close(weighed, even, rtol=0, atol=0)
+        return
+    n, m = FIRST + 4, FIRST
+    torch.testing.assert_close(weighed * (n + 2 * m), even * n + 2 * m * short, rtol=1e-3, atol=1e-4)
+    inner = [name for name in seen[0] if ".experts." in name]
+    assert bool(inner) == (family == "mixtral")
+    for name in inner:
+        assert torch.isfinite(seen[1][name]).all()
+    assert not inner or any(not torch.allclose(seen[0][name], seen[1][name]) for name in inner)
 
 
 @pytest.mark.parametrize("waiting", [0, 2**30])

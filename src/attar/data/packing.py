@@ -26,13 +26,14 @@ from torch import Tensor
 
 from attar.chat_template import apply_template
 from attar.checkpoint.geometry import geometry
-from attar.data.sources import read_split
+from attar.data.sources import COMPRESSION, read_split
 from attar.data.splits import Document
 from attar.errors import DataError
 
 PADDING = -100  # marks a position without a token
 SORTED = 32  # batches that are sorted by length together
 CHUNK = 256  # most documents of one tokenizer call: enough for every core
+CHOSEN_FROM = 1 << 19  # tokens of a compression's text that its rows are chosen from, at least
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def pack(
     packing: str = "stream",
     bos: str = "auto",
 ) -> PackedRows:
-    """Rows of a source's split. If a source of few documents has less than one row in the split, they are of
-    its whole text, and ``shared`` says so.
+    """Rows of a source's split; of the compression's text, the seed's choice of its rows. If a source of few
+    documents has less than one row in the split, they are of its whole text, and ``shared`` says so.
 
     Args:
         length: S.
@@ -170,10 +171,13 @@ def pack(
     front, end = front_tokens(tokenizer, bos), end_token(tokenizer)
     if len(front) >= length:
         raise DataError(f"rows of {length} tokens hold only {len(front)} of the tokenizer's own in front")
-    cut = pack_separate if packing == "separate" else pack_stream
+    cut, chosen = pack_separate if packing == "separate" else pack_stream, split == COMPRESSION
+    most = max(CHOSEN_FROM // length, rows) if chosen and rows is not None else rows
     for unsplit in (False, True):
         text = read_split(data, split, seed, unsplit=unsplit)
-        packed = cut(tokenize(text.documents, tokenizer), length, end, rows, front)
+        packed = cut(tokenize(text.documents, tokenizer), length, end, most, front)
+        if chosen:
+            packed = packed[torch.randperm(len(packed), generator=numbered_generator(seed, 0))[:rows]]
         if len(packed):
             return PackedRows(packed, text.shared)
     raise DataError(
@@ -211,13 +215,14 @@ def calibration_batches(
     batch_size: int,
     seed: int,
     bos: str = "auto",
+    split: str = "calibration",
 ) -> list[Tensor]:
-    """The first ``samples`` rows of the calibration split in the seed's order, as int64 (B, S) batches.
+    """``samples`` rows of a split in the seed's order, as int64 (B, S) batches.
 
     Raises:
         DataError: the source holds less than one row.
     """
-    packed = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed, bos=bos)
+    packed = pack(tokenizer, data, split, length=sequence_length, rows=samples, seed=seed, bos=bos)
     return list(packed.rows.split(batch_size))
 
 

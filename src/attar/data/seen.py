@@ -49,7 +49,7 @@ def record(
 
     Returns:
         ``stage``, ``data``, ``split``, ``tokens``, ``held_out`` (whether no other split holds the text),
-        ``reason`` if one does, and ``sketch``.
+        ``reason`` if one does, ``rows`` and ``wanted_rows`` where the text is shorter, and ``sketch``.
 
     Raises:
         DataError: the text is missing or too short.
@@ -69,6 +69,7 @@ def record(
         "data": settings.data,
         "split": split,
         "tokens": int((packed.rows >= 0).sum()),
+        **({"rows": len(packed.rows), "wanted_rows": rows} if len(packed.rows) < rows else {}),
         "held_out": not packed.shared,
         "reason": packed.shared,
         "sketch": sketch(hashes(words_of(tokenizer, [packed.rows]))),
@@ -87,6 +88,8 @@ def note_texts(output: Any, records: Sequence[dict[str, Any]], progress: Any) ->
                 f"{item['data']}, {item['split']}: of {item['conversations']} conversations, {item['cut']} "
                 f"are longer than a row and cut, {item['dropped']} have no answer in it and are left out"
             )
+        if item.get("wanted_rows"):
+            progress.log(f"note: {item['data']} has {item['rows']} of the {item['wanted_rows']} rows to read")
         if not item["held_out"]:
             progress.log(
                 f"warning: {item['data']}: nothing of it can be held out: {item['reason']}; "

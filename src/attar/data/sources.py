@@ -39,6 +39,9 @@ T = TypeVar("T")
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
 UNSPLIT = "whole:"
+COMPRESSION = "compression"
+"""What a method without a training of its own reads: all text but the evaluation's."""
+
 PAIR = {"prompt", "completion"}
 
 
@@ -68,7 +71,10 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
 
 
 def read_split(data: str, split: str, seed: int = 0, *, unsplit: bool = False) -> Split:
-    """The same as a :class:`Split`; with ``unsplit``, all of a source that would be split by position."""
+    """The same as a :class:`Split`; with ``unsplit``, all of a source that would be split by position.
+    :data:`COMPRESSION` is the text of training and of calibration."""
+    if split == COMPRESSION:
+        return _all_but_evaluation(data, seed, unsplit)
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", hint="train, calibration or evaluation")
     if data == "python-stdlib":
@@ -80,6 +86,15 @@ def read_split(data: str, split: str, seed: int = 0, *, unsplit: bool = False) -
     shuffled = list(chosen.documents)
     random.Random(seed).shuffle(shuffled)
     return Split(shuffled, chosen.shared)
+
+
+def _all_but_evaluation(data: str, seed: int, unsplit: bool) -> Split:
+    calibration, train = (read_split(data, part, seed, unsplit=unsplit) for part in ("calibration", "train"))
+    if calibration.shared or data.startswith(UNSPLIT):  # both are all of it
+        return calibration
+    joined = [*calibration.documents, *train.documents]
+    random.Random(seed).shuffle(joined)
+    return Split(joined)
 
 
 def _of_files(data: str, split: str, unsplit: bool) -> Split:

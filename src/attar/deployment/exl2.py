@@ -23,6 +23,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.data.packing import calibration_batches, row_length
+from attar.data.sources import COMPRESSION
 from attar.deployment import imatrix
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits
@@ -100,6 +101,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         batch_size=settings.batch_size,
         seed=settings.seed,
         bos=settings.bos,
+        split=COMPRESSION,
     )
 
     def walk(solver: Any, name: str) -> SweepResult:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attar.data.packing import calibration_batches, row_length
+from attar.data.sources import COMPRESSION
 from attar.deployment.gguf_types import FLOATS
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
@@ -167,6 +168,7 @@ def _compute(
         batch_size=settings.batch_size,
         seed=settings.seed,
         bos=settings.bos,
+        split=COMPRESSION,
     )
     sums = compute(
         single_experts(view),

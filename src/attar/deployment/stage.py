@@ -36,7 +36,7 @@ from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
-from attar.data.sources import fingerprint
+from attar.data.sources import COMPRESSION, fingerprint
 from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import GGUF, HEAD_FORMATS, VERSION, ExportSettings
 from attar.errors import DataError, ModelError, SettingsError
@@ -140,7 +140,7 @@ def _recorded(
     length = row_length(settings.sequence_length, source.config)
     try:
         tokenizer, rows = load_tokenizer(source), settings.text_rows
-        read = record("export", tokenizer, settings, "calibration", length=length, rows=rows)
+        read = record("export", tokenizer, settings, COMPRESSION, length=length, rows=rows)
     except DataError as error:
         plain = replace(settings, imatrix="none")
         if settings.imatrix != "auto" or plain.text_rows:

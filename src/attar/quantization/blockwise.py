@@ -85,14 +85,21 @@ def gptq_start(
     Linears of one block affect each other is left to the training.
     """
     seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}
+    importance: Tensor | None = None
+
+    def add(name: str, x: Tensor) -> None:
+        seen[name].add(x, importance if x.dim() > 2 else None)  # the tokens of an expert all count once
+
     hooks = [
-        view.modules[name].register_forward_pre_hook(lambda _, args, to=seen[name]: to.add(args[0]))
+        view.modules[name].register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
         for name in view.names
     ]
     try:
         with torch.no_grad():
             for number in range(view.count):
-                view(view.inputs(number), number)
+                hidden = view.inputs(number)
+                importance = view.importance(hidden)
+                view(hidden, number)
     finally:
         for hook in hooks:
             hook.remove()

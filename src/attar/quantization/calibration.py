@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
 from attar.data.packing import calibration_batches, row_length
+from attar.data.sources import COMPRESSION
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
 from attar.models.fake_quant import on_keys_and_values
@@ -45,6 +46,7 @@ def batches_of(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tenso
         batch_size=sizes.batch_size,
         seed=settings.seed,
         bos=settings.bos,
+        split=COMPRESSION,
     )
 
 

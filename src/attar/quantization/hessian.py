@@ -33,7 +33,6 @@ STEP = 256  # inputs whose rows of H are summed at a time
 CHUNK = 1 << 21  # weights whose energy is computed at a time
 ROWS = 1024  # at a time at least, also where they have more weights
 COLUMNS = 2048  # of H in one of its products
-FIRST = 16  # tokens of a row that every later one reads: they carry the attention sinks
 CHECK = "check the model and the calibration data"
 
 
@@ -43,15 +42,13 @@ class Hessian:
 
     Args:
         inputs: K.
-        first: how many times the first :data:`FIRST` tokens of a row count, of inputs in rows (B, S, K).
 
     Attributes:
         tokens: in the sums; weight: the sum of their importance.
         unseen: inputs that were always zero, known after :meth:`value` or :meth:`final`.
     """
 
-    def __init__(self, inputs: int, first: float = 1.0) -> None:
-        self.first = first
+    def __init__(self, inputs: int) -> None:
         self.sum = torch.zeros(inputs, inputs, dtype=torch.float32)
         self.tokens = 0
         self.weight = 0.0
@@ -61,7 +58,6 @@ class Hessian:
     def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Add a batch of inputs (..., K); tokens may weigh differently (importance (...), mean about 1)."""
         assert not self.ended, "nothing is added after final()"
-        importance = self._by_position(x) if importance is None else importance
         rows = x.reshape(-1, x.shape[-1]).float()
         weighted = rows if importance is None else rows * importance.reshape(-1, 1)
         self.sum = self.sum.to(x.device)
@@ -70,14 +66,6 @@ class Hessian:
             self.sum[at, from_start].addmm_(weighted[:, at].T, rows[:, from_start])
         self.tokens += rows.shape[0]
         self.weight += rows.shape[0] if importance is None else float(importance.sum())
-
-    def _by_position(self, x: Tensor) -> Tensor | None:
-        """The importance (B, S) of inputs in rows; None where all count alike."""
-        if self.first == 1.0 or x.dim() < 3:
-            return None
-        importance = torch.ones(x.shape[:-1], device=x.device)
-        importance[..., :FIRST] = self.first
-        return importance
 
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
         """Add the sums of several processes: ``total`` of a tensor is its sum over them."""
@@ -118,18 +106,19 @@ class CrossHessian(Hessian):
     """H of the inputs after the quantized layers, and C = 2 / T * sum x~ x^T with the original model's inputs
     x~ of the same tokens."""
 
-    def __init__(self, inputs: int, first: float = 1.0) -> None:
-        super().__init__(inputs, first)
+    def __init__(self, inputs: int) -> None:
+        super().__init__(inputs)
         self.change = torch.zeros(inputs, inputs, dtype=torch.float32)  # sum of (x~ - x) x^T: small
 
-    def add(self, x: Tensor, original: Tensor | None = None) -> None:
+    def add(  # type: ignore[override]
+        self, x: Tensor, original: Tensor | None = None, importance: Tensor | None = None
+    ) -> None:
         """Add a batch of inputs (..., K) and the original model's inputs (None: the same)."""
-        super().add(x)
+        super().add(x, importance)
         rows = x.reshape(-1, x.shape[-1]).float()
         if original is None:
             return
         drift = original.reshape(-1, x.shape[-1]).float() - rows
-        importance = self._by_position(x)
         self.change = self.change.to(x.device)
         self.change.addmm_((drift if importance is None else drift * importance.reshape(-1, 1)).T, rows)
 

@@ -47,7 +47,6 @@ class LayerSolver(LinearSolver):
         method: the rounding; see rounding.METHODS.
         keep_zeros: which weights that are zero stay zero; see attar.models.surgery.zeros.
         output_hessian: gives H_O (N, N) of a module, for yaqa.
-        first_tokens: how many times the first tokens of a row count, see Hessian.
     """
 
     layers: Mapping[str, LayerPlan]
@@ -55,7 +54,6 @@ class LayerSolver(LinearSolver):
     settings: AWQSettings | GPTQSettings
     keep_zeros: str = "false"
     output_hessian: Callable[[str], Tensor] | None = None
-    first_tokens: float = 1.0
 
     @property
     def original(self) -> bool:
@@ -74,7 +72,7 @@ class LayerSolver(LinearSolver):
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
         """Empty statistics of a group."""
-        return (CrossHessian if self.original else Hessian)(inputs, self.first_tokens)
+        return CrossHessian(inputs) if self.original else Hessian(inputs)
 
     def solve(self, weights: dict[str, Tensor], statistics: Hessian) -> dict[str, Solution]:
         """Round the weights (N, K) of Linears that read the same inputs.

@@ -90,8 +90,7 @@ def round_layers(task: RoundingTask) -> RoundedModel:
         if task.processes.first:
             hessian.collect(precision)
         task.processes.wait()
-    keep, first = settings.storage.keep_zeros, settings.calibration.first_tokens
-    solver = LayerSolver(layers, method, options, keep, hessian, first)
+    solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
     swept = sweep_linears(task.checkpoint, batches, solver, _sweep_options(task, layers, precision))
     return _swept(task, swept)
 
@@ -126,6 +125,7 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         processes=task.processes,
         device=torch.device(pick_device(task.settings.device)),
         experts=counted_tokens(task.settings.calibration),
+        first_tokens=task.settings.calibration.first_tokens,
         progress=task.progress,
         what=task.settings.method,
     )

@@ -123,9 +123,9 @@ class CalibrationSettings:
     sequence_length: int = _option(512, "tokens in a calibration sequence, at most the context")
     batch_size: int = _option(8, "sequences in one pass")
     first_tokens: float = _option(
-        1.0,
-        "how many times the first 16 tokens of a row count, which every later one reads (awq, gptq, gptaq, "
-        "qronos, yaqa); 8 pays where rows are long",
+        8.0,
+        "how many times the first 16 tokens of a row count, which every later one reads; not with "
+        "smoothquant and qat",
     )
     precision: str = _option(
         "auto",
@@ -156,19 +156,51 @@ class CalibrationSettings:
 TUNE_TOKENS = 2048
 """Tokens of a step of tuning."""
 
+STEPS = {"fast": 0, "good": 16, "best": 32}
+"""Steps of tuning by effort."""
+
+AUTO_BITS = 3  # and below: the rounding loses enough for the tuning to pay
+BEST_SAMPLES = 256  # calibration sequences of the best effort, at least
+BACKWARD = 8  # bytes of a tuned weight beside itself: its code, and what the backward pass keeps
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuningSettings:
     """What is learned after the rounding, at the same bytes."""
 
+    effort: str = _option(
+        "auto",
+        "time for quality at the same bytes: fast: the rounding alone; good: 16 steps of tuning; best: 32, "
+        "and 256 calibration sequences at least; auto: good at 3 bits and below, else fast",
+        ("auto", *STEPS),
+    )
     tune: int = _option(
-        0,
+        -1,
         "steps in which scales and norms learn end to end from the original, on fresh text; the codes stay. "
-        "16 to 32 pay at 4 bits and below; 0: none",
+        "0: none; -1: as effort says",
     )
 
     def __post_init__(self) -> None:
-        check_range("tune", self.tune, 0, 2**20, "0 (none) or more")
+        check_choices(self)
+        check_range("tune", self.tune, -1, 2**20, "0 (none) or more, or -1 (as effort says)")
+
+    def steps(self, method: str, bits: float) -> int:
+        """Steps of tuning behind a method at so many bits a code.
+
+        With "auto" a method that reads no text stays without, and training needs none.
+        """
+        if self.tune >= 0:
+            return self.tune
+        if self.effort == "auto":
+            tuned = bits <= AUTO_BITS and method not in ("rtn", "smoothquant", "qat")
+            return STEPS["good" if tuned else "fast"]
+        return STEPS[self.effort]
+
+
+def tuning_memory(parameters: float, rounded: float) -> float:
+    """Bytes of the tuning of a model, without a batch's activations: float32 weights; of those that are
+    rounded also the codes, and what the backward pass keeps."""
+    return 4 * parameters + BACKWARD * rounded
 
 
 def _scales() -> Any:
@@ -375,7 +407,7 @@ class QuantizeSettings:
         if getattr(self.rounding, "act_order", "off") == "group" and self.method not in GROUP_ORDERED:
             allowed = f"off or static with {self.method}; group goes with {listed(GROUP_ORDERED)}"
             raise SettingsError("act_order", "group", allowed)
-        if getattr(self.rounding, "act_order", "off") == "group" and self.tuning.tune:
+        if getattr(self.rounding, "act_order", "off") == "group" and self.tuning.tune > 0:
             raise SettingsError("act_order", "group", "off or static with --tune")
 
     @property

@@ -23,7 +23,7 @@ from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
-from attar.data.sources import fingerprint
+from attar.data.sources import COMPRESSION, fingerprint
 from attar.models.loading.fit import admit
 from attar.models.loading.load import load_tokenizer
 from attar.models.loading.single_experts import single_experts
@@ -47,7 +47,7 @@ from attar.quantization.settings import (
     SparseGPTQSettings,
 )
 from attar.quantization.transforms.apply import apply_transforms
-from attar.quantization.tuning import check_tunable, training_rows, tuned
+from attar.quantization.tuning import training_rows, tuned, with_tuning
 from attar.quantization.write import loads_in, warnings, write
 from attar.sparsity import STORED_AS_CODES, Sparsity, zeros_statement
 
@@ -82,8 +82,7 @@ def quantize(
     for layer in first.sites.values():
         if settings.amount is not None:
             settings.amount.check(layer.shape[1], layer.module)
-    if settings.tuning.tune:
-        check_tunable(checkpoint, settings)
+    settings = with_tuning(settings, first, checkpoint, progress)
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
     text = fingerprint(settings.data)
@@ -183,12 +182,11 @@ def _records(
     if not _calibrates(settings, chosen):
         return []
     sizes = settings.calibration
-    reads = [("calibration", sizes.samples)]
+    tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
+    tuned = training_rows(settings, length)[1] if settings.tuning.tune else 0
+    reads = [(COMPRESSION, sizes.samples + tuned)]
     if isinstance(settings.rounding, QATSettings):
         reads.append(("train", settings.rounding.steps * sizes.batch_size))
-    tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
-    if settings.tuning.tune:
-        reads.append(("train", training_rows(settings, length)[1]))
     return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]
 
 

@@ -1,12 +1,13 @@
 """The phase behind every rounding: scales and norms learn end to end from the original; the codes stay.
 
-Its text is of the training split, which the rounding has not read, and the last rows of that text decide: a
+Its text is what the rounding has not read, where there is enough, and the last rows of that text decide: a
 tuned model that is no nearer to the original than the rounded one is given up. Only the model, one batch of
-activations and the states of scales and norms are in memory.
+activations and the states of scales and norms are in memory. Several processes each do all of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,21 @@ import torch
 from torch import Tensor
 
 from attar.data.packing import pack, row_length
-from attar.errors import DataError, SettingsError
+from attar.data.sources import COMPRESSION
+from attar.errors import AttarError, DataError, SettingsError
+from attar.memory import check_memory
 from attar.models.head import head_of, output_linear
 from attar.models.loading.device import pick_device, resolve
 from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.loading.stored import stored_of
+from attar.progress import Progress
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states, tunable_norms, tune
+from attar.quantization.plan import QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
-from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings
+from attar.quantization.settings import BEST_SAMPLES, TUNE_TOKENS, QuantizeSettings, tuning_memory
 from attar.walks.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -51,14 +56,51 @@ def training_rows(settings: QuantizeSettings, length: int) -> tuple[int, int]:
     return rows, rows * (settings.tuning.tune + HELD_OUT)
 
 
-def check_tunable(checkpoint: Checkpoint, settings: QuantizeSettings) -> None:
-    """Refuse by the config, before any work, a model without a head of logits (an encoder, say).
+def with_tuning(
+    settings: QuantizeSettings, plan: QuantizationPlan, checkpoint: Checkpoint, progress: Progress
+) -> QuantizeSettings:
+    """The settings with the steps of tuning that the effort means for this model. Before any work, what
+    ``tune`` asks for is refused where it cannot be; what only follows from the effort is left out with a
+    line.
 
     Raises:
-        SettingsError: names the option.
+        SettingsError: the model has no head of logits (an encoder, say).
+        MemoryNeededError: the model does not fit in memory as a whole.
     """
+    steps, calibration = settings.tuning.steps(settings.method, code_bits(plan)), settings.calibration
+    if settings.tuning.effort == "best" and calibration.samples < BEST_SAMPLES:
+        settings = replace(settings, calibration=replace(calibration, samples=BEST_SAMPLES))
+    if steps:
+        try:
+            _check_tunable(settings, steps, plan, checkpoint)
+        except AttarError as error:
+            if settings.tuning.tune > 0:
+                raise
+            progress.log(f"note: scales and norms are not tuned: {error}")
+            steps = 0
+    return replace(settings, tuning=replace(settings.tuning, tune=steps))
+
+
+def _check_tunable(
+    settings: QuantizeSettings, steps: int, plan: QuantizationPlan, checkpoint: Checkpoint
+) -> None:
+    if getattr(settings.rounding, "act_order", "off") == "group":
+        raise SettingsError("act_order", "group", "off or static with tuning")
     if output_linear(empty_model(checkpoint.config)) is None:
-        raise SettingsError("tune", settings.tuning.tune, "0: this model has no head of logits to compare")
+        raise SettingsError("tune", steps, "0: this model has no head of logits to compare")
+    if pick_device(settings.device) == "cpu":
+        everything = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        needed = tuning_memory(everything, sum(math.prod(layer.shape) for layer in plan.sites.values()))
+        check_memory(f"tuning of {checkpoint.name}", needed, hint="--effort fast or --tune 0")
+
+
+def code_bits(plan: QuantizationPlan) -> int:
+    """Bits of most weights."""
+    sizes: dict[int, int] = {}
+    for layer in plan.sites.values():
+        bits = int(layer.scheme.weights.bits)
+        sizes[bits] = sizes.get(bits, 0) + layer.shape[0] * layer.shape[1]
+    return max(sizes, key=lambda bits: sizes[bits])
 
 
 def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
@@ -69,28 +111,30 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         NumericsError: the training diverged.
     """
     settings, checkpoint, steps = task.settings, task.checkpoint, task.settings.tuning.tune
-    device = torch.device(pick_device(settings.device))
+    device, work = torch.device(pick_device(settings.device)), task.work / f"tune-{task.processes.rank}"
     model: Any = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
     if head_of(model) is None:
         raise SettingsError("tune", steps, "0: the logits of this model are not made by one plain Linear")
     length = row_length(settings.calibration.sequence_length, checkpoint.config)
     rows, total = training_rows(settings, length)
+    read = settings.calibration.samples
     packed = pack(
         load_tokenizer(checkpoint),
         settings.data,
-        "train",
+        COMPRESSION,
         length=length,
-        rows=total,
+        rows=read + total,
         seed=settings.seed,
         bos=settings.bos,
     ).rows
+    packed = packed[read:] if len(packed) >= read + 2 * rows else packed  # fresh text where there is enough
     held_out = min(rows * HELD_OUT, len(packed) // 2)
     if not held_out:
         hint = "more text, a smaller --sequence-length, or --tune 0"
         raise DataError(f"{settings.data}: one row of {length} tokens is too few to tune on", hint=hint)
     if len(packed) < total:
         task.progress.log(f"note: {len(packed)} of {total} rows to tune on: some are read again")
-    precision = resolve(settings.calibration.precision, device, task.work / "tune")
+    precision = resolve(settings.calibration.precision, device, work)
     with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
         examples = original_states(model, packed, rows)
     norms = tunable_norms(model)
@@ -100,9 +144,9 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         {layer.module: rounded.codes(name, _loader(task, name)) for name, layer in task.plan.sites.items()},
         examples[: len(packed) - held_out],
         examples[len(packed) - held_out :],
-        _schedule(settings, rows, length, precision, _bits(task)),
+        _schedule(settings, rows, length, precision, code_bits(task.plan)),
         norms=[name for name in norms if name in stored_norms],
-        work=task.work / "tune",
+        work=work,
         progress=task.progress,
     )
     numbers = {"steps": steps, "held_out_rows": held_out, "before": result.before, "after": result.after}
@@ -121,15 +165,6 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
 
 def _loader(task: RoundingTask, stored: str) -> Callable[[], Tensor]:
     return lambda: task.checkpoint.load(stored)
-
-
-def _bits(task: RoundingTask) -> int:
-    """Bits of most weights."""
-    sizes: dict[int, int] = {}
-    for layer in task.plan.sites.values():
-        bits = int(layer.scheme.weights.bits)
-        sizes[bits] = sizes.get(bits, 0) + layer.shape[0] * layer.shape[1]
-    return max(sizes, key=lambda bits: sizes[bits])
 
 
 def _schedule(settings: QuantizeSettings, rows: int, length: int, precision: str, bits: int) -> TrainSettings:

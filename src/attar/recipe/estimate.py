@@ -29,7 +29,7 @@ from attar.recipe.costs import (
 from attar.recipe.machine import Rates
 from attar.recipe.memory_needs import BASE_MEMORY, memory_needs
 from attar.recipe.schema import StageEntry
-from attar.recipe.shapes import Shape
+from attar.recipe.shapes import Shape, bits_of
 
 UNSURE = 2.0
 """Times between an estimate of arithmetic alone and the ends of its range."""
@@ -261,7 +261,7 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
-    if steps := settings.tuning.tune:
+    if steps := settings.tuning.steps(settings.method, bits_of(settings.storage)):
         tuned = float(steps * TUNE_TOKENS)
         work += Work(read=tuned, learned=tuned, text=_text(settings.data, tuned))
     return work

@@ -20,7 +20,7 @@ from attar.errors import MemoryNeededError
 from attar.measure.settings import EvaluateSettings
 from attar.memory import free_memory
 from attar.pruning.settings import PruneSettings
-from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings
+from attar.quantization.settings import TUNE_TOKENS, QuantizeSettings, tuning_memory
 from attar.recipe.costs import (
     GRADIENTS,
     METHOD_COSTS,
@@ -30,7 +30,7 @@ from attar.recipe.costs import (
     criterion_of,
 )
 from attar.recipe.schema import ORIGINAL, StageEntry
-from attar.recipe.shapes import Shape, after, shape_of
+from attar.recipe.shapes import Shape, after, bits_of, shape_of
 
 BASE_MEMORY = 450e6
 """Bytes of the interpreter with torch and transformers loaded."""
@@ -66,7 +66,9 @@ def memory_needs(
         case QuantizeSettings(calibration=text):
             tokens = text.samples * text.sequence_length
             swept = _sweep(source, METHOD_COSTS[settings.method], tokens)
-            tuned = 4 * source.parameters + _activations(TUNE_TOKENS, source) if settings.tuning.tune else 0.0
+            tuned = 0.0
+            if settings.tuning.steps(settings.method, bits_of(settings.storage)):
+                tuned = tuning_memory(source.parameters, source.blocks) + _activations(TUNE_TOKENS, source)
             return max(swept, tuned), result.bytes
     return _stream(stage, source), 0.0
 

@@ -182,10 +182,15 @@ def _layers(student: StudentSettings, shape: Shape) -> int:
     return min(layers, shape.layers) if layers else max(int(shape.layers * keep), 1)
 
 
+def bits_of(storage: StorageSettings) -> int:
+    """Bits of a code, by the scheme's name."""
+    digits = re.match(r"W(\d+)", storage.scheme)
+    return int(digits[1]) if digits else 16
+
+
 def _quantized(storage: StorageSettings, shape: Shape) -> float:
     """Bytes of the codes, of a 16-bit scale per group, and of the unquantized tensors."""
-    digits = re.match(r"W(\d+)", storage.scheme)
-    bits = int(digits[1]) if digits else 16
+    bits = bits_of(storage)
     group = 64 if storage.group_size < 0 else storage.group_size or shape.hidden  # -1: most often 64 or 128
     outside = 1.0 if storage.embedding_bits == 8 else 2.0
     return shape.blocks * (bits / 8 + 2 / group) + shape.outside * outside

@@ -26,6 +26,7 @@ from attar.models.loading.experts import Experts
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
 from attar.walks.offloaded_model import BlockCall, HiddenStates, on_meta
 from attar.walks.passes import BlockPasses
+from attar.walks.positions import importance_by_position
 from attar.walks.solvers import BlockSolver, BlockView, LinearSolver, Solution
 
 
@@ -40,6 +41,7 @@ class SweepState:
         fast: products in bfloat16 inside the blocks.
         waiting_bytes: memory for passes that wait between two groups.
         experts: which tokens count for an expert.
+        first_tokens: how many times the first tokens of a row count.
         processes: those that make the sweep together.
     """
 
@@ -50,6 +52,7 @@ class SweepState:
     fast: bool
     waiting_bytes: int
     experts: ExpertTokens
+    first_tokens: float
     processes: Processes
 
 
@@ -143,13 +146,29 @@ class BlockRunner:
                 outputs = self._outputs(stream.module, stream.hidden) if again else stream.passes.outputs()
                 self._replace(stream.hidden, outputs)
 
-    def _filled(self, solver: LinearSolver, group: list[str], streams: list[Iterator[Tensor]]) -> Any:
-        """The accumulator of one group, with all inputs (B, S, K), and those of the original model."""
+    def _filled(
+        self,
+        solver: LinearSolver,
+        group: list[str],
+        streams: list[Iterator[Tensor]],
+        chosen: list[Tensor] | None = None,
+    ) -> Any:
+        """The accumulator of one group, with all inputs (B, S, K), and those of the original model; of an
+        expert's, with the inputs (T, K) of the tokens that are chosen of each batch."""
         accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
-        for inputs in zip(*streams, strict=True):
+        for number, inputs in enumerate(zip(*streams, strict=True)):
+            importance = self._importance(number)
+            if importance is not None and chosen is not None:
+                importance = importance.flatten()[chosen[number].to(importance.device)]
+            weighed = {} if importance is None else {"importance": importance}
             with reduced_products(self.state.fast):
-                accumulator.add(*inputs)
+                accumulator.add(*inputs, **weighed)
         return accumulator
+
+    def _importance(self, number: int) -> Tensor | None:
+        """How often each token (B, S) of a batch counts; None: all once."""
+        rows, length = self.state.hidden[number].shape[:2]
+        return importance_by_position(rows, length, self.state.first_tokens, self.state.device)
 
     def _weights(self, group: list[str]) -> dict[str, Tensor]:
         return {name: weight_of(self.modules[name]).detach() for name in group}
@@ -166,7 +185,7 @@ class BlockRunner:
         rows, seen = held[0].rows(number, int(self.state.experts.floor * int(widest)))
         inner = leaf == expert.names[2]
         streams = [inputs.inputs(rows, list(inputs.experts)[number] if inner else None) for inputs in held]
-        return self._filled(solver, group, streams), {"routed": seen}
+        return self._filled(solver, group, streams, rows), {"routed": seen}
 
     def _of_experts(self, stream: _Stream, holder: str, number: int) -> ExpertInputs:
         """The arguments of a mixture's experts in every batch."""
@@ -189,7 +208,14 @@ class BlockRunner:
         modules = {name: self.modules[name] for group in groups for name in group}
         training = StateFile(file.with_name("learning.pt"), interruption)
         view = BlockView(
-            self.block.module, modules, hidden, originals, self.state.device, self.call, training
+            self.block.module,
+            modules,
+            hidden,
+            originals,
+            self.state.device,
+            self.call,
+            training,
+            self.state.first_tokens,
         )
         solved = solver.solve_block(view)
         for name in modules:

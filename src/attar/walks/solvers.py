@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attar.interruption import StateFile
 from attar.walks.offloaded_model import HiddenStates
+from attar.walks.positions import importance_by_position
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class LinearSolver(ABC):
 
     @abstractmethod
     def accumulator(self, names: Sequence[str], inputs: int) -> Any:
-        """A fresh accumulator for a group of Linears with K inputs. For several processes the accumulator has
+        """A fresh accumulator for a group of Linears with K inputs. Where tokens count differently it gets
+        ``add(x, importance=w)``, w (B, S). For several processes the accumulator has
         ``reduce(total)``, which replaces its sums by ``total`` of them."""
 
     @abstractmethod
@@ -82,6 +84,7 @@ class BlockView:
         modules: the selected Linear and Conv1D modules by their full names, in forward order.
         hidden: hidden states (B, S, D) of each batch after the blocks solved so far.
         originals: the original block's outputs (B, S, D) on the original model's hidden states.
+        first_tokens: how many times the first tokens of a row count; see positions.py.
         call: ``call(module, hidden)`` is the output of the block (its masks and positions).
         state: the state of the training, after each step; one that was stopped begins with it.
     """
@@ -93,6 +96,7 @@ class BlockView:
     device: torch.device
     call: Callable[[nn.Module, Tensor], Tensor]
     state: StateFile = field(default_factory=StateFile)
+    first_tokens: float = 1.0
 
     @property
     def names(self) -> list[str]:
@@ -111,6 +115,11 @@ class BlockView:
     def targets(self, number: int) -> Tensor:
         """The original block's output (B, S, D) on the original model's hidden states of a batch."""
         return self.originals[number].to(self.device)
+
+    def importance(self, hidden: Tensor) -> Tensor | None:
+        """How often each token (B, S) of hidden states (B, S, D) counts; None: all once."""
+        rows, length = hidden.shape[:2]
+        return importance_by_position(rows, length, self.first_tokens, hidden.device)
 
     def __call__(self, hidden: Tensor, number: int) -> Tensor:
         """The block's output for hidden states of batch ``number``."""

@@ -72,6 +72,7 @@ class SweepOptions:
         processes: they make this sweep together. What hooks of ``prepare`` see is of this process's batches.
         device: where the blocks run; weights and hidden states between blocks are float32.
         experts: which tokens count for an expert of a mixture.
+        first_tokens: how many times the first tokens of a row count; see positions.py.
         what: name of the task in the progress.
     """
 
@@ -86,6 +87,7 @@ class SweepOptions:
     processes: Processes = SINGLE_PROCESS
     device: str | torch.device = "cpu"
     experts: ExpertTokens = field(default_factory=ExpertTokens)
+    first_tokens: float = 1.0
     progress: Progress = SILENT
     what: str = "sweep"
 
@@ -251,7 +253,10 @@ class _Sweep:
             for number in range(len(hidden)):
                 copies[number] = hidden[number]
         fast = self.precision == "bf16"
-        yield SweepState(calls, hidden, copies, self.device, fast, waiting_bytes, options.experts, processes)
+        first = options.first_tokens if self.offloaded.anatomy.causal else 1.0
+        yield SweepState(
+            calls, hidden, copies, self.device, fast, waiting_bytes, options.experts, first, processes
+        )
         hidden.clear()
         if copies is not None:
             copies.clear()

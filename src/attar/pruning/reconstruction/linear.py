@@ -104,9 +104,11 @@ class LinearReconstructor(LinearSolver):
 class HessianWithBias(CrossHessian):
     """Statistics of inputs (..., K) with a last one that is always 1: (K + 1, K + 1)."""
 
-    def add(self, x: Tensor, original: Tensor | None = None) -> None:
+    def add(  # type: ignore[override]
+        self, x: Tensor, original: Tensor | None = None, importance: Tensor | None = None
+    ) -> None:
         """Add a batch of inputs (..., K) and the original model's inputs (None: the same)."""
-        super().add(_with_one(x), None if original is None else _with_one(original))
+        super().add(_with_one(x), None if original is None else _with_one(original), importance)
 
 
 def _with_one(x: Tensor) -> Tensor:

@@ -347,7 +347,7 @@ def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
     for hidden, target, number in pieces:
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=fast):
             output = view(hidden, number)
-        loss = (output.float() - target).square().mean() / len(pieces)
+        loss = squared_error(output, target, view.importance(hidden)) / len(pieces)
         loss.backward()
         total += float(loss.detach())
     return total
@@ -374,10 +374,20 @@ def _whole_loss(view: BlockView, roundings: Mapping[str, LearnedRounding], state
         _load(roundings, state)
         _put_weights(view.modules, roundings)
         for number in range(view.count):
-            output, target = view(view.inputs(number), number), view.targets(number)
-            total += float((output.float() - target).square().sum(dtype=torch.float64))
+            hidden, target = view.inputs(number), view.targets(number)
+            error = squared_error(view(hidden, number), target, view.importance(hidden))
+            total += float(error) * target.numel()
             numbers += target.numel()
     return total / numbers
+
+
+def squared_error(output: Tensor, target: Tensor, importance: Tensor | None) -> Tensor:
+    """The mean squared error of a block's output (B, S, D); tokens may count differently, importance
+    (B, S)."""
+    squares = (output.float() - target).square()
+    if importance is None:
+        return squares.mean()
+    return (squares.mean(-1) * importance).sum() / importance.sum()
 
 
 LearnedState = dict[str, list[Tensor]]

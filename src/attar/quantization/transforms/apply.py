@@ -96,6 +96,7 @@ def apply_transforms(
                 grids={layer.module: layer.grid for layer in layers},
                 activations=activation_grid(rules[0]) if settings.smoothing == "smoothquant" else None,
                 alpha=None if options.alpha < 0 else options.alpha,
+                first_tokens=settings.calibration.first_tokens,
                 device=device,
                 progress=progress,
             )
@@ -124,6 +125,7 @@ def transform(
     activations: Grid | None = None,
     alpha: float | None = None,
     folds: Sequence[str] | None = None,
+    first_tokens: float = 1.0,
     untie: bool = False,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float32,
@@ -164,8 +166,9 @@ def transform(
         result = _rotate(checkpoint, model, seed, untie, device)
     else:
         chosen = _folds(folds, kind, alpha)
+        first = first_tokens if kind == "awq" else 1.0  # the largest value counts once
         result = _smooth(
-            checkpoint, model, kind, work, batches, grids, activations, alpha, chosen, device, progress
+            checkpoint, model, kind, work, batches, grids, activations, alpha, chosen, first, device, progress
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write(checkpoint, model, result, folder, work / "shards", dtype, progress)
@@ -262,6 +265,7 @@ def _smooth(
     activations: Grid | None,
     alpha: float | None,
     kinds: Sequence[str],
+    first_tokens: float,
     device: str | torch.device,
     progress: Progress,
 ) -> _TransformResult:
@@ -296,7 +300,12 @@ def _smooth(
         batches,
         solver,
         SweepOptions(
-            work=work / "scales", select=solver.selects, device=device, progress=progress, what=kind
+            work=work / "scales",
+            select=solver.selects,
+            first_tokens=first_tokens,
+            device=device,
+            progress=progress,
+            what=kind,
         ),
     )
     scales = {

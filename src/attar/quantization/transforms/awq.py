@@ -49,15 +49,17 @@ class InputStatistics:
         self.hessian = Hessian(inputs)
         self.sum = torch.zeros(inputs, dtype=torch.float32)
 
-    def add(self, x: Tensor) -> None:
-        """Add a batch of inputs (..., K)."""
-        self.hessian.add(x)
-        rows = x.reshape(-1, x.shape[-1]).float()
-        self.sum = self.sum.to(x.device) + rows.abs().sum(0)
+    def add(self, x: Tensor, importance: Tensor | None = None) -> None:
+        """Add a batch of inputs (..., K); tokens may count differently (importance (...))."""
+        self.hessian.add(x, importance)
+        sizes = x.reshape(-1, x.shape[-1]).float().abs()
+        self.sum = self.sum.to(x.device) + (
+            sizes.sum(0) if importance is None else importance.reshape(-1).to(sizes) @ sizes
+        )
 
     def magnitude(self) -> Tensor:
         """m, float32 (K,); see :func:`attar.quantization.hessian.informed`."""
-        return informed(self.sum / max(self.hessian.tokens, 1))
+        return informed(self.sum / max(self.hessian.weight, 1e-30))
 
 
 @dataclass(frozen=True)

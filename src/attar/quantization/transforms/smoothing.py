@@ -17,7 +17,7 @@ from attar.walks.solvers import LinearSolver, Solution
 class _IgnoredInputs:
     """An accumulator for inputs whose statistics another group collects."""
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, importance: Tensor | None = None) -> None:
         """Ignore a batch."""
 
 
