@@ -11,14 +11,12 @@ from torch import Tensor
 from attar.models.anatomy.parts import weight_of
 from attar.models.loading.device import resolve
 from attar.quantization.grids import Grid, QuantizedTensor
-from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import autoround
-from attar.quantization.methods.gptq import gptq
-from attar.walks.solvers import BlockView, Solution
+from attar.walks.solvers import BlockView, LinearSolver, Solution
 
 StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]
 """``start(view, grids)``: initial codes by name of a block's Linears; a Linear that is left out starts
-from its nearest codes. See :func:`gptq_start`."""
+from its nearest codes. See :func:`solved_start`."""
 
 
 @dataclass(frozen=True)
@@ -76,37 +74,39 @@ class AutoRoundSolver:
         return QuantizedTensor.from_tensors(self.grids[name], tensors).dequantize()
 
 
-def gptq_start(
-    view: BlockView, grids: Mapping[str, Grid], *, damp: float = 0.01
-) -> dict[str, QuantizedTensor]:
-    """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
+def solved_start(solver: LinearSolver) -> StartCodes:
+    """The codes of a solver for one Linear at a time, for :class:`AutoRoundSolver`'s ``start``.
 
-    The Hessians are of the original block's inputs after the quantized prefix, all from one pass: how the
+    The statistics are of the original block's inputs after the quantized prefix, all from one pass: how the
     Linears of one block affect each other is left to the training.
     """
-    seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}
-    importance: Tensor | None = None
 
-    def add(name: str, x: Tensor) -> None:
-        seen[name].add(x, importance if x.dim() > 2 else None)  # the tokens of an expert all count once
+    def start(view: BlockView, grids: Mapping[str, Grid]) -> dict[str, QuantizedTensor]:
+        weights = {name: weight_of(view.modules[name]).detach() for name in view.names}
+        seen = {name: solver.accumulator([name], weight.shape[1]) for name, weight in weights.items()}
+        importance: Tensor | None = None
 
-    hooks = [
-        view.modules[name].register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
-        for name in view.names
-    ]
-    try:
-        with torch.no_grad():
-            for number in range(view.count):
-                hidden = view.inputs(number)
-                importance = view.importance(hidden)
-                view(hidden, number)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {
-        name: gptq(
-            weight_of(view.modules[name]).detach(), seen[name].value(), grids[name], damp=damp
-        ).quantized
-        for name in view.names
-        if seen[name].tokens
-    }
+        def add(name: str, x: Tensor) -> None:
+            seen[name].add(x, importance if x.dim() > 2 else None)  # the tokens of an expert all count once
+
+        hooks = [
+            view.modules[name].register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
+            for name in view.names
+        ]
+        try:
+            with torch.no_grad():
+                for number in range(view.count):
+                    hidden = view.inputs(number)
+                    importance = view.importance(hidden)
+                    view(hidden, number)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        solved = {
+            name: solver.solve({name: weight}, seen[name])[name].tensors
+            for name, weight in weights.items()
+            if seen[name].tokens
+        }
+        return {name: QuantizedTensor.from_tensors(grids[name], tensors) for name, tensors in solved.items()}
+
+    return start

@@ -25,7 +25,7 @@ from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.surgery.zeros import zero_mask
-from attar.quantization.blockwise import AutoRoundSolver, gptq_start
+from attar.quantization.blockwise import AutoRoundSolver, solved_start
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
@@ -100,7 +100,13 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
     settings, options = task.settings, task.settings.rounding
     assert isinstance(options, AutoRoundSettings)
     precision = _precision(task)
-    grids = {layer.module: layer.grid for layer in task.plan.sites.values()}
+    layers = {layer.module: layer for layer in task.plan.sites.values()}
+    grids = {name: layer.grid for name, layer in layers.items()}
+    start = None
+    if options.start == "gptq":  # with its searched scales and refinement
+        start = solved_start(
+            LayerSolver(layers, METHODS["gptq"], SparseGPTQSettings(), settings.storage.keep_zeros)
+        )
     solver = AutoRoundSolver(
         grids,
         iterations=options.iterations,
@@ -108,7 +114,7 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
         precision=precision,
         seed=settings.seed,
         update="adam",
-        start=gptq_start if options.start in ("gptq", "qronos") else None,
+        start=start,
         masks=_masks(task) or None,
     )
     swept = sweep_blocks(task.checkpoint, task.batches(), solver, _sweep_options(task, grids, precision))

@@ -221,14 +221,6 @@ def _act_order() -> Any:
     )
 
 
-def _start() -> Any:
-    return _option(
-        "auto",
-        "the rounding to start from; auto: rtn for autoround, gptq for qat",
-        ("auto", "rtn", "gptq", "qronos"),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class RTNSettings:
     """Round to nearest."""
@@ -325,7 +317,7 @@ class AutoRoundSettings:
     smoothing: ClassVar[str] = "none"
 
     iterations: int = _option(200, "steps for each block")
-    start: str = _start()
+    start: str = _option("auto", "the rounding to start from; auto: rtn", ("auto", "rtn", "gptq"))
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -336,7 +328,7 @@ class AutoRoundSettings:
 class QATSettings(GPTQSettings):
     """Train the whole model under quantization; scales, refine, damp and act_order are for the start."""
 
-    start: str = _start()
+    start: str = _option("auto", "the rounding to start from; auto: gptq", ("auto", "rtn", "gptq", "qronos"))
     steps: int = _option(300, "optimizer steps")
     learning_rate: float = _option(1e-4, "peak learning rate")
     distill: float = _option(1.0, "weight of the KL to the original model; the rest is cross-entropy")

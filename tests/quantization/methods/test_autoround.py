@@ -12,16 +12,37 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import SettingsError
 from attar.interruption import StateFile, StoppedError, interruptible
 from attar.models.anatomy.discover import discover
-from attar.quantization.blockwise import AutoRoundSolver, gptq_start
+from attar.quantization.blockwise import AutoRoundSolver, solved_start
 from attar.quantization.grids import IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
+from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import LearnedRounding, autoround
+from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.rtn import rtn
+from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, sweep_blocks
 from tests import tiny_models
+
+
+class GPTQ(LinearSolver):
+    """What an AutoRound may start from."""
+
+    def __init__(self, grid):
+        self.grid = grid
+
+    def accumulator(self, names, inputs):
+        return Hessian(inputs)
+
+    def solve(self, weights, hessian):
+        codes = {name: gptq(weight, hessian.value(), self.grid).quantized for name, weight in weights.items()}
+        return {name: Solution(rounded.dequantize(), rounded.tensors()) for name, rounded in codes.items()}
+
+    def restore(self, name, tensors):
+        raise AssertionError("nothing is read back")
+
 
 GRIDS = {
     "int3": IntGrid(3, 16),
@@ -140,7 +161,7 @@ def test_same_seed_same_bytes(llama, hold):
 )
 def test_given_codes_are_where_it_starts(llama, grid):
     """The first rounding of a start is the start's, however far its codes are from the nearest ones."""
-    starts = gptq_start(llama, dict.fromkeys(llama.names, grid))
+    starts = solved_start(GPTQ(grid))(llama, dict.fromkeys(llama.names, grid))
     assert list(starts) == llama.names
     learned = autoround(llama, dict.fromkeys(llama.names, grid), iterations=1, batch=2, starts=starts)
     given = llama.error({name: result.dequantize() for name, result in starts.items()})
@@ -301,8 +322,9 @@ def test_the_sweep_takes_it_block_by_block(tmp_path):
     checkpoint = open_checkpoint(tiny_models.save(tiny_models.build("qwen2"), tmp_path / "model"))
     grid = IntGrid(3, 16)
     names = [name for block in discover(tiny_models.build("qwen2")).blocks for name in block.linears]
+    start = solved_start(GPTQ(grid))
     solver = AutoRoundSolver(
-        dict.fromkeys(names, grid), iterations=10, batch=4, precision="fp32", start=gptq_start
+        dict.fromkeys(names, grid), iterations=10, batch=4, precision="fp32", start=start
     )
     g = torch.Generator().manual_seed(0)
     batches = [torch.randint(5, 250, (2, 12), generator=g) for _ in range(4)]
