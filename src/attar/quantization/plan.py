@@ -78,6 +78,7 @@ class QuantizationPlan:
         reads_weights: the family is one of :data:`READS_WEIGHTS`.
         experts: Linears of mixtures are among the sites.
         mixed: experts of a block have several schemes.
+        split: q, k and v of a block have several.
         stacked: the family, where it stores experts in one tensor; here they are apart.
     """
 
@@ -92,6 +93,7 @@ class QuantizationPlan:
     experts: bool = False
     stacked: str = ""
     mixed: bool = False
+    split: bool = False
 
 
 def plan(
@@ -155,9 +157,12 @@ def plan(
         for block in anatomy.blocks
         if block.mixture is not None
     )
+    split = any(
+        len({chosen.get(name) for name in names}) > 1 for block in anatomy.blocks for names in block.fused()
+    )
     stacked = anatomy.family if experts and isinstance(checkpoint, SingleExperts) else ""
     planned = QuantizationPlan(
-        sites, embedding, tied, ignore, {}, caches, cache, reads, experts, stacked, mixed
+        sites, embedding, tied, ignore, {}, caches, cache, reads, experts, stacked, mixed, split
     )
     return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
 
@@ -184,7 +189,7 @@ def choose(
     ignored = [module for module in modules if any(matches(module, name) for name in settings.ignore)]
     wanted |= dict.fromkeys(ignored, DENSE)
     setting = "ignore" if ignored else "overrides" if overrides else "assigned"
-    _check_fused(anatomy, wanted, setting, settings.moe_schemes == "apart")
+    _check_fused(anatomy, wanted, setting, settings)
     chosen = {module: _scheme(name) for module, name in wanted.items() if name != DENSE}
     if settings.double_quant:
         chosen = {module: _double(scheme) for module, scheme in chosen.items()}
@@ -293,11 +298,14 @@ def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
     return replace(scheme, weights=replace(scheme.weights, ordered=True))
 
 
-def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str, apart: bool) -> None:
-    """Raise where Linears that engines fuse would get different schemes; ``apart``: experts may."""
+def _check_fused(
+    anatomy: Anatomy, wanted: Mapping[str, str], setting: str, settings: StorageSettings
+) -> None:
+    """Raise where Linears that engines fuse would get different schemes, unless the settings allow it."""
     for block in anatomy.blocks:
-        experts = [block.mixture.linears] if block.mixture is not None and not apart else []
-        for names in [*experts, *block.fused()]:
+        apart = block.mixture is None or settings.moe_schemes == "apart"
+        experts = [] if apart else [block.mixture.linears]
+        for names in [*experts, *block.fused(settings.qkv == "together")]:
             odd = next((name for name in names if wanted[name] != wanted[names[0]]), None)
             if odd is not None:
                 leaves = "|".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

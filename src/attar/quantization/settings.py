@@ -59,6 +59,12 @@ class StorageSettings:
         "apart: each expert may have its own, for attar",
         ("together", "apart"),
     )
+    qkv: str = _option(
+        "together",
+        "schemes of q, k and v, with bits and overrides: together: one for all, because engines run them as "
+        "one matrix; apart: each may have its own, for attar and transformers",
+        ("together", "apart"),
+    )
     ignore: tuple[str, ...] = field(
         default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
     )

@@ -114,7 +114,9 @@ def cache_folder() -> Path:
     return folder
 
 
-def shared_groups(blocks: Sequence[Any], modules: Sequence[str], apart: bool = False) -> dict[str, list[str]]:
+def shared_groups(
+    blocks: Sequence[Any], modules: Sequence[str], apart: bool = False, qkv: bool = True
+) -> dict[str, list[str]]:
     """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up; all experts of a
     block. Returns modules by group, in the order of the blocks; a group is named after its modules.
 
@@ -122,10 +124,11 @@ def shared_groups(blocks: Sequence[Any], modules: Sequence[str], apart: bool = F
         blocks: those of an Anatomy.
         modules: names of the Linears that will be quantized.
         apart: each expert is a separate group.
+        qkv: q, k and v are a group.
     """
     groups: dict[str, list[str]] = {}
     for block in blocks:
-        together = block.fused()
+        together = block.fused(qkv)
         if block.mixture is not None and block.mixture.experts:
             experts = [
                 [part.name for part in (expert.gate, expert.up, expert.down) if part is not None]

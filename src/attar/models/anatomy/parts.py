@@ -249,13 +249,13 @@ class Block:
         """Its mixture of experts, if it has one."""
         return self.feed_forward if isinstance(self.feed_forward, Mixture) else None
 
-    def fused(self) -> list[list[str]]:
-        """Linears that engines run as one matrix: q, k and v; the first two projections of MLA; gate and up
-        of each MLP."""
+    def fused(self, qkv: bool = True) -> list[list[str]]:
+        """Linears that engines run as one matrix: q, k and v (``qkv``); the first two projections of MLA;
+        gate and up of each MLP."""
         parts: list[list[Projection | None]] = []
-        if isinstance(self.mixer, Attention):
+        if isinstance(self.mixer, Attention) and qkv:
             parts.append([self.mixer.q, self.mixer.k, self.mixer.v])
-        elif isinstance(self.mixer, LatentAttention) and len(self.mixer.q) > 1:
+        elif isinstance(self.mixer, LatentAttention) and qkv and len(self.mixer.q) > 1:
             parts.append([self.mixer.q[0], self.mixer.kv_a])
         mixture = self.mixture
         mlps = [*mixture.experts, mixture.shared] if mixture else [self.feed_forward]

@@ -62,7 +62,12 @@ def choose_bits(
     inputs = load_inputs(checkpoint, settings)
     measurements = measure(
         inputs.model,
-        shared_groups(inputs.anatomy.blocks, list(layers), storage.moe_schemes == "apart"),
+        shared_groups(
+            inputs.anatomy.blocks,
+            list(layers),
+            apart=storage.moe_schemes == "apart",
+            qkv=storage.qkv == "together",
+        ),
         candidates,
         inputs.batches,
         inputs.file,
