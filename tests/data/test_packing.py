@@ -176,9 +176,9 @@ def test_a_template_that_refuses_is_one_line_with_the_place(tmp_path, template, 
     assert reason in raised.value.message.lower() or reason in raised.value.message
 
 
-def test_a_compression_reads_the_seed_s_choice_of_all_text_but_the_evaluation_s(tokenizer, tmp_path):
+def test_a_compression_reads_the_seed_s_choice_of_all_text_but_the_evaluation_s(tmp_path):
     """Of one file too, whose calibration split is a tenth at one place; more rows begin with the same."""
-    file = tmp_path / "a.txt"
+    tokenizer, file = tiny_models.tokenizer(), tmp_path / "a.txt"
     file.write_text("\n\n".join(f"Passage {i}: {'of no meaning ' * 6}" for i in range(300)))
 
     def rows(split, count, seed=0):

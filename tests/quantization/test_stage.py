@@ -105,6 +105,22 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
     assert all(row["error"] < row["rtn_error"] for row in rows)
 
 
+def test_v_may_have_more_bits_than_q_and_k_where_no_engine_joins_them(saved, tmp_path):
+    options = {"overrides": ("v_proj=W8A16",), "check_tokens": 0, **SMALL}
+    with pytest.raises(SettingsError, match="engines fuse"):
+        quantize(saved("llama3"), tmp_path / "out", quantize_settings(**options))
+    written = quantize(saved("llama3"), tmp_path / "out", quantize_settings(qkv="apart", **options))
+    assert written.card.details["loads_in"]["vllm"].startswith("no") and "qkv" in str(written.card.details)
+    theirs = AutoModelForCausalLM.from_pretrained(written.path, dtype=torch.bfloat16)
+    ours = load_model(written)
+    assert torch.equal(logits(theirs), logits(ours))
+    prompt = list(range(5, 25))
+    text = ours.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    with attar.LLM(written.path, runner="compiled") as llm:
+        served = llm.generate([prompt], max_tokens=12, temperature=0, ignore_eos=True)
+    assert served[0].tokens == text[0, 20:].tolist()
+
+
 def test_conv1d_is_packed_for_attar_and_refused_by_name_elsewhere(saved, tmp_path):
     folder = saved("gpt2")
     quantized = quantize(folder, tmp_path / "out", quantize_settings(scheme="W8A16", method="gptq", **SMALL))

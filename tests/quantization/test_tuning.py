@@ -1,5 +1,7 @@
 """The phase of tuning in the verb: codes of the rounding, tuned scales and norms in the file, or neither."""
 
+import random
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM, BertForSequenceClassification
 
 import attar
 from attar import memory
+from attar.checkpoint import open_checkpoint
 from attar.errors import DataError, MemoryNeededError, SettingsError
 from attar.progress import SILENT, Silent
 from attar.quantization import quantization_method, tuning
@@ -86,7 +89,7 @@ def test_the_effort_says_how_many_steps(options, bits, steps):
 
 
 def test_the_best_effort_reads_more_text(model):
-    checkpoint = attar.open(model)
+    checkpoint = open_checkpoint(model)
     chosen = plan(checkpoint, quantize_settings(effort="best").storage)
     settings = tuning.with_tuning(quantize_settings(effort="best"), chosen, checkpoint, SILENT)
     assert (settings.tuning.tune, settings.calibration.samples) == (32, 256)
@@ -96,7 +99,7 @@ def test_the_best_effort_reads_more_text(model):
 
 def test_what_follows_from_the_effort_alone_is_left_out_with_a_line(model, tmp_path, monkeypatch):
     """A machine too small for the whole model rounds it all the same; who asked for steps is told."""
-    checkpoint, said = attar.open(model), []
+    checkpoint, said = open_checkpoint(model), []
     monkeypatch.setattr(memory, "free_memory", lambda **_: 1000)
     small = Silent()
     small.log = said.append
@@ -118,7 +121,9 @@ def test_the_text_of_the_tuning_is_not_what_the_rounding_read(model, tmp_path, m
     monkeypatch.setattr(
         quantization_method, "batches_of", lambda *given: calibrated.extend(batches_of(*given)) or calibrated
     )
-    attar.quantize(model, tmp_path / "out", tune=2, **SMALL)
+    digits = random.Random(0)  # text in which no row repeats
+    texts = [" ".join(str(digits.random()) for _ in range(20)) for _ in range(120)]
+    attar.quantize(model, tmp_path / "out", tune=2, **{**SMALL, "data": texts})
     rows, tuned = torch.cat(calibrated), read[0]
     assert len(rows) == 4 and len(tuned) > 64
     assert not (rows[:, None] == tuned[None]).all(-1).any()

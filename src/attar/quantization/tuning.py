@@ -88,7 +88,7 @@ def _check_tunable(
         raise SettingsError("act_order", "group", "off or static with tuning")
     if output_linear(empty_model(checkpoint.config)) is None:
         raise SettingsError("tune", steps, "0: this model has no head of logits to compare")
-    if pick_device(settings.device) == "cpu":
+    if torch.device(pick_device(settings.device)).type == "cpu":
         everything = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         needed = tuning_memory(everything, sum(math.prod(layer.shape) for layer in plan.sites.values()))
         check_memory(f"tuning of {checkpoint.name}", needed, hint="--effort fast or --tune 0")

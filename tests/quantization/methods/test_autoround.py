@@ -92,6 +92,9 @@ class View:
     def targets(self, number):
         return self.seen[number][3]
 
+    def importance(self, hidden):
+        return None
+
     def __call__(self, hidden, number):
         _, args, kwargs, _ = self.seen[number]
         output = self.module(hidden, *args, **kwargs)
@@ -269,6 +272,9 @@ def test_finds_the_rounding_that_brute_force_finds():
 
         def targets(self, number):
             return self.x[..., :1] * 7.9
+
+        def importance(self, hidden):
+            return None
 
         def __call__(self, hidden, number):
             return self.linear(hidden)

@@ -281,6 +281,8 @@ def test_groups_share_what_runtimes_fuse():
     groups = shared_groups(discover(case.model).blocks, fewer)
     assert list(itertools.chain(*groups.values())) == fewer
     assert "model.layers.0.self_attn.q_proj+v_proj" in groups
+    apart = shared_groups(discover(case.model).blocks, fewer, qkv=False)
+    assert list(itertools.chain(*apart.values())) == fewer and "model.layers.0.self_attn.v_proj" in apart
 
 
 def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
