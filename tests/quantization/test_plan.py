@@ -6,7 +6,7 @@ import torch
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy.parts import matches
-from attar.quantization.plan import group_size, plan, static_inputs
+from attar.quantization.plan import embedding_note, group_size, plan, static_inputs
 from tests import tiny_models
 from tests.quantization.packing import save, settings
 
@@ -219,3 +219,15 @@ def test_decoding_while_loading_is_asked_for_where_transformers_needs_it(llama, 
 )
 def test_patterns(pattern, expected):
     assert matches("a.b.c", pattern) is expected
+
+
+@pytest.mark.parametrize(("changes", "said"), [({"scheme": "W4A16"}, True), ({"embedding_bits": 8}, False)])
+def test_an_embedding_that_is_much_of_the_result_is_worth_a_line(llama, changes, said):
+    chosen = plan(llama, settings(**changes))
+    note = embedding_note(llama, chosen)
+    assert bool(note) == said and ("embed_tokens.weight stays as it is" in note) == said
+
+
+def test_a_small_embedding_is_not(llama, monkeypatch):
+    monkeypatch.setattr("attar.quantization.plan.LARGE", 0.9)
+    assert embedding_note(llama, plan(llama, settings())) == ""

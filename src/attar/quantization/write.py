@@ -42,6 +42,7 @@ APART = (
 GPT_OSS = "no: it takes gpt-oss's experts in MXFP4 alone; attar export --format mxfp4 writes them so"
 MIXED = "no: it has one scheme for all experts of a layer; --moe-schemes together"
 SPLIT = "no: it runs q, k and v as one matrix of one scheme; --qkv together"
+TIED = "no: it does not run a coded embedding that is the head as well; --embedding-bits 0"
 UNTRIED = "nothing known against it; attar is not tested with vLLM"
 CONV1D = (
     "no: the packed layout of Conv1D modules is attar's own; attar export --format dense loads everywhere"
@@ -224,7 +225,7 @@ def loads_in(chosen: QuantizationPlan) -> dict[str, str]:
     dense = {site.module: site.shape for site in chosen.sites.values() if not site.scheme.activations}
     missing = kernels("compressed-tensors", dense, {name: rules[name] for name in dense})
     plain = all(site.scheme.form == PACK and not site.scheme.activations for site in chosen.sites.values())
-    missing = MIXED if chosen.mixed else SPLIT if chosen.split else missing
+    missing = MIXED if chosen.mixed else SPLIT if chosen.split else TIED if chosen.tied_head else missing
     if chosen.stacked:
         vllm = GPT_OSS if chosen.stacked == "gpt_oss" else missing or UNTRIED
         return {"transformers": APART, "vllm": vllm}
