@@ -99,6 +99,7 @@ def main() -> None:
 
     import attar
     from attar.data.packing import calibration_batches
+    from attar.data.sources import COMPRESSION
     from attar.models.loading.load import load_tokenizer
 
     rows = jobs.load_tokens(job)
@@ -110,6 +111,7 @@ def main() -> None:
         sequence_length=rows.shape[1],
         batch_size=job.batch_size,
         seed=job.seed,
+        split=COMPRESSION,
     )
     if not torch.equal(torch.cat(ours), rows):
         raise SystemExit(

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import calibration_batches, row_length
+from attar.data.sources import COMPRESSION
 from attar.models.loading.load import load_tokenizer
 from peers import environments
 from peers.job import Job
@@ -83,6 +84,7 @@ def write_tokens(model: str, file: Path, *, samples: int, length: int, seed: int
         sequence_length=row_length(length, checkpoint.config),
         batch_size=8,
         seed=seed,
+        split=COMPRESSION,
     )
     save_file({"tokens": torch.cat(rows)}, file)
 
