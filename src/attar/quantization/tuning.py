@@ -2,7 +2,7 @@
 
 Its text is what the rounding has not read, where there is enough, and the last rows of that text decide: a
 tuned model that is no nearer to the original than the rounded one is given up. Only the model, one batch of
-activations and the states of scales and norms are in memory. Several processes each do all of it.
+activations and the states of scales and norms are in memory. Several processes share the rows of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attar.data.sources import COMPRESSION
 from attar.errors import AttarError, DataError, SettingsError
 from attar.memory import check_memory
 from attar.models.head import head_of, output_linear
-from attar.models.loading.device import pick_device, resolve
+from attar.models.loading.device import pick_device
 from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model, load_tokenizer
@@ -31,6 +31,7 @@ from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
 from attar.quantization.settings import BEST_SAMPLES, TUNE_TOKENS, QuantizeSettings, tuning_memory
+from attar.walks.distributed import agreed_precision
 from attar.walks.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         NumericsError: the training diverged.
     """
     settings, checkpoint, steps = task.settings, task.checkpoint, task.settings.tuning.tune
-    device, work = torch.device(pick_device(settings.device)), task.work / f"tune-{task.processes.rank}"
+    device, work = torch.device(pick_device(settings.device)), task.work / "tune"
     model: Any = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
     if head_of(model) is None:
         raise SettingsError("tune", steps, "0: the logits of this model are not made by one plain Linear")
@@ -134,7 +135,7 @@ def tuned(task: RoundingTask, rounded: RoundedModel) -> RoundedModel:
         raise DataError(f"{settings.data}: one row of {length} tokens is too few to tune on", hint=hint)
     if len(packed) < total:
         task.progress.log(f"note: {len(packed)} of {total} rows to tune on: some are read again")
-    precision = resolve(settings.calibration.precision, device, work)
+    precision = agreed_precision(task.processes, settings.calibration.precision, device, work)
     with torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
         examples = original_states(model, packed, rows)
     norms = tunable_norms(model)
