@@ -327,8 +327,8 @@ def _check_fused(
 ) -> None:
     """Raise where Linears that engines fuse would get different schemes, unless the settings allow it."""
     for block in anatomy.blocks:
-        apart = block.mixture is None or settings.moe_schemes == "apart"
-        experts = [] if apart else [block.mixture.linears]
+        together = block.mixture is not None and settings.moe_schemes == "together"
+        experts = [block.mixture.linears] if together and block.mixture is not None else []
         for names in [*experts, *block.fused(settings.qkv == "together")]:
             odd = next((name for name in names if wanted[name] != wanted[names[0]]), None)
             if odd is not None:
