@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
 from attar.data.packing import calibration_batches
+from attar.data.sources import COMPRESSION
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import CheckpointError, ModelError, SettingsError
@@ -261,6 +262,7 @@ def routed_inputs(folder, block):
         batch_size=4,
         seed=chosen.seed,
         bos=chosen.bos,
+        split=COMPRESSION,
     )
     model = load_model(folder, dtype=torch.float32)
     layer = model.model.layers[block]

@@ -103,12 +103,19 @@ def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
 def _inputs(folder):
     """Inputs of the first gate projection on text of the calibration split."""
     from attar.data.packing import calibration_batches
+    from attar.data.sources import COMPRESSION
     from attar.models.loading.load import load_tokenizer
 
     model, seen = load_model(folder, dtype=torch.float32), []
     model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     batches = calibration_batches(
-        load_tokenizer(folder), "python-stdlib", samples=8, sequence_length=32, batch_size=8, seed=0
+        load_tokenizer(folder),
+        "python-stdlib",
+        samples=8,
+        sequence_length=32,
+        batch_size=8,
+        seed=0,
+        split=COMPRESSION,
     )
     with torch.no_grad():
         model(batches[0])
