@@ -37,7 +37,6 @@ from attar.pruning.task import PruneTask
 from attar.quantization.columns import BLOCK
 from attar.quantization.gates import unseen_inputs
 from attar.sparsity import NOTHING_PAYS, Sparsity, parse_sparsity, zeros_statement
-from attar.walks.positions import FIRST_WEIGHT
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, sweep_linears
 
@@ -141,7 +140,6 @@ def prune_linears(
         processes=task.output.processes,
         select=linears.__contains__,
         precision=task.settings.precision,
-        first_tokens=FIRST_WEIGHT,
         device=torch.device(pick_device(task.settings.device)),
         progress=task.progress,
         what=f"prune {task.settings.method}",

@@ -35,7 +35,6 @@ from attar.pruning.reconstruction.block import BlockReconstructor
 from attar.pruning.reconstruction.linear import LinearReconstructor, PrunedSource
 from attar.pruning.task import PruneTask
 from attar.walks.distributed import agreed_precision
-from attar.walks.positions import FIRST_WEIGHT
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
 
 STEP_TOKENS = 512  # tokens in a step of training, at least one row
@@ -124,7 +123,6 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
         skip=plan.removed,
         precision=precision,
         processes=output.processes,
-        first_tokens=FIRST_WEIGHT,
         device=device,
         progress=task.progress,
         what="reconstruct linear",
