@@ -267,8 +267,9 @@ def ran(rounds: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     return raised
 
 
-def test_every_place_fails_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    raised = ran(1, 20, monkeypatch, tmp_path)
+@pytest.mark.slow
+def test_a_few_hundred_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    raised = ran(1, 60, monkeypatch, tmp_path)
     assert raised >= {*SERVER_PLACES} - {"cancel"}, {*SERVER_PLACES} - raised
 
 

@@ -199,7 +199,7 @@ def assert_same(answers, wanted):
     return proposers
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [coordinated, drafted], ids=["coordinator", "ordinary server"])
 def test_every_endpoint_answers_as_one_process(plain, server):
     with ExitStack() as stack:
