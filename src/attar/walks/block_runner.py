@@ -159,7 +159,8 @@ class BlockRunner:
         for number, inputs in enumerate(zip(*streams, strict=True)):
             importance = self._importance(number)
             if importance is not None and chosen is not None:
-                importance = importance.flatten()[chosen[number].to(importance.device)]
+                of_tokens = importance.flatten()  # scored inputs repeat all tokens for each expert
+                importance = of_tokens[chosen[number].to(of_tokens.device) % len(of_tokens)]
             weighed = {} if importance is None else {"importance": importance}
             with reduced_products(self.state.fast):
                 accumulator.add(*inputs, **weighed)
