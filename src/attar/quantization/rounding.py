@@ -122,7 +122,7 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
 
 
 def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> SweepOptions:
-    """Of a sweep that rounds ``layers``, by module name."""
+    """Of a sweep that rounds ``layers``, by module name. Where zeros are chosen, all tokens count once."""
     return SweepOptions(
         work=task.work / "blocks",
         select=layers.__contains__,
@@ -131,7 +131,7 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         processes=task.processes,
         device=torch.device(pick_device(task.settings.device)),
         experts=counted_tokens(task.settings.calibration),
-        first_tokens=task.settings.calibration.first_tokens,
+        first_tokens=1.0 if task.settings.amount else task.settings.calibration.first_tokens,
         progress=task.progress,
         what=task.settings.method,
     )

@@ -131,7 +131,7 @@ class CalibrationSettings:
     first_tokens: float = _option(
         8.0,
         "how many times the first 16 tokens of a row count, which every later one reads; not with "
-        "smoothquant and qat",
+        "smoothquant, qat or sparsity",
     )
     precision: str = _option(
         "auto",
