@@ -45,12 +45,12 @@ STREAM = """
     import sys, torch
     bare = peak()
     from attar.checkpoint import open_checkpoint
-    from attar.checkpoint.shards import Slot
+    from attar.checkpoint.shards import TensorSpec
     from attar.quantization.grids import IntGrid
     from attar.quantization.methods.rtn import rtn
     from attar.walks.stream import stream
     out = Path(sys.argv[2]); out.mkdir()
-    stream(open_checkpoint(sys.argv[1]), lambda info: [Slot(info.name, "I8", info.shape)],
+    stream(open_checkpoint(sys.argv[1]), lambda info: [TensorSpec(info.name, "I8", info.shape)],
            lambda name, load: {name: rtn(load(), IntGrid(8, 128)).codes}, out)
     print(peak() - bare)
 """
