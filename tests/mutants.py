@@ -247,6 +247,24 @@ MUTANTS = (
         "kernels/test_columns_kernel.py::test_exact_ties_go_where_torch_takes_them",
     ),
     M(
+        "walks/positions.py",
+        "    importance[:, :FIRST] = first",
+        "    importance[:, 1:FIRST] = first",
+        "walks/test_sweep.py",
+    ),
+    M(
+        "quantization/tuning.py",
+        "packed[read:] if",
+        "packed[1:] if",
+        "quantization/test_tuning.py",
+    ),
+    M(
+        "quantization/settings.py",
+        "tuned = bits <= AUTO_BITS and",
+        "tuned = bits < AUTO_BITS and",
+        "quantization/test_tuning.py",
+    ),
+    M(
         "quantization/layerwise.py",
         '"unseen": statistics.unseen,',
         '"unseen": 0,',
@@ -254,8 +272,8 @@ MUTANTS = (
     ),
     M(
         "quantization/transforms/awq.py",
-        "return informed(self.sum / max(self.hessian.tokens, 1))",
-        "return self.sum / max(self.hessian.tokens, 1)",
+        "return informed(self.sum / max(self.hessian.weight, 1e-30))",
+        "return self.sum / max(self.hessian.weight, 1e-30)",
         "quantization/test_odd_weights.py",
     ),
     M(
