@@ -54,7 +54,7 @@ class StageRecord:
         value = self.measurements.get(key)
         return value if isinstance(value, str) else None
 
-    def kl_told_apart(self, other: StageRecord) -> bool:
+    def kl_differs(self, other: StageRecord) -> bool:
         """Whether the KLs of both say which is nearer to the original.
 
         They differ by more than the noise floor, and than the 95 % interval of their difference: over pairs

@@ -151,7 +151,7 @@ def pareto_front(stages: Sequence[StageRecord]) -> list[str]:
     best: tuple[float, float, str, StageRecord] | None = None
     for row in sorted(known, key=lambda row: row[:3]):
         size, quality, name, stage = row
-        apart = best is None or (stage.kl_told_apart(best[3]) if key == "kl_mean" else quality != best[1])
+        apart = best is None or (stage.kl_differs(best[3]) if key == "kl_mean" else quality != best[1])
         better = best is None or (apart and quality < best[1])
         if better or (best is not None and not apart and size == best[0]):
             front.append(name)

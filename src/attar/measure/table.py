@@ -137,7 +137,7 @@ def kl_note(run: RunRecord) -> str:
     known.sort(key=lambda stage: stage.number("kl_mean") or 0.0)
     groups: list[list[StageRecord]] = []
     for stage in known:
-        if groups and not stage.kl_told_apart(groups[-1][-1]):
+        if groups and not stage.kl_differs(groups[-1][-1]):
             groups[-1].append(stage)
         else:
             groups.append([stage])

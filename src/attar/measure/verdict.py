@@ -1,6 +1,6 @@
 """The result of a run in one line, and its findings: sentences that compare measured numbers.
 
-No order is claimed of two KLs that are not told apart (:meth:`StageRecord.kl_told_apart`).
+No order is claimed of two KLs that are not told apart (:meth:`StageRecord.kl_differs`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
     if pruned is None or before is None or before is pruned:
         return None
     start, low, high = (point.number("kl_mean") for point in (before, pruned, stage))
-    if start is None or low is None or high is None or low <= start or not before.kl_told_apart(pruned):
+    if start is None or low is None or high is None or low <= start or not before.kl_differs(pruned):
         return None
-    if not pruned.kl_told_apart(stage):
+    if not pruned.kl_differs(stage):
         return f"{stage.name} won back nothing that can be told: KL {nats(low, 2)} and {nats(high, 2)} nats."
     share = (low - high) / (low - start)
     if share < 0:
@@ -84,7 +84,7 @@ def _kl_difference(run: RunRecord, stage: StageRecord, other: StageRecord) -> st
     ours, theirs = stage.number("kl_mean"), other.number("kl_mean")
     if base is None or ours is None or theirs is None or theirs <= base:
         return None
-    if not stage.kl_told_apart(other):
+    if not stage.kl_differs(other):
         return (
             f"At the same bits, the KL of {stage.name} and of {other.name} cannot be told apart: "
             f"{nats(ours, 2)} and {nats(theirs, 2)} nats."

@@ -87,7 +87,8 @@ def solved_start(solver: LinearSolver) -> StartCodes:
         importance: Tensor | None = None
 
         def add(name: str, x: Tensor) -> None:
-            seen[name].add(x, importance if x.dim() > 2 else None)  # the tokens of an expert all count once
+            in_rows = x.dim() > 2  # the tokens of an expert all count once
+            seen[name].add(x, importance=importance if in_rows else None)
 
         hooks = [
             view.modules[name].register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))

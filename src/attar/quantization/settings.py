@@ -191,9 +191,9 @@ class TuningSettings:
         check_range("tune", self.tune, -1, 2**20, "0 (none) or more, or -1 (as effort says)")
 
     def steps(self, method: str, bits: float) -> int:
-        """Steps of tuning behind a method at so many bits a code.
+        """Steps of tuning behind a method whose codes have ``bits`` bits.
 
-        With "auto" a method that reads no text stays without, and training needs none.
+        Of effort "auto": none behind a method that reads no text, and none behind training.
         """
         if self.tune >= 0:
             return self.tune

@@ -41,11 +41,10 @@ class InputNorms:
         self.spare = sample
         self.kept: list[Tensor] = []
 
-    def add(self, x: Tensor, importance: Tensor | None = None) -> None:
-        """Add a batch of inputs (..., K); tokens may count differently (importance (...))."""
+    def add(self, x: Tensor) -> None:
+        """Add a batch of inputs (..., K)."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        squares = rows.square() if importance is None else rows.square() * importance.reshape(-1, 1)
-        self.sum = self.sum.to(x.device) + squares.sum(0, dtype=torch.float64)
+        self.sum = self.sum.to(x.device) + rows.square().sum(0, dtype=torch.float64)
         if self.spare:
             generator = torch.Generator().manual_seed(self.tokens)
             chosen = torch.randperm(len(rows), generator=generator)[: min(-(-len(rows) // SHARE), self.spare)]
