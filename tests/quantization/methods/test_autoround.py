@@ -19,7 +19,7 @@ from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.hessian import Hessian
-from attar.quantization.methods.autoround import LearnedRounding, autoround
+from attar.quantization.methods.autoround import LearnedRounding, autoround, squared_error
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.rtn import rtn
 from attar.walks.solvers import LinearSolver, Solution
@@ -387,3 +387,13 @@ def test_a_stopped_block_goes_on_from_its_step(llama, tmp_path, update):
     for name, codes in learned.quantized.items():
         assert torch.equal(codes.codes, wanted.quantized[name].codes)
         assert torch.equal(codes.parameters.scale, wanted.quantized[name].parameters.scale)
+
+
+def test_a_token_of_importance_three_counts_as_three_in_the_loss():
+    output, target = (torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    importance = torch.ones(2, 5)
+    importance[:, :2] = 3.0
+    more = torch.tensor([0, 0, 0, 1, 1, 1, 2, 3, 4])
+    repeated = (output[:, more] - target[:, more]).square().mean()
+    torch.testing.assert_close(squared_error(output, target, importance), repeated)
+    assert squared_error(output, target, None) == (output - target).square().mean()
