@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.tensors import read_tensor
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
@@ -79,6 +80,38 @@ def test_the_file_holds_what_its_grids_say(wide, tmp_path):
     paired = query.reshape(heads, 2, -1, query.shape[1]).transpose(1, 2).reshape(query.shape)
     assert (actual["blk.0.attn_q.weight"] - paired).norm() < 0.01 * paired.norm()
     assert (query - paired).norm() > 0.5 * paired.norm()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_numbers_of_blocks_and_norms_are_tuned_at_the_same_bytes(wide, tmp_path, rounding):
+    """Codes stay; of a k-quant d and d_m alone differ, and norms."""
+    files = {}
+    for effort in ("fast", "good"):
+        chosen = settings(type="Q3_K_S", rounding=rounding, effort=effort, **CALIBRATION)
+        files[effort] = export(wide, tmp_path / f"{effort}.gguf", chosen)
+    told = files["good"].card.details["tuning"]
+    assert told["taken"] and told["after"] < told["before"] and told["steps"] == 16
+    assert "tuning" not in files["fast"].card.details
+    before, after = (container.read_gguf(tmp_path / f"{effort}.gguf").tensors for effort in files)
+    changed = set()
+    for name, tensor in before.items():
+        one, other = read_tensor(tensor.info), read_tensor(after[name].info)
+        if torch.equal(one, other):
+            continue
+        changed.add(name.partition(".")[0] if "norm" in name else "block")
+        if tensor.kind == "Q3_K":  # 110 bytes a block, the last two its d
+            stays = [view.view(torch.uint8).reshape(-1, 110)[:, :108] for view in (one, other)]
+            assert torch.equal(*stays), name
+    assert changed == {"block", "blk", "output_norm"}
+    assert (tmp_path / "fast.gguf").stat().st_size == (tmp_path / "good.gguf").stat().st_size
+
+
+def test_a_quantized_model_is_not_tuned_to_its_own_losses(wide, tmp_path):
+    export(wide, tmp_path / "q4.gguf", settings(type="Q4_K_S"))
+    with pytest.raises(ModelError, match="--effort good needs the dense model"):
+        export(tmp_path / "q4.gguf", tmp_path / "q3.gguf", settings(type="Q3_K_S", effort="good"))
+    assert not (tmp_path / "q3.gguf").exists()
 
 
 def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):

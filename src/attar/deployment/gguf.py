@@ -1,8 +1,8 @@
 """Export to GGUF: one file that llama.cpp runs.
 
 place    which tensors the architecture has, and how each is turned           (formats/gguf/tensor_map.py)
-type     a mix of llama.cpp's, our own under a budget, or what the codes say  (kinds.py)
-round    nearest with importance, or any rounding of attar.quantization       (codes.py)
+type     a mix of llama.cpp's, our own under a budget, or what the codes say  (gguf_types.py)
+round    nearest with importance, or any rounding of attar.quantization, and tuned (gguf_codes.py)
 write    tensor by tensor, its place known beforehand                         (formats/gguf/writer.py)
 verify   the file's bytes against those in memory, and decoded by the gguf library, value by value
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,17 +74,21 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
             f"{source.spelling} has experts; types under a budget are chosen for dense models alone",
             hint="--type Q4_K_M, with --overrides for single tensors",
         )
-    if settings.rounding != "nearest" and any(placement.single for placement in placed):
-        raise ModelError(
-            f"{source.spelling} stores its experts in one tensor; rounding {settings.rounding} takes experts "
-            "that are stored one by one",
-            hint="--rounding nearest, which weighs them by the importance of their own inputs",
-        )
-    if settings.rounding != "nearest" and quant_method(source):
-        raise ModelError(
-            f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",
-            hint="export the model it was made from, or --type auto to carry the codes over",
-        )
+    option = f"--rounding {settings.rounding}"
+    if settings.rounding == "nearest":
+        option = f"--effort {settings.effort}"
+    if settings.most_steps or settings.rounding != "nearest":
+        if any(placement.single for placement in placed):
+            raise ModelError(
+                f"{source.spelling} stores its experts in one tensor; {option} takes experts that are stored "
+                "one by one",
+                hint="--rounding nearest --effort fast, which weighs them by the importance of their inputs",
+            )
+        if quant_method(source):
+            raise ModelError(
+                f"{source.spelling} is quantized already; {option} needs the dense model",
+                hint="export the model it was made from, or --type auto to carry the codes over",
+            )
 
 
 def dense_view(source: Checkpoint) -> Any:
@@ -138,9 +142,11 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
     output.details["importance"] = importance.source
+    if codes.tuning:
+        output.details["tuning"] = dict(codes.tuning)
     output.details["layers"] = reports = codes.reports()
     checked = checked_layers(reports, settings.rounding)
-    output.details["notes"] = [*kinds.notes, *importance.notes, *missing, *codes.notes, *checked]
+    output.details["notes"] = [*kinds.notes, *importance.notes, *missing, *checked]
     output.details["limits"] = [
         *architecture_notes(view.config),
         *tokenizer_differences(tokenizer, metadata),
@@ -197,7 +203,8 @@ def _write(
     with progress.task("write gguf", total=len(written)) as task, ThreadPoolExecutor(1) as pool:
         for placement in written:
             kind = kinds.of[placement.gguf]
-            data = _floats(placement, kind, view) if kind in FLOATS else _blocks(placement, kind, codes)
+            floats = kind in FLOATS
+            data = _floats(placement, kind, view, codes.norms) if floats else _blocks(placement, kind, codes)
             digests[placement.piece] = pool.submit(_digest, data)
             writer.add(placement.gguf, data, placement.expert)
             task.advance()
@@ -218,9 +225,12 @@ def _of_rank(placed: Sequence[Any], processes: Processes) -> list[Any]:
     return [placement for placement in placed if owners[placement.stored or placement.gguf] == processes.rank]
 
 
-def _floats(placement: Any, kind: str, view: Any) -> Tensor:
-    """A tensor of numbers, cast."""
-    value = placement.value if placement.stored is None else placement.apply(view.load(placement.stored))
+def _floats(placement: Any, kind: str, view: Any, norms: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of numbers, cast; tuned norms in place of the checkpoint's."""
+    value = placement.value
+    if placement.stored is not None:
+        tuned = norms.get(placement.stored)
+        value = placement.apply(view.load(placement.stored) if tuned is None else tuned.cpu())
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
         raise NumericsError(

@@ -1,5 +1,5 @@
 """Codes for every quantized tensor of a GGUF file: carried over, rounded by a method of attar.quantization,
-or to nearest.
+or to nearest; behind either, the float16 numbers of the blocks, norms and biases may be tuned.
 
 Rows are reordered last (llama.cpp's order of heads): grids and roundings treat all rows alike.
 """
@@ -74,11 +74,14 @@ class GGUFCodes:
     Attributes:
         make: ``make(placement, type)``.
         reports: one row a layer, complete after the last tensor.
+        norms: tuned norms and biases, float32, by stored name.
+        tuning: what the card says of the tuning; empty where there was none.
     """
 
     make: Callable[[Any, str], QuantizedTensor]
     reports: Callable[[], list[dict[str, Any]]]
-    notes: list[str] = field(default_factory=list)
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, placement: Any, kind: str) -> GGUFBlocks:
         return GGUFBlocks(self.make(placement, kind))
@@ -109,19 +112,28 @@ def quantized_codes(
         importance: of the inputs, for nearest rounding.
         work: folder of the finished parts of a sweep, which the processes share.
     """
-    rounded, plan = None, None
-    if settings.rounding != "nearest":
-        from attar.quantization.quantization_method import RoundingTask
-        from attar.quantization.rounding import METHODS
+    maker = _Maker(source, view, kinds, importance)
+    plan = None
+    if settings.rounding != "nearest" or settings.most_steps:
+        plan = rounding_plan(view, placed, kinds)
+    if plan is None or not plan.sites:
+        return GGUFCodes(maker, list)
+    from attar.quantization.quantization_method import RoundedModel, RoundingTask
+    from attar.quantization.rounding import METHODS
+    from attar.quantization.tuning import tuned, with_tuning
 
-        plan, head = rounding_plan(view, placed, kinds), HeadImportance()
-        after_blocks = None if importance.entries else head
-        quantization = _quantize_settings(settings)
-        task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks, processes)
+    quantization, head = with_tuning(_quantize_settings(settings), plan, source, progress), HeadImportance()
+    after_blocks = None if importance.entries else head
+    task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks, processes)
+    if settings.rounding == "nearest":
+        rounded = RoundedModel(_NearestCodes(maker, plan, placed), list)
+    else:
         rounded = METHODS[settings.rounding].walk(task)
         importance = head.added(importance, placed)
+    if quantization.tuning.tune:
+        rounded = tuned(task, rounded)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
-    return GGUFCodes(maker, rounded.reports if rounded else list)
+    return GGUFCodes(maker, rounded.reports, rounded.norms, rounded.tuning)
 
 
 class HeadImportance:
@@ -180,7 +192,8 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
 
 def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
     return quantize_settings(
-        method=settings.rounding,
+        method="rtn" if settings.rounding == "nearest" else settings.rounding,
+        effort=settings.effort,
         samples=settings.samples,
         sequence_length=settings.sequence_length,
         batch_size=settings.batch_size,
@@ -198,8 +211,8 @@ class _Maker:
     view: Any
     kinds: TensorTypes
     importance: InputImportance
-    rounded: RoundedModel | None
-    plan: QuantizationPlan | None
+    rounded: RoundedModel | None = None
+    plan: QuantizationPlan | None = None
 
     @cached_property
     def packed(self) -> Any:
@@ -213,9 +226,14 @@ class _Maker:
         if self.rounded and self.plan and placement.stored in self.plan.sites:
             codes = self.rounded.codes(placement.stored, lambda: self.view.load(placement.stored))
             return codes if placement.rows is None else reordered(codes, placement.rows)
-        grid, importance = grid_of(kind), self.importance.vector(placement)
         with one_thread():
             weight = placement.apply(self.view.load(placement.stored)).flatten(0, -2)
+        return self.nearest(placement, kind, weight)
+
+    def nearest(self, placement: Any, kind: str, weight: Tensor) -> QuantizedTensor:
+        """A weight (N, K) rounded to nearest, its scales searched with the importance of its inputs."""
+        grid, importance = grid_of(kind), self.importance.vector(placement)
+        with one_thread():
             if not all_finite(weight):
                 raise NumericsError(
                     f"{placement.stored} holds NaN or infinity", hint="the checkpoint is damaged"
@@ -242,6 +260,19 @@ class _Maker:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
         quantized = QuantizedTensor(grid, codes, parameters)
         return quantized if rows is None else reordered(quantized, rows)
+
+
+class _NearestCodes:
+    """The codes of a plan's Linears to nearest, rows in the order of the checkpoint."""
+
+    def __init__(self, maker: _Maker, plan: QuantizationPlan, placed: Sequence[Any]) -> None:
+        self.maker, self.plan = maker, plan
+        self.placed = {placement.stored: placement for placement in placed}
+
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
+        layer, placement = self.plan.sites[stored], self.placed[stored]
+        weight = load().T.contiguous() if layer.transposed else load()
+        return self.maker.nearest(placement, self.maker.kinds.of[placement.gguf], weight)
 
 
 def check_range(name: str, weight: Tensor, quantized: QuantizedTensor) -> None:

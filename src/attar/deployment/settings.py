@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.patterns import RegexError, check
+from attar.quantization.settings import AUTO_BITS, HELD_OUT, STEPS, TUNE_TOKENS
 from attar.walks.settings import check_range
 
-VERSION = 4
+VERSION = 5
 
 FORMATS = (
     "dense",
@@ -36,7 +38,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 AUTO_ROWS = 8  # sequences of an automatic importance matrix: more gain nothing (docs/export.md)
 WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic importance matrix
 GGUF = ".gguf"
-GGUF_OPTIONS = ("type", "size", "rounding", "overrides", "pretokenizer", "max_file", "imatrix")
+GGUF_OPTIONS = ("type", "size", "rounding", "effort", "overrides", "pretokenizer", "max_file", "imatrix")
 """Options of format gguf alone."""
 USUAL_TYPE = "Q4_K_M"
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
@@ -87,6 +89,16 @@ class ExportSettings:
             "help": "gguf: how weights are rounded on the types' grids; all but nearest run the "
             "calibration text through the model",
             "choices": ROUNDINGS,
+        },
+    )
+    effort: str = field(
+        default="auto",
+        metadata={
+            "help": "gguf: time for quality at the same bytes: good, best: behind any rounding 16 or 32 "
+            "steps in which the blocks' float16 scales, norms and biases learn end to end from the original; "
+            "fast: none; auto: good behind a rounding that reads text where most weights have 3 bits, "
+            "else fast",
+            "choices": ("auto", *STEPS),
         },
     )
     imatrix: str = field(
@@ -141,7 +153,8 @@ class ExportSettings:
 
     def __post_init__(self) -> None:
         check_text(self)
-        for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("rounding", ROUNDINGS)):
+        choices = {"format": FORMATS, "dtype": DTYPES, "rounding": ROUNDINGS, "effort": ("auto", *STEPS)}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise SettingsError(name, getattr(self, name), ", ".join(allowed))
         check_range("bits", self.bits, 0.0, 16.0, "0 (off), or up to 16")
@@ -166,15 +179,35 @@ class ExportSettings:
         return min(self.samples, AUTO_ROWS) if rounds else 0
 
     @property
-    def text_rows(self) -> int:
+    def most_steps(self) -> int:
+        """Steps of tuning, at most: of effort auto the bits of most weights decide, which a type names."""
+        if self.effort != "auto":
+            return STEPS[self.effort]
+        bits = re.search(r"\d+", self.type)
+        low = bits is None or int(bits[0]) <= AUTO_BITS
+        return STEPS["good" if low and self.rounding != "nearest" else "fast"]
+
+    @property
+    def tuning_rows(self) -> int:
+        """Sequences that tuning reads, at most."""
+        steps = self.most_steps and self.most_steps + HELD_OUT
+        return steps * max(TUNE_TOKENS // self.sequence_length, 1)
+
+    @property
+    def calibration_rows(self) -> int:
         """Calibration sequences that are run through the model; 0: none."""
         reads = self.format == "exl2" or self.rounding != "nearest" or self.bits or self.size
         return self.samples if reads else self.importance_rows
 
+    @property
+    def text_rows(self) -> int:
+        """Sequences that are read, at most: tuning takes those after ``samples``."""
+        return self.samples + self.tuning_rows if self.tuning_rows else self.calibration_rows
+
     def _check_format(self) -> None:
         """Refuse a setting that the format would ignore."""
         gguf = {"type": "auto", "size": "", "rounding": "nearest", "overrides": ()}
-        gguf |= {"pretokenizer": "", "max_file": ""}
+        gguf |= {"pretokenizer": "", "max_file": "", "effort": "auto"}
         if self.format != "gguf":
             if self.imatrix not in ("auto", "none", ""):
                 raise SettingsError("imatrix", self.imatrix, f"auto with format {self.format}: it is gguf's")

@@ -162,6 +162,9 @@ class CalibrationSettings:
 TUNE_TOKENS = 2048
 """Tokens of a step of tuning."""
 
+HELD_OUT = 4
+"""Steps' worth of tokens that decide whether a tuning is taken."""
+
 STEPS = {"fast": 0, "good": 16, "best": 32}
 """Steps of tuning by effort."""
 

@@ -30,14 +30,12 @@ from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.tune import RATE, RATES, WARMUP, original_states, tunable_norms, tune
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel, RoundingTask
-from attar.quantization.settings import BEST_SAMPLES, TUNE_TOKENS, QuantizeSettings, tuning_memory
+from attar.quantization.settings import BEST_SAMPLES, HELD_OUT, TUNE_TOKENS, QuantizeSettings, tuning_memory
 from attar.walks.distributed import agreed_precision
 from attar.walks.settings import TrainSettings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-
-HELD_OUT = 4  # steps' worth of tokens that decide
 
 
 @dataclass(frozen=True)

@@ -261,10 +261,13 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
-    if steps := settings.tuning.steps(settings.method, bits_of(settings.storage)):
-        tuned = float(steps * TUNE_TOKENS)
-        work += Work(read=tuned, learned=tuned, text=_text(settings.data, tuned))
-    return work
+    return work + _tuning(settings.tuning.steps(settings.method, bits_of(settings.storage)), settings.data)
+
+
+def _tuning(steps: int, data: str) -> Work:
+    """Scales and norms that learn behind a rounding."""
+    tuned = float(steps * TUNE_TOKENS)
+    return Work(read=tuned, learned=tuned, text=_text(data, tuned)) if steps else Work()
 
 
 def _rounding(cost: MethodCost, tokens: float, learned: float, scales: str = "auto", refine: int = 0) -> Work:
@@ -283,17 +286,18 @@ def _sweep(cost: MethodCost, tokens: float) -> Work:
 
 
 def _exporting(settings: ExportSettings) -> Work:
-    """An export's work with text: none for nearest rounding, except exl2."""
-    tokens = float(settings.text_rows * settings.sequence_length)
+    """An export's work with text."""
+    tokens = float(settings.calibration_rows * settings.sequence_length)
+    tuning = _tuning(settings.most_steps, settings.data)
     if not tokens:
-        return Work()
+        return tuning
     text = _text(settings.data, tokens)
     if settings.format != "exl2" and settings.rounding == "nearest":
-        return Work(blocks=2 * tokens, text=text)
+        return Work(blocks=2 * tokens, text=text) + tuning
     cost = METHOD_COSTS.get(settings.rounding, EXL2_COST)
     iterations = AutoRoundSettings.iterations if settings.rounding == "autoround" else 0
     batch = settings.batch_size * settings.sequence_length
-    return _rounding(cost, tokens, float(iterations * batch)) + Work(text=text)
+    return _rounding(cost, tokens, float(iterations * batch)) + Work(text=text) + tuning
 
 
 def _check(settings: QuantizeSettings, source: Shape) -> Work:

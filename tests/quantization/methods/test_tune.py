@@ -7,13 +7,13 @@ import torch
 
 from attar.models.anatomy.discover import discover
 from attar.models.head import Head, head_of
-from attar.quantization.grids import IntGrid, QuantizedTensor
+from attar.quantization.grids import GGML, IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import NVFP4Grid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods import tune as module
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.methods.tune import head_kl, original_states, tunable_norms, tune
+from attar.quantization.methods.tune import TunedBlocks, head_kl, original_states, tunable_norms, tune
 from attar.walks.settings import TrainSettings
 from tests import tiny_models
 
@@ -76,6 +76,8 @@ GRIDS = {
     "fp8": Float8Grid("e4m3fn", storage=torch.bfloat16),
     "nvfp4": NVFP4Grid(),
     "nf4": NF4Grid(16, storage=torch.bfloat16),
+    "q4_0": GGML["Q4_0"],
+    "q5_1": GGML["Q5_1"],
 }
 
 
@@ -91,10 +93,38 @@ def test_codes_stay_and_what_is_stored_is_what_was_tuned(name):
         assert isinstance(stored, QuantizedTensor) and torch.equal(stored.codes, before[key]), key
         held = weight_of(model, key)
         assert torch.allclose(stored.dequantize(), held, atol=1e-6), key
-        assert torch.equal(held == 0, codes[key].dequantize() == 0), key
+        if stored.parameters.minimum is None:  # with one, zero is d_m apart from a level
+            assert torch.equal(held == 0, codes[key].dequantize() == 0), key
     assert any(
         not torch.equal(codes[key].parameters.scale, result.weights[key].parameters.scale) for key in codes
     )
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_the_numbers_of_a_block_learn_and_its_codes_stay(kind):
+    weight = torch.randn(3, 512, generator=torch.Generator().manual_seed(2))
+    quantized = GGML[kind].search(weight)
+    blocks = TunedBlocks(quantized, weight.device, transposed=False)
+    assert torch.equal(blocks(weight), quantized.dequantize())
+    upstream = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    blocks(weight).backward(upstream)
+    for name, factor in blocks.factors.items():
+        alone = {key: value.double() for key, value in quantized.parameters.stored.items()}
+        if name != "d":
+            alone["d"] = torch.zeros_like(alone["d"])  # the part that this number decodes
+        for other in ("m", "dmin"):
+            if other in alone and other != name:
+                alone[other] = torch.zeros_like(alone[other])
+        part = QuantizedTensor(GGML[kind], quantized.codes, GGML[kind].parameters(alone)).dequantize()
+        wanted = (part * upstream).double().reshape(*factor.shape, -1).sum(-1)
+        assert torch.allclose(factor.grad.double(), wanted, rtol=1e-4, atol=1e-5), name
+        with torch.no_grad():
+            factor.mul_(torch.linspace(0.9, 1.1, factor.numel()).view_as(factor))
+    result = blocks.quantized(weight)
+    assert torch.equal(result.codes, quantized.codes) and torch.equal(result.dequantize(), blocks(weight))
+    for name, stored in result.parameters.stored.items():
+        assert stored.dtype == quantized.parameters.stored[name].dtype
+        assert torch.equal(stored, quantized.parameters.stored[name]) == (name not in blocks.factors), name
 
 
 @pytest.mark.few(1)

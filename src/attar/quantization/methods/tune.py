@@ -1,6 +1,7 @@
 """Tuning of a rounded model: its codes stay, the scales of their groups and the norms learn end to end.
 
-    W' = stored(f s) * (code - z)        f a factor for each scale, at first 1
+    W' = stored(f s) * (code - z)        f a factor for each scale, at first 1; of llama.cpp's blocks for
+                                         each float16 number (d, d_m), whose integer codes stay
     w' = f w                             f a factor for each channel of a norm, or of a bias
     minimized: KL(original || tuned), mean over the tokens of text that the rounding did not read
 
@@ -26,8 +27,9 @@ from torch.nn.utils import parametrize
 from attar.data.examples import Examples
 from attar.models.head import Head, head_of, hidden_states, product_type
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import QuantizedTensor
-from attar.quantization.methods.qat import SMALLEST, attach, linear_of
+from attar.quantization.grids import GGMLGrid, QuantizedTensor, TileParameters
+from attar.quantization.grids.straight_through import through
+from attar.quantization.methods.qat import SMALLEST, WeightQuantizer, attach, linear_of
 from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory, train
 
@@ -37,6 +39,7 @@ RATE = 1e-3
 """Learning rates by bits, rounded down, and above: on SmolLM2-135M-Instruct 1e-2 diverges at 3 bits."""
 
 WARMUP = 4  # steps
+LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,48 @@ class Factor(nn.Module):  # type: ignore[misc]
     def forward(self, parameter: Tensor) -> Tensor:
         """The tuned parameter."""
         return parameter * self.factor.clamp(min=SMALLEST)
+
+
+class TunedBlocks(nn.Module):  # type: ignore[misc]
+    """A parametrization of a weight in a block format of llama.cpp: its float16 numbers times factors,
+    rounded as they are stored.
+
+    Args:
+        quantized: codes and what the file holds beside them.
+        transposed: the module stores (K, N).
+    """
+
+    def __init__(self, quantized: QuantizedTensor, device: torch.device, *, transposed: bool) -> None:
+        super().__init__()
+        assert isinstance(quantized.grid, GGMLGrid)
+        self.grid, self.transposed = quantized.grid, transposed
+        self.register_buffer("codes", quantized.codes.to(device), persistent=False)
+        self.stored = {name: value.to(device) for name, value in quantized.parameters.stored.items()}
+        ones = {
+            name: nn.Parameter(torch.ones_like(value, dtype=torch.float32))
+            for name, value in self.stored.items()
+            if value.is_floating_point()
+        }
+        self.factors = nn.ParameterDict(ones)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """W' as the module stores it."""
+        spread = self._at(torch.float32).map(lambda value: value[:, None, :, None])
+        values = self.grid.decode(self.grid.tile(self.codes), spread)
+        decoded = self.grid.untile(values, (self.codes.shape[0], self.codes.shape[1]))
+        return decoded.T if self.transposed else decoded
+
+    def quantized(self, weight: Tensor) -> QuantizedTensor:
+        """The codes and the stored numbers that forward computes with."""
+        with torch.no_grad():
+            return QuantizedTensor(self.grid, self.codes, self._at(torch.float16))
+
+    def _at(self, kind: torch.dtype) -> TileParameters:
+        numbers = {}
+        for name, factor in self.factors.items():
+            soft = self.stored[name].float() * factor.clamp(min=SMALLEST)
+            numbers[name] = through(soft, soft.detach().clamp(-LARGEST, LARGEST).half().float()).to(kind)
+        return self.grid.parameters({**self.stored, **numbers})
 
 
 def original_states(model: nn.Module, rows: Tensor, batch: int) -> StateExamples:
@@ -120,10 +165,7 @@ def tune(
     head = head_of(model)
     assert head is not None, "the caller looks for the head"
     model.requires_grad_(False)
-    quantizers = {
-        name: attach(linear_of(model, name), stored.grid, stored, "scales")
-        for name, stored in quantized.items()
-    }
+    quantizers = {name: _attach(linear_of(model, name), stored) for name, stored in quantized.items()}
     for name in norms:
         module, leaf = _owner(model, name)
         parametrize.register_parametrization(module, leaf, Factor(getattr(module, leaf).detach()))
@@ -151,6 +193,17 @@ def tune(
     for name in norms:
         parametrize.remove_parametrizations(*_owner(model, name), leave_parametrized=True)
     return TuningResult(weights, tuned, before, history.best, history)
+
+
+def _attach(module: nn.Module, quantized: QuantizedTensor) -> WeightQuantizer | TunedBlocks:
+    """Parametrize a Linear's weight with its codes and what is learned beside them."""
+    if not isinstance(quantized.grid, GGMLGrid):
+        return attach(module, quantized.grid, quantized, "scales")
+    weight: Any = module.weight
+    weight.requires_grad_(False)
+    blocks = TunedBlocks(quantized, weight.device, transposed=not isinstance(module, nn.Linear))
+    parametrize.register_parametrization(module, "weight", blocks, unsafe=True)
+    return blocks
 
 
 def head_kl(h: Tensor, t: Tensor, head: Head) -> Tensor:
