@@ -258,6 +258,7 @@ def export(
     bits: float = 0.0,
     size: str = "",
     rounding: Literal["nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround"] = "nearest",
+    effort: Literal["auto", "fast", "good", "best"] = "auto",
     imatrix: str = "auto",
     overrides: Sequence[str] = (),
     pretokenizer: str = "",
