@@ -140,6 +140,15 @@ def test_several_modules_at_once_are_as_one_at_a_time():
     assert not torch.equal(both["head"].input, collect(model, [rows], ["head"], seed=6)["head"].input)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_output_factor_alone_is_the_one_of_both(rounds):
+    model, rows = Toy(), tokens()
+    both = collect(model, [rows], ["first", "head"], rounds=rounds, seed=5)
+    alone = collect(model, [rows], ["first", "head"], rounds=rounds, seed=5, inputs=False)
+    for name, factors in both.items():
+        assert torch.equal(alone[name].output, factors.output) and not alone[name].input.numel()
+
+
 def test_the_model_is_left_as_it_was():
     model, rows = Toy(), tokens()
     model.head.weight.requires_grad_(False)

@@ -49,7 +49,7 @@ class KroneckerFactors:
 
     Attributes:
         output: H_O, float32 (N, N), trace N.
-        input: H_I, float32 (K, K), with the scale.
+        input: H_I, float32 (K, K), with the scale; (0, 0) where it was not asked for.
     """
 
     output: Tensor
@@ -65,12 +65,14 @@ def collect(
     draws: int = 1,
     span: int = 1,
     seed: int = 0,
+    inputs: bool = True,
     autocast: torch.dtype | None = None,
     progress: Progress = SILENT,
     device: str | torch.device = "cpu",
 ) -> dict[str, KroneckerFactors]:
     """The factors of some Linears. Memory besides the model and one backward pass: 2 (N^2 + K^2) numbers
-    for each; for less, call it for some modules at a time. Does not modify the model.
+    for each, or N^2 for one round without H_I; for less, call it for some modules at a time. Does not modify
+    the model.
 
     Args:
         model: a causal language model in memory, in evaluation mode, on ``device``.
@@ -79,6 +81,7 @@ def collect(
         rounds: power iterations from H_O = 1, H_I = 1; each is one pass over the batches.
         draws: label sets sampled for a batch in each round; more of them is less noise.
         span: c, tokens whose products with each other count; 0: all of a sequence.
+        inputs: collect H_I in the last round as well.
         autocast: run the model in this type (bfloat16); the factors are float32 all the same.
 
     Raises:
@@ -86,14 +89,14 @@ def collect(
         NumericsError: a gradient is NaN or infinite.
     """
     shapes = {name: _shape(model, name) for name in names}
-    factors = {
-        name: KroneckerFactors(torch.eye(N, device=device), torch.eye(K, device=device))
-        for name, (N, K) in shapes.items()
-    }
+    factors: dict[str, KroneckerFactors] = {}
     generator = torch.Generator(device).manual_seed(seed)
     with progress.task("kronecker", total=rounds * draws * len(batches)) as task:
-        for _ in range(rounds):
-            sums = {name: _Sums(factor, span) for name, factor in factors.items()}
+        for left in reversed(range(rounds)):
+            sums = {
+                name: _Sums(shape, factors.get(name), span, inputs or left > 0, device)
+                for name, shape in shapes.items()
+            }
             hooks = _GradientHooks(names, partial(_add, sums))
             passes = _gradients(model, batches, hooks, draws, generator, autocast)
             for _ in passes:
@@ -110,29 +113,42 @@ def _add(sums: dict[str, _Sums], name: str, x: Tensor, g: Tensor) -> None:
 
 
 class _Sums:
-    """Sums of G^T H_O G and G H_I G^T over spans of tokens."""
+    """Sums of G^T H_O G and G H_I G^T over spans of tokens; ``factor`` None: of 1, which no product needs."""
 
-    def __init__(self, factor: KroneckerFactors, span: int) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        factor: KroneckerFactors | None,
+        span: int,
+        inputs: bool,
+        device: str | torch.device,
+    ) -> None:
+        N, K = shape
         self.factor, self.span = factor, span
-        self.output, self.input = torch.zeros_like(factor.output), torch.zeros_like(factor.input)
-        self.energy = torch.zeros((), dtype=torch.float64, device=factor.output.device)
+        self.output = torch.zeros(N, N, device=device)
+        self.input = torch.zeros(K, K, device=device) if inputs else None
+        self.energy = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = 0
 
     def add(self, x: Tensor, g: Tensor) -> None:
         """Add the sequences of a batch: inputs (B, S, K), gradients (B, S, N)."""
         X, D = _spans(x.float(), self.span), _spans(g.float(), self.span)  # (number, c, K or N)
-        through_output, through_input = D @ self.factor.output, X @ self.factor.input
-        self.input.addmm_(X.flatten(0, 1).T, (through_output @ D.mT @ X).flatten(0, 1))
+        through_input = X if self.factor is None else X @ self.factor.input
         self.output.addmm_(D.flatten(0, 1).T, (through_input @ X.mT @ D).flatten(0, 1))
-        self.energy += ((D @ D.mT) * (X @ X.mT)).sum(dtype=torch.float64)
         self.tokens += x.shape[0] * x.shape[1]
+        if self.input is not None:
+            through_output = D if self.factor is None else D @ self.factor.output
+            self.input.addmm_(X.flatten(0, 1).T, (through_output @ D.mT @ X).flatten(0, 1))
+            self.energy += ((D @ D.mT) * (X @ X.mT)).sum(dtype=torch.float64)
 
     def value(self) -> KroneckerFactors:
         """The factors, with the scale in H_I; a Linear that no gradient reached has a zero H_I."""
-        output, into = _symmetric(self.output), _symmetric(self.input)
-        N, energy = len(output), (self.energy / max(self.tokens, 1)).float()
-        output = output * (N / output.trace().clamp(min=1e-30))
-        return KroneckerFactors(output, into * (energy / N / into.trace().clamp(min=1e-30)))
+        output = _symmetric(self.output)
+        output = output * (len(output) / output.trace().clamp(min=1e-30))
+        if self.input is None:
+            return KroneckerFactors(output, output.new_empty(0, 0))
+        into, energy = _symmetric(self.input), (self.energy / max(self.tokens, 1)).float()
+        return KroneckerFactors(output, into * (energy / len(output) / into.trace().clamp(min=1e-30)))
 
 
 def _spans(value: Tensor, span: int) -> Tensor:

@@ -56,7 +56,7 @@ def whole(folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("free", "portions"), [(1, 14), (500_000, 5), (2**40, 1)])
+@pytest.mark.parametrize(("free", "portions"), [(1, 14), (150_000, 5), (2**40, 1)])
 def test_portions_follow_the_memory_and_change_no_code(
     folder, whole, tmp_path, monkeypatch, loads, free, portions
 ):

@@ -67,7 +67,7 @@ class OutputHessian:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         model = unstack(load_model(self.checkpoint, dtype=torch.float32, device=self.device))
-        parts = portions(missing, max(LEAST, free_memory(self.device) // 2))
+        parts = portions(missing, max(LEAST, free_memory(self.device) // 2), self.rounds)
         passes = len(parts) * self.rounds * len(self.batches)
         self.progress.log(
             f"yaqa: {passes} backward passes over the whole model: {len(missing)} layers in {len(parts)} "
@@ -84,6 +84,7 @@ class OutputHessian:
             names,
             rounds=self.rounds,
             seed=self.seed,
+            inputs=False,
             autocast=torch.bfloat16 if fast else None,
             progress=self.progress,
             device=self.device,
@@ -95,13 +96,14 @@ class OutputHessian:
         return self.folder / f"{name}.safetensors"
 
 
-def portions(layers: Sequence[LayerPlan], limit: int) -> list[list[str]]:
-    """Module names in lists whose factors, stored twice, need at most ``limit`` bytes."""
+def portions(layers: Sequence[LayerPlan], limit: int, rounds: int) -> list[list[str]]:
+    """Module names in lists whose factors need at most ``limit`` bytes: H_O alone in a single round, else
+    both, of two rounds."""
     parts: list[list[str]] = [[]]
     size = 0
     for layer in layers:
         rows, columns = layer.shape
-        needed = 8 * (rows * rows + columns * columns)
+        needed = 4 * rows * rows if rounds == 1 else 8 * (rows * rows + columns * columns)
         if parts[-1] and size + needed > limit:
             parts.append([])
             size = 0
