@@ -23,11 +23,18 @@ from attar.formats.gguf.tensor_map import placements
 from attar.formats.readers import Decoded
 from attar.models.loading.load import load_model
 from attar.progress import SILENT
+from attar.quantization import tuning
 from attar.quantization.hessian import Hessian, output_error
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 
 CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch):
+    """Steps of tuning of an eighth of their tokens."""
+    monkeypatch.setattr(tuning, "TUNE_TOKENS", 256)
 
 
 @pytest.fixture
@@ -117,7 +124,9 @@ def test_a_quantized_model_is_not_tuned_to_its_own_losses(wide, tmp_path):
 def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
     """On the calibration text's own inputs, layer by layer."""
     plain = export(wide, tmp_path / "plain.gguf", settings(type="Q3_K_S"))
-    rounded = export(wide, tmp_path / "gptq.gguf", settings(type="Q3_K_S", rounding="gptq", **CALIBRATION))
+    rounded = export(
+        wide, tmp_path / "gptq.gguf", settings(type="Q3_K_S", rounding="gptq", effort="fast", **CALIBRATION)
+    )
     assert kinds(tmp_path / "plain.gguf") == kinds(tmp_path / "gptq.gguf")
     assert (tmp_path / "plain.gguf").stat().st_size == (tmp_path / "gptq.gguf").stat().st_size
     layers = {row["name"]: row for row in rounded.card.details["layers"]}
