@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and the refusal of what would need more.
+"""How much memory this process has taken and may still take, and the refusal of what would need more.
 
 The least of what the machine has without swapping, what the process's own limits leave (``ulimit -d``,
 ``ulimit -v``), and what its control group leaves: a container's limit, which the machine's figures do not
@@ -19,12 +19,26 @@ from attar.errors import MemoryNeededError
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+STATUS = Path("/proc/self/status")
 
 
 def free_memory(*, swap: bool = False) -> int:
     """Bytes that this process can have without swapping; with ``swap``, at all."""
     machine = int(psutil.virtual_memory().available) + (int(psutil.swap_memory().free) if swap else 0)
     return max(min([machine, *_limits_left(), *_groups_left()]), 0)
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory in bytes; on Linux since the mark was reset (measure/footprint.py). There
+    ``ru_maxrss`` is of no use: a process begins with its parent's."""
+    with suppress(OSError):  # no /proc
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
 def check_memory(name: str, needed: float, *, hint: str) -> None:

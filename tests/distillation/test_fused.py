@@ -141,10 +141,11 @@ def test_bf16_products_and_float32_sums(stored):
 
 
 MEMORY = """
-import resource, torch
+import torch
 from attar.distillation.fused import BYTES, head_loss
 from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.objectives.chunked import blockwise, on_logits
+from attar.memory import peak_rss_bytes
 from attar.models.head import Head
 
 torch.set_num_threads(1)
@@ -152,19 +153,17 @@ n, V, H = 2048, 131_072, 32
 h, W = torch.randn(n, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
 s, U = torch.randn(n, H), torch.randn(V, H)
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
 def chunk_loss(z, part):
     return blockwise(OBJECTIVES["kl"], z, s[part] @ U.T, out=z)
 
-before = peak()
+before = peak_rss_bytes()
 if {whole}:
     on_logits(OBJECTIVES["kl"], h @ W.T, s @ U.T).backward()
 else:
     head_loss(h, Head(W), chunk_loss).backward()
 outputs = 4 * (n * H + V * H)
-print((peak() - before - outputs) / (2 * BYTES))  # two chunks: of the student's logits and of the teacher's
+two_chunks = 2 * BYTES  # of the student's logits and of the teacher's
+print((peak_rss_bytes() - before - outputs) / two_chunks)
 """
 
 

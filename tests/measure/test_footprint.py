@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from attar import memory
 from attar.checkpoint import open_checkpoint
 from attar.measure import footprint
-from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
+from attar.measure.footprint import measure_size, peak_device_bytes, reset_peak
 from attar.measure.subject import Subject
+from attar.memory import peak_rss_bytes
 from tests.measure.measure_models import llama
 
 
@@ -28,7 +30,7 @@ def test_peak_sees_what_came_and_went() -> None:
 
 
 def test_peak_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(footprint, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "none")
     monkeypatch.setattr(footprint, "CLEAR", tmp_path / "none" / "none")
     assert not reset_peak()
     assert peak_rss_bytes() > 10**7

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attar.measure.footprint import peak_rss_bytes, reset_peak
+from attar.measure.footprint import reset_peak
+from attar.memory import peak_rss_bytes
 from attar.quantization import hessian
 from attar.quantization.hessian import (
     CrossHessian,

@@ -40,7 +40,7 @@ from attar.measure.encoders import (
     make_encoder_reference,
     measure_encoder,
 )
-from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
+from attar.measure.footprint import measure_size, peak_device_bytes, reset_peak
 from attar.measure.generation import (
     Speed,
     decode_tokens,
@@ -64,6 +64,7 @@ from attar.measure.reference import (
 )
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
+from attar.memory import peak_rss_bytes
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

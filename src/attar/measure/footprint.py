@@ -7,9 +7,6 @@ covers the whole life of the process. Device memory is torch's own count.
 
 from __future__ import annotations
 
-import resource
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.parts import count
 from attar.measure.subject import Subject
 
-STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -57,16 +53,6 @@ def reset_peak(device: str = "cpu") -> bool:
     except OSError:
         return False
     return True
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory since the last reset, in bytes."""
-    with suppress(OSError):  # no /proc
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
 def peak_device_bytes(device: str) -> int | None:

@@ -68,7 +68,7 @@ class Tools:
     make_reference: str = "attar.measure.evaluate:prepare_reference"
     report: str = "attar.measure.report.page:write_report"
     reset_peak: str = "attar.measure.footprint:reset_peak"
-    peak: str = "attar.measure.footprint:peak_rss_bytes"
+    peak: str = "attar.memory:peak_rss_bytes"
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,9 +9,7 @@ between    seconds between two tokens of a completion
 from __future__ import annotations
 
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from attar.errors import DataError
+from attar.memory import peak_rss_bytes
 from attar.progress import SILENT, Progress
 from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
@@ -94,13 +93,7 @@ def bench(llm: LLM, settings: BenchSettings, *, progress: Progress = SILENT) -> 
     rows = tuple(_median(rounds) for rounds in results.values())
     runner = type(llm.engine.runner).__name__.lower()
     weights = llm.describe().weights
-    return Bench(llm.name, runner, weights, settings.tokens, settings.rounds, rows, peak_rss())
-
-
-def peak_rss() -> int:
-    """Peak resident memory of the process, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return Bench(llm.name, runner, weights, settings.tokens, settings.rounds, rows, peak_rss_bytes())
 
 
 def measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Random) -> Case:
