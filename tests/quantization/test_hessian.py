@@ -15,7 +15,7 @@ from attar.quantization.hessian import (
     inverse_factor_,
     output_error,
 )
-from attar.walks.positions import FIRST, importance_by_position
+from attar.walks.positions import FIRST, PositionWeights
 
 
 def test_is_twice_the_mean_outer_product_over_batches():
@@ -130,7 +130,7 @@ def test_the_energy_in_pieces_is_that_of_the_whole(monkeypatch, function):
 @pytest.mark.parametrize("kind", [Hessian, CrossHessian])
 def test_a_token_of_importance_three_counts_as_three_tokens(kind):
     x, original = (torch.randn(2, 40, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    importance = importance_by_position(1, 40, 3.0, torch.device("cpu"))
+    importance = PositionWeights(3.0).importance((), 1, 40, torch.device("cpu"))
     weighed, repeated = kind(6), kind(6)
     more = torch.arange(40).repeat_interleave(torch.where(torch.arange(40) < FIRST, 3, 1))
     for start in (0, 1):

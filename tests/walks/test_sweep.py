@@ -10,7 +10,7 @@ from attar.models.loading.load import load_model
 from attar.models.surgery.cut_model import keep_layers
 from attar.quantization.hessian import CrossHessian, Hessian
 from attar.walks.expert_inputs import ExpertTokens
-from attar.walks.positions import FIRST
+from attar.walks.positions import FIRST, PositionWeights
 from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, sweep_blocks, sweep_linears
 from benchmarks import memory
@@ -97,7 +97,7 @@ def test_the_first_tokens_of_a_row_count_more_where_later_ones_read_them(tmp_pat
         options = SweepOptions(
             work=tmp_path / f"work-{first}",
             precision="fp32",
-            first_tokens=first,
+            positions=PositionWeights(first),
             experts=ExpertTokens(floor=0.0),
         )
         sweep_linears(checkpoint, tokens, recorder, options)
@@ -122,6 +122,35 @@ def test_the_first_tokens_of_a_row_count_more_where_later_ones_read_them(tmp_pat
     for name in inner:
         assert torch.isfinite(seen[1][name]).all()
     assert not inner or any(not torch.allclose(seen[0][name], seen[1][name]) for name in inner)
+
+
+def test_linears_of_one_input_have_their_own_sums_where_positions_count_otherwise(tmp_path):
+    """q has its own weights, k and v nearly the same ones and therefore one Hessian, of their mean."""
+    checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
+    tokens, length = batches(250, length=12), 12
+    early, late = torch.ones(length), torch.ones(length)
+    early[:2], late[6:] = 4.0, 3.0
+    attention = "model.layers.0.self_attn"
+    weights = {"q_proj": late, "k_proj": early, "v_proj": early * 1.2}
+    measured = {f"{attention}.{name}": weight / weight.mean() for name, weight in weights.items()}
+    seen = []
+    for positions in (PositionWeights(), PositionWeights(measured=measured)):
+        recorder = Recorder()
+        options = SweepOptions(work=tmp_path / f"{len(seen)}", precision="fp32", positions=positions)
+        sweep_linears(checkpoint, tokens, recorder, options)
+        seen.append(recorder.seen)
+    plain, weighed = seen
+    model, inputs = load_model(checkpoint, dtype=torch.float32), []
+    model.get_submodule(attention).q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=torch.cat(tokens))
+    rows = inputs[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = measured[f"{attention}.{name}"]
+        wanted = 2 * torch.einsum("s,bsi,bsj->ij", weight, rows, rows) / (len(rows) * length)
+        torch.testing.assert_close(weighed[f"{attention}.{name}"], wanted, rtol=1e-3, atol=1e-4)
+    assert torch.equal(weighed[f"{attention}.k_proj"], weighed[f"{attention}.v_proj"])
+    assert torch.equal(plain["model.layers.0.mlp.up_proj"], weighed["model.layers.0.mlp.up_proj"])
 
 
 @pytest.mark.parametrize("waiting", [0, 2**30])

@@ -51,7 +51,8 @@ from attar.quantization.methods.exl2 import (
     patterns,
     quantize_layer,
 )
-from attar.walks.positions import FIRST_WEIGHT
+from attar.walks.positions import PositionWeights
+from attar.walks.settings import FIRST_WEIGHT
 from attar.walks.solvers import LinearSolver, Solution
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_linears
@@ -115,7 +116,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
                 processes=output.processes,
                 select=shapes.__contains__,
                 precision=settings.precision,
-                first_tokens=FIRST_WEIGHT,
+                positions=PositionWeights(FIRST_WEIGHT),
                 device=pick_device(settings.device),
                 progress=progress,
                 what=name,

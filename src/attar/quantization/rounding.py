@@ -36,6 +36,7 @@ from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.methods.qronos import qronos
 from attar.quantization.plan import LayerPlan, QuantizationPlan
+from attar.quantization.position_weights import positions_of
 from attar.quantization.quantization_method import QuantizationMethod, RoundedModel, RoundingTask
 from attar.quantization.settings import (
     AutoRoundSettings,
@@ -52,6 +53,7 @@ from attar.quantization.settings import (
 from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
+from attar.walks.positions import PositionWeights
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
 
@@ -91,7 +93,8 @@ def round_layers(task: RoundingTask) -> RoundedModel:
             hessian.collect(precision)
         task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    swept = sweep_linears(task.checkpoint, batches, solver, _sweep_options(task, layers, precision))
+    sweep = replace(_sweep_options(task, layers, precision), positions=positions_of(task, precision))
+    swept = sweep_linears(task.checkpoint, batches, solver, sweep)
     return _swept(task, swept)
 
 
@@ -122,7 +125,7 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
 
 
 def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> SweepOptions:
-    """Of a sweep that rounds ``layers``, by module name. Where zeros are chosen, all tokens count once."""
+    """Of a sweep that rounds ``layers``, by module name."""
     return SweepOptions(
         work=task.work / "blocks",
         select=layers.__contains__,
@@ -131,7 +134,7 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         processes=task.processes,
         device=torch.device(pick_device(task.settings.device)),
         experts=counted_tokens(task.settings.calibration),
-        first_tokens=1.0 if task.settings.amount else task.settings.calibration.first_tokens,
+        positions=PositionWeights(task.settings.calibration.first_weight),
         progress=task.progress,
         what=task.settings.method,
     )

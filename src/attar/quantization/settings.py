@@ -11,7 +11,7 @@ from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
 from attar.quantization.schemes import KV_CACHES, SCHEMES, scheme_hint
 from attar.sparsity import Sparsity, parse_sparsity
-from attar.walks.settings import check_range
+from attar.walks.settings import FIRST_WEIGHT, check_range
 
 VERSION = 3
 
@@ -129,9 +129,10 @@ class CalibrationSettings:
     sequence_length: int = _option(512, "tokens in a calibration sequence, at most the context")
     batch_size: int = _option(8, "sequences in one pass")
     first_tokens: float = _option(
-        8.0,
-        "how many times the first 16 tokens of a row count, which every later one reads; not with "
-        "smoothquant, qat or sparsity",
+        -1.0,
+        "how many times the first 16 tokens of a row count, which every later one reads; -1: as often as the "
+        "model's gradients say, position by position and Linear by Linear, or 8 times where it does not fit "
+        "in memory or a block is learned as a whole; not with smoothquant, qat or sparsity",
     )
     precision: str = _option(
         "auto",
@@ -153,10 +154,16 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("moe_floor", self.moe_floor, 0.0, 1e6, "0 (none) or more")
-        check_range("first_tokens", self.first_tokens, 0.0, 1e6, "0 or more")
+        if self.first_tokens != -1.0:
+            check_range("first_tokens", self.first_tokens, 0.0, 1e6, "0 or more, or -1 (measured)")
         for name in ("samples", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
+
+    @property
+    def first_weight(self) -> float:
+        """How many times the first tokens of a row count where nothing is measured."""
+        return FIRST_WEIGHT if self.first_tokens < 0 else self.first_tokens
 
 
 TUNE_TOKENS = 2048

@@ -26,7 +26,7 @@ from attar.models.loading.experts import Experts
 from attar.walks.expert_inputs import ExpertInputs, ExpertTokens, SolvedTogether, stages
 from attar.walks.offloaded_model import BlockCall, HiddenStates, on_meta
 from attar.walks.passes import BlockPasses
-from attar.walks.positions import importance_by_position
+from attar.walks.positions import PositionWeights
 from attar.walks.solvers import BlockSolver, BlockView, LinearSolver, Solution
 
 
@@ -41,7 +41,7 @@ class SweepState:
         fast: products in bfloat16 inside the blocks.
         waiting_bytes: memory for passes that wait between two groups.
         experts: which tokens count for an expert.
-        first_tokens: how many times the first tokens of a row count.
+        positions: how often tokens count.
         processes: those that make the sweep together.
     """
 
@@ -52,7 +52,7 @@ class SweepState:
     fast: bool
     waiting_bytes: int
     experts: ExpertTokens
-    first_tokens: float
+    positions: PositionWeights
     processes: Processes
 
 
@@ -122,13 +122,16 @@ class BlockRunner:
                 holder = part.holder
                 held = [self._of_experts(stream, holder, number) for stream in streams] if holder else []
                 for group in part.groups:
+                    alike, more = [group], {}
                     if held:
-                        accumulator, more = self._filled_of_expert(solver, group, held)
+                        accumulators, more = self._filled_of_expert(solver, group, held)
                     else:
+                        alike = state.positions.parts(solver.units(group))
                         inputs = [stream.passes.inputs(number) for stream in streams]
-                        accumulator, more = self._filled(solver, group, inputs), {}
-                    solved = solver.solve(self._weights(group), accumulator)
-                    del accumulator  # as large as all weights of a wide block
+                        accumulators = self._filled(solver, alike, inputs)
+                    solved: dict[str, Solution] = {}
+                    for names in alike:
+                        solved |= solver.solve(self._weights(names), accumulators.pop(0))
                     for name in group:
                         solution = solved.pop(name)
                         solution.report.update(more)
@@ -149,34 +152,32 @@ class BlockRunner:
     def _filled(
         self,
         solver: LinearSolver,
-        group: list[str],
+        parts: list[list[str]],
         streams: list[Iterator[Tensor]],
         chosen: list[Tensor] | None = None,
-    ) -> Any:
-        """The accumulator of one group, with all inputs (B, S, K), and those of the original model; of an
-        expert's, with the inputs (T, K) of the tokens that are chosen of each batch."""
-        accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
+    ) -> list[Any]:
+        """The accumulators of the parts of one group, with all inputs (B, S, K), and those of the original
+        model; of an expert's, with the inputs (T, K) of the tokens that are chosen of each batch."""
+        columns = weight_of(self.modules[parts[0][0]]).shape[1]
+        accumulators = [solver.accumulator(part, columns) for part in parts]
         for number, inputs in enumerate(zip(*streams, strict=True)):
-            importance = self._importance(number)
-            if importance is not None and chosen is not None:
-                of_tokens = importance.flatten()  # scored inputs repeat all tokens for each expert
-                importance = of_tokens[chosen[number].to(of_tokens.device) % len(of_tokens)]
-            weighed = {} if importance is None else {"importance": importance}
-            with reduced_products(self.state.fast):
-                accumulator.add(*inputs, **weighed)
-        return accumulator
-
-    def _importance(self, number: int) -> Tensor | None:
-        """How often each token (B, S) of a batch counts; None: all once."""
-        rows, length = self.state.hidden[number].shape[:2]
-        return importance_by_position(rows, length, self.state.first_tokens, self.state.device)
+            rows, length = self.state.hidden[number].shape[:2]
+            for part, accumulator in zip(parts, accumulators, strict=True):
+                importance = self.state.positions.importance(part, rows, length, self.state.device)
+                if importance is not None and chosen is not None:
+                    of_tokens = importance.flatten()  # scored inputs repeat all tokens for each expert
+                    importance = of_tokens[chosen[number].to(of_tokens.device) % len(of_tokens)]
+                weighed = {} if importance is None else {"importance": importance}
+                with reduced_products(self.state.fast):
+                    accumulator.add(*inputs, **weighed)
+        return accumulators
 
     def _weights(self, group: list[str]) -> dict[str, Tensor]:
         return {name: weight_of(self.modules[name]).detach() for name in group}
 
     def _filled_of_expert(
         self, solver: LinearSolver, group: list[str], held: list[ExpertInputs]
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[list[Any], dict[str, Any]]:
         """The accumulator of one group of an expert, its gate and up, or its down; and what the reports say:
         how many tokens the router gave it."""
         path, _, leaf = group[0].rpartition(".")
@@ -186,7 +187,7 @@ class BlockRunner:
         rows, seen = held[0].rows(number, int(self.state.experts.floor * int(widest)))
         inner = leaf == expert.names[2]
         streams = [inputs.inputs(rows, list(inputs.experts)[number] if inner else None) for inputs in held]
-        return self._filled(solver, group, streams, rows), {"routed": seen}
+        return self._filled(solver, [group], streams, rows), {"routed": seen}
 
     def _of_experts(self, stream: _Stream, holder: str, number: int) -> ExpertInputs:
         """The arguments of a mixture's experts in every batch."""
@@ -216,7 +217,7 @@ class BlockRunner:
             self.state.device,
             self.call,
             training,
-            self.state.first_tokens,
+            self.state.positions,
         )
         solved = solver.solve_block(view)
         for name in modules:

@@ -8,6 +8,9 @@ from typing import ClassVar
 from attar.data.settings import check_text, data_field
 from attar.errors import SettingsError
 
+FIRST_WEIGHT = 8.0
+"""How many times the first tokens of a row count in the sums of a sweep where nothing was measured."""
+
 
 def check_range(name: str, value: float, low: float, high: float, allowed: str) -> None:
     """Raise SettingsError unless ``low <= value <= high``."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attar.interruption import StateFile
 from attar.walks.offloaded_model import HiddenStates
-from attar.walks.positions import importance_by_position
+from attar.walks.positions import PositionWeights
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class BlockView:
         modules: the selected Linear and Conv1D modules by their full names, in forward order.
         hidden: hidden states (B, S, D) of each batch after the blocks solved so far.
         originals: the original block's outputs (B, S, D) on the original model's hidden states.
-        first_tokens: how many times the first tokens of a row count; see positions.py.
+        positions: how often tokens count.
         call: ``call(module, hidden)`` is the output of the block (its masks and positions).
         state: the state of the training, after each step; one that was stopped begins with it.
     """
@@ -96,7 +96,7 @@ class BlockView:
     device: torch.device
     call: Callable[[nn.Module, Tensor], Tensor]
     state: StateFile = field(default_factory=StateFile)
-    first_tokens: float = 1.0
+    positions: PositionWeights = field(default_factory=PositionWeights)
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +119,7 @@ class BlockView:
     def importance(self, hidden: Tensor) -> Tensor | None:
         """How often each token (B, S) of hidden states (B, S, D) counts; None: all once."""
         rows, length = hidden.shape[:2]
-        return importance_by_position(rows, length, self.first_tokens, hidden.device)
+        return self.positions.importance((), rows, length, hidden.device)
 
     def __call__(self, hidden: Tensor, number: int) -> Tensor:
         """The block's output for hidden states of batch ``number``."""

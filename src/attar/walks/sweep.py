@@ -42,6 +42,7 @@ from attar.walks.block_runner import BlockRunner, SweepState, read_reports, read
 from attar.walks.distributed import agreed_precision, own_batches
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.offloaded_model import HiddenStates, OffloadedModel
+from attar.walks.positions import PositionWeights
 from attar.walks.shared_solver import SharedSolver
 from attar.walks.solvers import BlockSolver, LinearSolver
 
@@ -72,7 +73,7 @@ class SweepOptions:
         processes: they make this sweep together. What hooks of ``prepare`` see is of this process's batches.
         device: where the blocks run; weights and hidden states between blocks are float32.
         experts: which tokens count for an expert of a mixture.
-        first_tokens: how many times the first tokens of a row count; see positions.py.
+        positions: how often tokens count.
         what: name of the task in the progress.
     """
 
@@ -87,7 +88,7 @@ class SweepOptions:
     processes: Processes = SINGLE_PROCESS
     device: str | torch.device = "cpu"
     experts: ExpertTokens = field(default_factory=ExpertTokens)
-    first_tokens: float = 1.0
+    positions: PositionWeights = field(default_factory=PositionWeights)
     progress: Progress = SILENT
     what: str = "sweep"
 
@@ -253,9 +254,9 @@ class _Sweep:
             for number in range(len(hidden)):
                 copies[number] = hidden[number]
         fast = self.precision == "bf16"
-        first = options.first_tokens if self.offloaded.anatomy.causal else 1.0
+        positions = options.positions if self.offloaded.anatomy.causal else PositionWeights()
         yield SweepState(
-            calls, hidden, copies, self.device, fast, waiting_bytes, options.experts, first, processes
+            calls, hidden, copies, self.device, fast, waiting_bytes, options.experts, positions, processes
         )
         hidden.clear()
         if copies is not None:

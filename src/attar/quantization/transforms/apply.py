@@ -45,6 +45,7 @@ from attar.quantization.transforms.awq import AWQRule
 from attar.quantization.transforms.rotation import ParameterChange, rotation_changes
 from attar.quantization.transforms.smoothing import ScaleSolver
 from attar.quantization.transforms.smoothquant import SmoothQuantRule
+from attar.walks.positions import PositionWeights
 from attar.walks.stream import stream
 from attar.walks.sweep import SweepOptions, sweep_linears
 
@@ -96,7 +97,7 @@ def apply_transforms(
                 grids={layer.module: layer.grid for layer in layers},
                 activations=activation_grid(rules[0]) if settings.smoothing == "smoothquant" else None,
                 alpha=None if options.alpha < 0 else options.alpha,
-                first_tokens=settings.calibration.first_tokens,
+                first_tokens=settings.calibration.first_weight,
                 device=device,
                 progress=progress,
             )
@@ -302,7 +303,7 @@ def _smooth(
         SweepOptions(
             work=work / "scales",
             select=solver.selects,
-            first_tokens=first_tokens,
+            positions=PositionWeights(first_tokens),
             device=device,
             progress=progress,
             what=kind,
