@@ -248,9 +248,27 @@ MUTANTS = (
     ),
     M(
         "walks/positions.py",
-        "    importance[:, :FIRST] = first",
-        "    importance[:, 1:FIRST] = first",
+        "importance[:, :FIRST] = self.first",
+        "importance[:, 1:FIRST] = self.first",
         "walks/test_sweep.py",
+    ),
+    M(
+        "walks/positions.py",
+        "larger <= ALIKE * smaller",
+        "larger <= 99 * smaller",
+        "walks/test_sweep.py",
+    ),
+    M(
+        "sensitivity/positions.py",
+        "part.mean().expand(len(part))",
+        "part[:1].expand(len(part))",
+        "sensitivity/test_positions.py",
+    ),
+    M(
+        "quantization/methods/tune.py",
+        "factor.clamp(min=SMALLEST)\n            numbers",
+        "factor.clamp(min=1.0)\n            numbers",
+        "quantization/methods/test_tune.py::test_the_numbers_of_a_block_learn_and_its_codes_stay",
     ),
     M(
         "quantization/tuning.py",

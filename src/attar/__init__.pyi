@@ -463,7 +463,7 @@ def quantize(
     samples: int = 128,
     sequence_length: int = 512,
     batch_size: int = 8,
-    first_tokens: float = 8.0,
+    first_tokens: float = -1.0,
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     moe_calibrate: Literal["routed", "all"] = "routed",
     moe_floor: float = 1.0,

@@ -61,7 +61,8 @@ class PositionWeights:
         return torch.stack(measured).mean(0) if measured else None
 
     def _alike(self, names: Sequence[str], others: Sequence[str]) -> bool:
-        one, other = self._mean(names), self._mean(others)
-        if one is None or other is None:
-            return one is other
-        return bool((torch.maximum(one, other) <= ALIKE * torch.minimum(one, other)).all())
+        weights, other_weights = self._mean(names), self._mean(others)
+        if weights is None or other_weights is None:
+            return weights is other_weights
+        smaller, larger = torch.minimum(weights, other_weights), torch.maximum(weights, other_weights)
+        return bool((larger <= ALIKE * smaller).all())
