@@ -4,10 +4,12 @@ where the model fits in memory as a whole."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
 from attar.checkpoint.units import bytes_text
@@ -25,10 +27,11 @@ ROWS = 8  # calibration rows that are measured
 NEEDED = 5  # bytes a parameter: float32 and, of one row, what a backward pass keeps
 
 
-def positions_of(task: RoundingTask, precision: str) -> PositionWeights:
+def positions_of(task: RoundingTask, batches: Sequence[Tensor], precision: str) -> PositionWeights:
     """The weights for a sweep that rounds Linear by Linear; of several processes the first measures.
 
     Args:
+        batches: int64 (B, S) calibration batches; the first rows are measured.
         precision: of the products: "bf16" or "fp32".
     """
     calibration = task.settings.calibration
@@ -39,12 +42,12 @@ def positions_of(task: RoundingTask, precision: str) -> PositionWeights:
     file = task.work / "positions.safetensors"
     if task.processes.first and not file.exists():
         task.work.mkdir(parents=True, exist_ok=True)
-        save_tensors(file, _measured(task, precision))
+        save_tensors(file, _measured(task, batches, precision))
     task.processes.wait()
     return PositionWeights(FIRST_WEIGHT, load_file(file))
 
 
-def _measured(task: RoundingTask, precision: str) -> dict[str, torch.Tensor]:
+def _measured(task: RoundingTask, batches: Sequence[Tensor], precision: str) -> dict[str, Tensor]:
     """By Linear; empty for a model without a head of logits, and with a line for one that does not fit."""
     checkpoint, device = task.checkpoint, torch.device(pick_device(task.settings.device))
     if output_linear(empty_model(checkpoint.config)) is None:
@@ -59,7 +62,7 @@ def _measured(task: RoundingTask, precision: str) -> dict[str, torch.Tensor]:
     model: Any = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
     return position_weights(
         model,
-        torch.cat(task.batches())[:ROWS],
+        torch.cat(list(batches))[:ROWS],
         [layer.module for layer in task.plan.sites.values()],
         seed=task.settings.seed,
         autocast=torch.bfloat16 if precision == "bf16" else None,

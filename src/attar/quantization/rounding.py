@@ -93,7 +93,7 @@ def round_layers(task: RoundingTask) -> RoundedModel:
             hessian.collect(precision)
         task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    sweep = replace(_sweep_options(task, layers, precision), positions=positions_of(task, precision))
+    sweep = replace(_sweep_options(task, layers, precision), positions=positions_of(task, batches, precision))
     swept = sweep_linears(task.checkpoint, batches, solver, sweep)
     return _swept(task, swept)
 
