@@ -122,7 +122,7 @@ class BlockRunner:
                 holder = part.holder
                 held = [self._of_experts(stream, holder, number) for stream in streams] if holder else []
                 for group in part.groups:
-                    alike, more = [group], {}
+                    alike, more = [group], dict[str, Any]()
                     if held:
                         accumulators, more = self._filled_of_expert(solver, group, held)
                     else:
