@@ -55,6 +55,10 @@ class SharedSolver(LinearSolver):
         solved = self.solver.solve(assigned, accumulator) if assigned else {}
         return {name: self._shared(name, owner_of[name], solved, weights) for name in weights}
 
+    def units(self, names: list[str]) -> list[list[str]]:
+        """Of the solver."""
+        return self.solver.units(names)
+
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """Of the solver."""
         return self.solver.restore(name, tensors)
