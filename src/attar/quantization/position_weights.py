@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
 from attar.checkpoint.units import bytes_text
+from attar.errors import NumericsError
 from attar.models.head import output_linear
 from attar.models.loading.device import free_memory, pick_device
 from attar.models.loading.empty import empty_model
@@ -48,24 +49,34 @@ def positions_of(task: RoundingTask, batches: Sequence[Tensor], precision: str) 
 
 
 def _measured(task: RoundingTask, batches: Sequence[Tensor], precision: str) -> dict[str, Tensor]:
-    """By Linear; empty for a model without a head of logits, and with a line for one that does not fit."""
+    """By Linear; empty for a model without a head of logits, and with a line for one that does not fit or has
+    no gradient."""
     checkpoint, device = task.checkpoint, torch.device(pick_device(task.settings.device))
     if output_linear(empty_model(checkpoint.config)) is None:
         return {}
     needed = NEEDED * sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     if needed > (free := free_memory(device)):
-        task.progress.log(
-            f"note: the first {FIRST} tokens of a row count {FIRST_WEIGHT:g} times; to measure what each "
-            f"position counts would need {bytes_text(needed)} of memory, and {bytes_text(free)} are free"
-        )
-        return {}
+        why = f"that would need {bytes_text(needed)} of memory, and {bytes_text(free)} are free"
+        return _usual(task, why)
     model: Any = unstack(load_model(checkpoint, dtype=torch.float32, device=device))
-    return position_weights(
-        model,
-        torch.cat(list(batches))[:ROWS],
-        [layer.module for layer in task.plan.sites.values()],
-        seed=task.settings.seed,
-        autocast=torch.bfloat16 if precision == "bf16" else None,
-        progress=task.progress,
-        device=device,
+    try:
+        return position_weights(
+            model,
+            torch.cat(list(batches))[:ROWS],
+            [layer.module for layer in task.plan.sites.values()],
+            seed=task.settings.seed,
+            autocast=torch.bfloat16 if precision == "bf16" else None,
+            progress=task.progress,
+            device=device,
+        )
+    except (RuntimeError, NumericsError) as error:  # no backward of an operation, no memory on a GPU
+        return _usual(task, str(error).partition("\n")[0])
+
+
+def _usual(task: RoundingTask, why: str) -> dict[str, Tensor]:
+    """No weights, with a line."""
+    task.progress.log(
+        f"note: the first {FIRST} tokens of a row count {FIRST_WEIGHT:g} times; what each position counts "
+        f"was not measured: {why}"
     )
+    return {}
