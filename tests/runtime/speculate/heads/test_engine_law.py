@@ -23,7 +23,7 @@ from tests.runtime.speculate.proposing import speculator
 from tests.runtime.speculate.test_law import LENGTH, PARAMS, TOGETHER, law, model, runner, texts
 
 FEW = 400
-MANY = 100_000 // LENGTH  # texts of 10^5 draws
+MANY = 25_000 // LENGTH  # texts; the bound of their law follows their number
 FAST = ("medusa tree", "dspark")
 
 
@@ -54,7 +54,7 @@ def test_texts_of_the_engine_have_the_targets_law(name):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", EVERY)
-def test_a_hundred_thousand_draws_have_the_targets_law(name):
+def test_many_draws_have_the_targets_law(name):
     assert keeps_the_law(name, MANY)
 
 
