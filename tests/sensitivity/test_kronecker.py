@@ -97,7 +97,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
     weight = model.get_submodule(name).weight
     drawn = []
     pick = lambda logits, _: drawn.append(logits.argmin(-1)) or drawn[-1]  # noqa: E731
-    monkeypatch.setattr("attar.sensitivity.kronecker._sampled_labels", pick)
+    monkeypatch.setattr("attar.sensitivity.gradients._sampled_labels", pick)
     actual = collect(model, list(rows.split(2)), [name], rounds=1, span=0)[name]
     labels = torch.cat(drawn).reshape(3, 6)
     wanted_O = wanted_I = 0.0
@@ -116,7 +116,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
 def test_a_span_is_its_tokens_gradient(span, monkeypatch):
     """By hand: the products g_t x_t^T summed over each span, the last one shorter."""
     model, rows = Toy(), tokens()
-    monkeypatch.setattr("attar.sensitivity.kronecker._sampled_labels", lambda logits, _: logits.argmin(-1))
+    monkeypatch.setattr("attar.sensitivity.gradients._sampled_labels", lambda logits, _: logits.argmin(-1))
     actual = collect(model, [rows], ["first"], rounds=1, span=span)["first"]
     x = model.embedding(rows).detach()
     hidden = model.first(x)
