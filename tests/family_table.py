@@ -142,8 +142,8 @@ class Tiny:
         return {"samples": 4, "sequence_length": 32, "batch_size": 4, "data": self.text}
 
     def close(self, model: Any, tolerance: float) -> None:
-        """The median KL of a model's predictions to the original's is at most ``tolerance``: a few tokens of a
-        mixture of random weights go to another expert, whatever the change."""
+        """The median KL of a model's predictions to the original's is at most ``tolerance``: a few tokens of
+        a mixture of random weights go to another expert, whatever the change."""
         p, q = (logits.log_softmax(-1) for logits in (self.wanted, self.logits(model)))
         kl = (p.exp() * (p - q)).sum(-1).median()
         assert -1e-5 < kl < tolerance, kl
