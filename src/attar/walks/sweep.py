@@ -13,7 +13,8 @@ A solver may also get the original model's inputs of the same Linears (two strea
 :func:`sweep_blocks` solves a block as a whole (learned rounding), and :func:`observe` solves nothing. Peak
 memory is the block, its activations (which spill to disk beyond a limit) and the accumulators of one group,
 whatever the depth. Linears that get the very same input tensor (q/k/v, gate/up) form a group and share an
-accumulator; groups are found by running the block, not by names. The experts of a mixture are solved one by
+accumulator, except where positions count otherwise for them (positions.py); groups are found by running the
+block, not by names. The experts of a mixture are solved one by
 one from the mixture's input (expert_inputs.py). Each finished block is one file. A resumed sweep reads these
 files, runs their forward passes only, and continues.
 
