@@ -25,7 +25,7 @@ from attar.walks.positions import FIRST, PositionWeights
 from attar.walks.settings import FIRST_WEIGHT
 
 ROWS = 8  # calibration rows that are measured
-NEEDED = 5  # bytes a parameter: float32 and, of one row, what a backward pass keeps
+NEEDED = 8  # bytes a parameter: float32, and as much for what a backward pass keeps and for other programs
 
 
 def positions_of(task: RoundingTask, batches: Sequence[Tensor], precision: str) -> PositionWeights:
