@@ -59,7 +59,7 @@ def test_random_requests_with_the_target_as_its_own_drafter(policy):
     requests = asked(10, seed=3)
     drafter = served(drafting(), requests, policy=policy and policy())
     counts = drafter.counts
-    assert counts.drafts > (10 if policy else 0) and counts.accepted >= 0.9 * counts.drafted
+    assert counts.drafts > 0 and counts.accepted >= 0.9 * counts.drafted
 
 
 @pytest.mark.few(1)
