@@ -450,6 +450,7 @@ def quantize(
     rounds: int = 1,
     iterations: int = 200,
     start: Literal["auto", "rtn", "gptq"] = "auto",
+    update: Literal["adam", "sign"] = "adam",
     steps: int = 300,
     learning_rate: float = 0.0001,
     distill: float = 1.0,

@@ -30,13 +30,14 @@ def same(some, others):
     return all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
-def test_positions_are_measured_unless_a_number_is_given(model, tmp_path, monkeypatch):
-    usual = tensors(model, tmp_path / "usual", first_tokens=8.0)
-    assert not same(tensors(model, tmp_path / "measured"), usual)
+@pytest.mark.parametrize("method", [{}, {"method": "autoround", "iterations": 3}], ids=["gptq", "autoround"])
+def test_positions_are_measured_unless_a_number_is_given(model, tmp_path, monkeypatch, method):
+    usual = tensors(model, tmp_path / "usual", first_tokens=8.0, **method)
+    assert not same(tensors(model, tmp_path / "measured", **method), usual)
     asked = []
     monkeypatch.setattr(position_weights, "free_memory", lambda device: asked.append(device) or 1000)
-    assert same(tensors(model, tmp_path / "small"), usual) and len(asked) == 1
-    assert same(tensors(model, tmp_path / "again", first_tokens=8.0), usual) and len(asked) == 1
+    assert same(tensors(model, tmp_path / "small", **method), usual) and len(asked) == 1
+    assert same(tensors(model, tmp_path / "again", first_tokens=8.0, **method), usual) and len(asked) == 1
 
 
 def test_where_zeros_are_chosen_all_tokens_count_once(model, tmp_path):

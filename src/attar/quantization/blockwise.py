@@ -84,11 +84,10 @@ def solved_start(solver: LinearSolver) -> StartCodes:
     def start(view: BlockView, grids: Mapping[str, Grid]) -> dict[str, QuantizedTensor]:
         weights = {name: weight_of(view.modules[name]).detach() for name in view.names}
         seen = {name: solver.accumulator([name], weight.shape[1]) for name, weight in weights.items()}
-        importance: Tensor | None = None
 
         def add(name: str, x: Tensor) -> None:
             in_rows = x.dim() > 2  # the tokens of an expert all count once
-            seen[name].add(x, importance=importance if in_rows else None)
+            seen[name].add(x, importance=view.importance(x, name) if in_rows else None)
 
         hooks = [
             view.modules[name].register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
@@ -97,9 +96,7 @@ def solved_start(solver: LinearSolver) -> StartCodes:
         try:
             with torch.no_grad():
                 for number in range(view.count):
-                    hidden = view.inputs(number)
-                    importance = view.importance(hidden)
-                    view(hidden, number)
+                    view(view.inputs(number), number)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -9,7 +9,7 @@ train            the whole model under quantization                         (met
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,6 @@ from attar.quantization.settings import (
 from attar.walks.distributed import agreed_precision
 from attar.walks.expert_inputs import ExpertTokens
 from attar.walks.objectives import distillation_loss, soft_loss
-from attar.walks.positions import PositionWeights
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import SweepOptions, SweepResult, sweep_blocks, sweep_linears
 
@@ -93,9 +92,8 @@ def round_layers(task: RoundingTask) -> RoundedModel:
             hessian.collect(precision)
         task.processes.wait()
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    sweep = replace(_sweep_options(task, layers, precision), positions=positions_of(task, batches, precision))
-    swept = sweep_linears(task.checkpoint, batches, solver, sweep)
-    return _swept(task, swept)
+    sweep = _sweep_options(task, layers, batches, precision)
+    return _swept(task, sweep_linears(task.checkpoint, batches, solver, sweep))
 
 
 def learn_blocks(task: RoundingTask) -> RoundedModel:
@@ -116,15 +114,18 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
         batch=settings.calibration.batch_size,
         precision=precision,
         seed=settings.seed,
-        update="adam",
+        update=options.update,
         start=start,
         masks=_masks(task) or None,
     )
-    swept = sweep_blocks(task.checkpoint, task.batches(), solver, _sweep_options(task, grids, precision))
-    return _swept(task, swept)
+    batches = task.batches()
+    sweep = _sweep_options(task, grids, batches, precision)
+    return _swept(task, sweep_blocks(task.checkpoint, batches, solver, sweep))
 
 
-def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str) -> SweepOptions:
+def _sweep_options(
+    task: RoundingTask, layers: Mapping[str, Any], batches: Sequence[Tensor], precision: str
+) -> SweepOptions:
     """Of a sweep that rounds ``layers``, by module name."""
     return SweepOptions(
         work=task.work / "blocks",
@@ -134,7 +135,7 @@ def _sweep_options(task: RoundingTask, layers: Mapping[str, Any], precision: str
         processes=task.processes,
         device=torch.device(pick_device(task.settings.device)),
         experts=counted_tokens(task.settings.calibration),
-        positions=PositionWeights(task.settings.calibration.first_weight),
+        positions=positions_of(task, batches, precision),
         progress=task.progress,
         what=task.settings.method,
     )

@@ -334,6 +334,9 @@ class AutoRoundSettings:
 
     iterations: int = _option(200, "steps for each block")
     start: str = _option("auto", "the rounding to start from; auto: rtn", ("auto", "rtn", "gptq"))
+    update: str = _option(
+        "adam", "a step follows the gradient's sign (the paper's), or Adam", ("adam", "sign")
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -116,10 +116,14 @@ class BlockView:
         """The original block's output (B, S, D) on the original model's hidden states of a batch."""
         return self.originals[number].to(self.device)
 
-    def importance(self, hidden: Tensor) -> Tensor | None:
-        """How often each token (B, S) of hidden states (B, S, D) counts; None: all once."""
+    def importance(self, hidden: Tensor, name: str = "") -> Tensor | None:
+        """How often each token (B, S) of hidden states (B, S, D) counts; None: all once.
+
+        Args:
+            name: a Linear's; "" for the block's output, whose gradient is that of the block's last Linear.
+        """
         rows, length = hidden.shape[:2]
-        return self.positions.importance((), rows, length, hidden.device)
+        return self.positions.importance([name or self.names[-1]], rows, length, hidden.device)
 
     def __call__(self, hidden: Tensor, number: int) -> Tensor:
         """The block's output for hidden states of batch ``number``."""

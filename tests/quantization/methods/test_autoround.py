@@ -22,7 +22,8 @@ from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import LearnedRounding, autoround, squared_error
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.rtn import rtn
-from attar.walks.solvers import LinearSolver, Solution
+from attar.walks.positions import PositionWeights
+from attar.walks.solvers import BlockView, LinearSolver, Solution
 from attar.walks.sweep import SweepOptions, sweep_blocks
 from tests import tiny_models
 
@@ -92,7 +93,7 @@ class View:
     def targets(self, number):
         return self.seen[number][3]
 
-    def importance(self, hidden):
+    def importance(self, hidden, name=""):
         return None
 
     def __call__(self, hidden, number):
@@ -273,7 +274,7 @@ def test_finds_the_rounding_that_brute_force_finds():
         def targets(self, number):
             return self.x[..., :1] * 7.9
 
-        def importance(self, hidden):
+        def importance(self, hidden, name=""):
             return None
 
         def __call__(self, hidden, number):
@@ -397,3 +398,13 @@ def test_a_token_of_importance_three_counts_as_three_in_the_loss():
     repeated = (output[:, more] - target[:, more]).square().mean()
     torch.testing.assert_close(squared_error(output, target, importance), repeated)
     assert squared_error(output, target, None) == (output - target).square().mean()
+
+
+def test_tokens_count_as_they_do_at_the_last_linear_or_at_a_named_one():
+    measured = {"up": torch.tensor([3.0, 1.0, 0.5]), "down": torch.tensor([2.0, 1.0, 1.0])}
+    modules = {name: nn.Linear(4, 4) for name in measured}
+    weights = PositionWeights(8.0, measured)
+    view = BlockView(nn.Identity(), modules, [], [], torch.device("cpu"), torch.add, positions=weights)
+    hidden = torch.zeros(2, 3, 4)
+    assert view.importance(hidden)[1].tolist() == measured["down"].tolist()
+    assert view.importance(hidden, "up")[1].tolist() == measured["up"].tolist()
