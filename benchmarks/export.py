@@ -8,9 +8,10 @@
 
 Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
 matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
-importance, or with data; ``mix+`` is our own choice of types within the bytes of the mix. All files are
-opened by attar's reader and measured on the same held-out text against the original: KL in nats per token,
-top-1 agreement, perplexity. ``MB`` counts all tensors; a line says so where files differ.
+importance, or with data, and ``nearest,effort=good`` tunes the blocks' numbers behind it; ``mix+`` is our own
+choice of types within the bytes of the mix. All files are opened by attar's reader and measured on the same
+held-out text against the original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all
+tensors; a line says so where files differ.
 
 Speed: seconds and largest resident set of a process that quantizes: attar from safetensors, llama.cpp from
 the F16 file; ``default`` is what the command does unasked: nearest with an importance matrix that it makes
@@ -147,8 +148,10 @@ def make(
         rounding = method.removeprefix("mix+")
         return our_export(name, file, bits=bits, rounding=rounding, imatrix="none", **common)
     if tool == "attar":
+        method, _, effort = method.partition(",effort=")
         rounding, _, weighted = method.partition("+")
         more = {"imatrix": str(importance(name, common, work)) if weighted else "none"}
+        more |= {"effort": effort} if effort else {}
         return our_export(name, file, type=kind, rounding=rounding, **common, **more)
     plain = work / f"{Path(name).name.replace(':', '-')}-F16.gguf"
     if not plain.exists():
