@@ -70,7 +70,8 @@ def test_nvfp4_scales_codes_and_values(weight):
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import generate_gparam
 
-    result = rtn(weight, NVFP4Grid(torch.bfloat16))
+    grid = NVFP4Grid(torch.bfloat16)
+    result = rtn(weight, grid, grid.choose(weight, 1.0))
     tops = weight.reshape(64, 24, 16).abs().amax(-1)
     whole = generate_gparam(weight.min(), weight.max())
     scale, quantized, _ = theirs(weight, "NVFP4A16", tops, whole)

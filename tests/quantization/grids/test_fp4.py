@@ -1,5 +1,6 @@
 """NVFP4 and MXFP4 by brute force over the sixteen values."""
 
+import itertools
 import math
 
 import pytest
@@ -43,7 +44,7 @@ def test_levels_and_their_codes(grid):
 
 
 def test_nvfp4_scales(weight):
-    quantized = rtn(weight, NVFP4Grid())
+    quantized = rtn(weight, NVFP4Grid(), NVFP4Grid().choose(weight, 1.0))
     stored = quantized.parameters.stored
     assert stored["local_scale"].dtype == torch.float8_e4m3fn
     whole = 448 * 6 / weight.abs().max()
@@ -55,6 +56,25 @@ def test_nvfp4_scales(weight):
     assert torch.equal(quantized.parameters.scale, local.float() / whole)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_group_of_nvfp4_has_its_largest_value_at_six_or_at_four(weight, weighted):
+    """By a loop over the groups."""
+    grid, v = NVFP4Grid(), torch.exp(torch.randn(192, generator=torch.Generator().manual_seed(2)))
+    chosen = grid.choose(weight, importance=v if weighted else None).scale
+    six, four = (grid.choose(weight, shrink).scale for shrink in (1.0, 1.5))
+    ends = {6: 0, 4: 0}
+    for row, group in itertools.product(range(24), range(12)):
+        at = slice(16 * group, 16 * group + 16)
+        w, errors = weight[row, at].double(), []
+        for scale in (six[row, group].double(), four[row, group].double()):
+            distance = ((w.abs() / scale)[:, None] - VALUES.double()).abs().amin(1) * scale
+            errors.append(float((distance.square() * (v[at] if weighted else 1.0)).sum()))
+        end = 6 if errors[0] <= errors[1] else 4
+        ends[end] += 1
+        assert chosen[row, group] == (six if end == 6 else four)[row, group]
+    assert min(ends.values()) > 80
+
+
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
 def test_nvfp4_does_not_depend_on_the_size_of_the_weights(weight, factor):
     plain, scaled = NVFP4Grid().choose(weight), NVFP4Grid().choose(weight * factor)
@@ -63,7 +83,7 @@ def test_nvfp4_does_not_depend_on_the_size_of_the_weights(weight, factor):
 
 def test_nvfp4_of_several_weights_can_have_one_global_scale(weight):
     peak = weight.abs().max().item()
-    alone, shared = NVFP4Grid().choose(weight), NVFP4Grid(peak=2 * peak).choose(weight)
+    alone, shared = (grid.choose(weight, 1.0) for grid in (NVFP4Grid(), NVFP4Grid(peak=2 * peak)))
     assert shared.stored["global_scale"].item() == pytest.approx(alone.stored["global_scale"].item() / 2)
     assert (shared.stored["local_scale"].float() <= alone.stored["local_scale"].float()).all()
     assert torch.allclose(shared.scale, alone.scale, rtol=0.15)

@@ -5,13 +5,19 @@ Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification v1.0", s
 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2. Both as compressed-tensors
 stores and reads them.
 
-    NVFP4:  a = 448 * 6 / max|W| ,  t = e4m3(a * max|w| / 6) ,  s = t / a
+    NVFP4:  a = 448 * 6 / max|W| ,  t = e4m3(a * max|w| / d) ,  s = t / a ,  d = 6 or 4
     MXFP4:  e = floor(log2(1.001b rounding of max|w|)) - 2 ,    s = 2^e
     w' = s * F[q]
 
 Letters: a global scale of the whole weight W; t stored scale of a group of weights w; s scale as the reader
-computes it; e exponent of a group; F the eight magnitudes 0 .5 1 1.5 2 3 4 6; q code 0 to 15: bit 3 the sign,
-bits 0 to 2 the index in F.
+computes it; d level of a group's largest magnitude; e exponent of a group; F the eight magnitudes 0 .5 1 1.5
+2 3 4 6; q code 0 to 15: bit 3 the sign, bits 0 to 2 the index in F.
+
+Of d = 6 and d = 4 a group takes the one of less squared error ("four over six", Cook, Guo, Xiao, Lin, Han
+2025, arXiv 2512.02010): no level lies between 4 and 6, and under d = 4 no weight is there.
+
+Differs from that paper: a is the same as without d = 4, so that every tool computes it alike, and the few
+groups near max|W| keep d = 6; the paper takes 256 for 448.
 
 Differs from the MX specification: the exponent of max|w| is taken after 1/4 of its leading bit was added, so
 that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
@@ -27,9 +33,11 @@ import torch
 from torch import Tensor
 
 from attar.quantization.grids.grid import Grid, TileParameters
+from attar.quantization.grids.scales import squared_error
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
+FOUR = LARGEST / 4.0  # factor on a group's range under which its largest magnitude is 4
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST = 2.0**-9
 BIAS = 127  # of E8M0 exponents
@@ -83,6 +91,8 @@ class NVFP4Grid(_FP4Grid):
             up); 0: of this weight alone.
     """
 
+    reach = 1.6  # beyond FOUR, which may be rounded up
+
     storage: torch.dtype = torch.float32
     peak: float = 0.0
     group_size: int = field(default=16, init=False)
@@ -94,10 +104,12 @@ class NVFP4Grid(_FP4Grid):
         return 4 + (8 * tiles_down * tiles_across + 32) / (shape[0] * shape[1])
 
     def choose(
-        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+        self, weight: Tensor, shrink: float | Tensor | None = None, importance: Tensor | None = None
     ) -> TileParameters:
-        """The global scale from the largest magnitude, then each group's; ``shrink`` acts on the
-        groups alone. A group of zeros gets t = 1/8."""
+        """The global scale from the largest magnitude, then each group's; ``shrink`` acts on the groups alone
+        (None: :meth:`own_shrink`). A group of zeros gets t = 1/8."""
+        if shrink is None:
+            shrink = self.own_shrink(weight, importance)
         top = self.tile(weight).abs().amax((1, 3))
         peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
         global_scale = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
@@ -107,6 +119,13 @@ class NVFP4Grid(_FP4Grid):
         local = torch.where(local.float() == 0, least, local.float())
         stored = {"global_scale": global_scale, "local_scale": local.to(torch.float8_e4m3fn)}
         return TileParameters(local / global_scale, stored=stored)
+
+    def own_shrink(self, weight: Tensor, importance: Tensor | None = None) -> Tensor:
+        """1 for d = 6 and 1.5 for d = 4 (P, G), by squared error."""
+        six, four = (
+            squared_error(weight, self, self.choose(weight, shrink), importance) for shrink in (1.0, FOUR)
+        )
+        return torch.where(four < six, FOUR, 1.0)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,11 @@ class Grid(ABC):
         group_size: c, columns of a tile; 0: all.
         rows: r, rows of a tile; 0: all. (1, g) is a group of g inputs, (1, 0) a channel, (0, 0) the tensor.
         searches: its own ``choose`` looks for the parameters of least error and takes ``importance``.
+        reach: largest ``shrink`` that a search tries.
     """
 
     searches: ClassVar[bool] = False
+    reach: ClassVar[float] = 1.0
 
     @property
     def signed(self) -> bool:
@@ -100,10 +102,16 @@ class Grid(ABC):
 
         Args:
             weight: (N, K), any float type.
-            shrink: factor on the range of each tile, a number or (P, G); what scale searches vary.
+            shrink: factor on the range of each tile, a number or (P, G); what scale searches vary. Without
+                it the grid's own.
             importance: (K,) weight of each input's squared error (the diagonal of H), for grids whose own
                 rule searches; the others ignore it.
         """
+
+    def own_shrink(self, weight: Tensor, importance: Tensor | None = None) -> float | Tensor:
+        """The ``shrink`` of :meth:`choose` where none is given: 1, or (P, G) where the grid's rule has a
+        choice."""
+        return 1.0
 
     def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """The parameters with other scales (P, G), rounded as they are stored; None where a tile's scale

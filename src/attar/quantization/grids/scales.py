@@ -32,7 +32,7 @@ def choose_scales(
     *,
     percentile: float = 0.999,
     low: float = 0.5,
-    high: float = 1.1,
+    high: float | None = None,
     steps: int = 31,
 ) -> TileParameters:
     """Parameters of each tile. Does not modify its inputs.
@@ -44,7 +44,7 @@ def choose_scales(
             Used by "mse".
         percentile: p, the part of a tile's magnitudes that stays in range.
         low: smallest factor of "mse".
-        high: largest factor of "mse"; above 1 where a grid's own rule clips.
+        high: largest factor of "mse"; None: 1.1, as a grid's own rule may clip, or the grid's reach.
         steps: number of factors that "mse" tries in addition to 1; no error is above the error of "absmax".
 
     Raises:
@@ -54,6 +54,7 @@ def choose_scales(
         raise SettingsError("how", how, " or ".join(HOWS))
     if not 0.0 < percentile <= 1.0:
         raise SettingsError("percentile", percentile, "above 0 and at most 1")
+    high = max(1.1, grid.reach) if high is None else high
     if not (0.0 < low <= high and steps >= 1):
         raise SettingsError("low", low, "above 0 and at most high, with at least one step")
     if how == "absmax":
@@ -109,7 +110,7 @@ def squared_error(
 
 def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: list[float]) -> TileParameters:
     """Every tile with its best factor."""
-    best = squared_error(weight, grid, grid.choose(weight), importance)
+    best = squared_error(weight, grid, grid.choose(weight, 1.0), importance)
     factor = torch.ones_like(best)
     for trial in factors:
         error = squared_error(weight, grid, grid.choose(weight, trial), importance)

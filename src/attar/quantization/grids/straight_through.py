@@ -161,7 +161,7 @@ def storable(
         rescaled = grid.rescaled(base, scale)
         if rescaled is not None or grid.searches or base.zero is not None or base.minimum is not None:
             return rescaled
-        unit = grid.choose(torch.ones(grid.rows or 1, grid.group_size or 1, device=scale.device)).scale
+        unit = grid.choose(torch.ones(grid.rows or 1, grid.group_size or 1, device=scale.device), 1.0).scale
         tall, wide = grid.rows or shape[0], grid.group_size or shape[1]
         even = (scale / unit.flatten()[0])[:, None, :, None].expand(-1, tall, -1, wide)
-        return grid.choose(grid.untile(even, shape))
+        return grid.choose(grid.untile(even, shape), 1.0)

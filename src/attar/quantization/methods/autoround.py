@@ -178,6 +178,7 @@ class LearnedRounding:
         self.tiled = grid.tile(weight)
         chosen = grid.choose(weight) if start is None or not grid.searches else start.parameters
         self.base = chosen if start is None else _moved(start.parameters, weight.device)
+        self.shrink = grid.own_shrink(weight)
         self.learned = [torch.zeros_like(self.tiled)]  # V, then alpha (and beta)
         if clip and self._can_clip(chosen):
             factors = 1 if self.base.zero is None else 2
@@ -230,7 +231,7 @@ class LearnedRounding:
         with torch.no_grad():
             current = self.grid.rescaled(self.base, self.base.scale * alpha)
             if current is None:
-                current = self.grid.choose(self.weight, shrink=alpha.detach())
+                current = self.grid.choose(self.weight, alpha.detach() * self.shrink)
         unit = alpha / alpha.detach()  # the scale is proportional to the range
         return TileParameters(current.scale * unit, current.zero, current.minimum, current.stored)
 

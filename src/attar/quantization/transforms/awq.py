@@ -201,14 +201,14 @@ def search_clip(
         weight: W (N, K), any float type.
         H: (K, K) float32.
         smallest: lower bound of the factors, itself not tried.
-        points: factors tried: 1, 1 - (1 - smallest) / points, ...; where the grid is signed, their negatives
+        points: factors tried, evenly from the grid's reach down; where the grid is signed, their negatives
             too.
     """
     W = weight.float()
     blocks = diagonal_blocks(H, grid.group_size or W.shape[1])
     best = torch.ones(grid.tiles((W.shape[0], W.shape[1])), device=W.device)
     least = torch.full_like(best, torch.inf)
-    factors = [1.0 - (1.0 - smallest) * step / points for step in range(points)]
+    factors = [grid.reach - (grid.reach - smallest) * step / points for step in range(points)]
     factors += [-factor for factor in factors] if grid.signed else []
     for shrink, error in zip(factors, _trials(W, grid, blocks, factors), strict=True):
         better = error < least
