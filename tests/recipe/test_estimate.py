@@ -241,6 +241,14 @@ def test_calibration_tokens_decide_what_a_sweep_costs() -> None:
     assert many - few == pytest.approx(SWEPT * 112 * 512 / TOKENS)
 
 
+def test_measuring_positions_is_a_pass_backward() -> None:
+    base = "stage: quantize, method: gptq, check_tokens: 0, sequence_length: 128"
+    measured, given = (work(base + more).products for more in ("", ", first_tokens: 8"))
+    assert measured - given == pytest.approx(6 * 1.2e6 * 8 * 128)
+    zeros = "stage: quantize, method: gptq, check_tokens: 0, sequence_length: 128, sparsity: 0.5"
+    assert work(zeros).products == work(zeros + ", first_tokens: 8").products
+
+
 def test_each_method_costs_its_own_work() -> None:
     base = "stage: quantize, samples: 16, check_tokens: 0"
     rtn, gptq, plain, qronos, yaqa = (
@@ -420,7 +428,7 @@ def test_a_solver_counts_factors_rounding_refinement_search_and_report() -> None
     h, f, block = 4096, 3e8 / (3 * 4096), 4 * 4096**2 + 3e8
 
     def products(refine: int, scales: str) -> float:
-        text = f"stage: quantize, method: gptq, refine: {refine}, scales: {scales}, check_tokens: 0"
+        text = f"stage: quantize, method: gptq, refine: {refine}, scales: {scales}, check_tokens: 0, first_tokens: 8"
         return work(text, large).products
 
     cubes = 4 * h**3 + 2 * f * h**2 + h * f**2

@@ -22,9 +22,8 @@ from attar.models.loading.load import load_model
 from attar.quantization.quantization_method import RoundingTask
 from attar.sensitivity.positions import position_weights
 from attar.walks.positions import FIRST, PositionWeights
-from attar.walks.settings import FIRST_WEIGHT
+from attar.walks.settings import FIRST_WEIGHT, MEASURED_ROWS
 
-ROWS = 8  # calibration rows that are measured
 NEEDED = 8  # bytes a parameter: float32, and as much for what a backward pass keeps and for other programs
 
 
@@ -62,7 +61,7 @@ def _measured(task: RoundingTask, batches: Sequence[Tensor], precision: str) -> 
     try:
         return position_weights(
             model,
-            torch.cat(list(batches))[:ROWS],
+            torch.cat(list(batches))[:MEASURED_ROWS],
             [layer.module for layer in task.plan.sites.values()],
             seed=task.settings.seed,
             autocast=torch.bfloat16 if precision == "bf16" else None,

@@ -30,6 +30,7 @@ from attar.recipe.machine import Rates
 from attar.recipe.memory_needs import BASE_MEMORY, memory_needs
 from attar.recipe.schema import StageEntry
 from attar.recipe.shapes import Shape, bits_of
+from attar.walks.settings import MEASURED_ROWS
 
 UNSURE = 2.0
 """Times between an estimate of arithmetic alone and the ends of its range."""
@@ -261,6 +262,8 @@ def _quantizing(settings: QuantizeSettings) -> Work:
         learned = batch * (rounding.iterations if isinstance(rounding, AutoRoundSettings) else 0)
         options = getattr(rounding, "scales", "auto"), getattr(rounding, "refine", 0)
         work += Work(text=text) + _rounding(cost, tokens, learned, *options)
+        if calibration.first_tokens < 0 and not settings.amount:
+            work += Work(learned=float(MEASURED_ROWS * calibration.sequence_length))
     return work + _tuning(settings.tuning.steps(settings.method, bits_of(settings.storage)), settings.data)
 
 

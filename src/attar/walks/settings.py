@@ -11,6 +11,9 @@ from attar.errors import SettingsError
 FIRST_WEIGHT = 8.0
 """How many times the first tokens of a row count in the sums of a sweep where nothing was measured."""
 
+MEASURED_ROWS = 8
+"""Calibration rows that a backward pass measures what each position counts on."""
+
 
 def check_range(name: str, value: float, low: float, high: float, allowed: str) -> None:
     """Raise SettingsError unless ``low <= value <= high``."""
