@@ -428,8 +428,8 @@ def test_a_solver_counts_factors_rounding_refinement_search_and_report() -> None
     h, f, block = 4096, 3e8 / (3 * 4096), 4 * 4096**2 + 3e8
 
     def products(refine: int, scales: str) -> float:
-        text = f"stage: quantize, method: gptq, refine: {refine}, scales: {scales}, check_tokens: 0, first_tokens: 8"
-        return work(text, large).products
+        text = f"stage: quantize, method: gptq, refine: {refine}, scales: {scales}, check_tokens: 0"
+        return work(text + ", first_tokens: 8", large).products
 
     cubes = 4 * h**3 + 2 * f * h**2 + h * f**2
     settings = entry("stage: quantize, method: gptq").settings.calibration
