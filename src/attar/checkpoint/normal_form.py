@@ -14,6 +14,7 @@ from typing import Any
 
 from attar.checkpoint.config_numbers import TOKENS, odd_number
 from attar.checkpoint.geometry import geometry
+from attar.checkpoint.mtp import missing_part, mtp_names
 from attar.checkpoint.oddities import Oddity, oddity
 from attar.checkpoint.parts import AUXILIARY
 from attar.checkpoint.quantization_files import with_quantization
@@ -39,7 +40,6 @@ _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings)" + _LEAVES
 )
 _LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
-_FURTHER = re.compile(r"(^|\.)mtp\.")
 _CODES = re.compile(r"\.(qweight|q_weight|weight_packed|weight\.SCB|SCB|weight_format|B)$|(_blocks|_scales)$")
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 
@@ -50,10 +50,12 @@ class NormalForm:
 
     Attributes:
         as_stored: all tensors of the files have their names there.
+        mtp: the tensors of the multi-token prediction head.
     """
 
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    mtp: dict[str, TensorInfo] = field(default_factory=dict)
     oddities: list[Oddity] = field(default_factory=list)
     as_stored: bool = True
 
@@ -114,24 +116,19 @@ def _rename(form: NormalForm, names: Mapping[str, str]) -> None:
     form.as_stored = False
 
 
-def _settle_further(form: NormalForm) -> None:
-    """Without what predicts tokens after the next: modules of that name, and layers behind the last one."""
-    text = form.config.get("text_config")
-    config = text if isinstance(text, Mapping) else form.config
-    layers = geometry(form.config, "float32").layers
-    count = config.get("num_nextn_predict_layers")
-    last = layers + count if layers and type(count) is int else 0
-
-    def further(name: str) -> bool:
-        layer = _LAYER.match(name)
-        inside = layer is not None and bool(last) and (layers or 0) <= int(layer[2]) < last
-        return inside or bool(_FURTHER.search(name))
-
-    names = [name for name in form.tensors if further(name)]
-    if names:
-        form.tensors = {name: info for name, info in form.tensors.items() if not further(name)}
-        form.oddities.append(oddity("multi-token prediction", tensor=f"{names[0]}{more(names)}"))
+def _settle_mtp(form: NormalForm) -> None:
+    """The head that predicts further tokens apart from the model; half of one is left out."""
+    names = mtp_names(form.config, list(form.tensors))
+    if not names:
+        return
+    head = {name: form.tensors[name] for name in names}
+    form.tensors = {name: info for name, info in form.tensors.items() if name not in head}
+    missing = missing_part(names)
+    if missing:
+        form.oddities.append(oddity("half a head", tensor=f"{names[0]}{more(names)}", missing=missing))
         form.as_stored = False
+    else:
+        form.mtp = head
 
 
 def _settle_codes(form: NormalForm) -> None:
@@ -237,4 +234,4 @@ def _with_rows(form: NormalForm, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **changed} if changed else config
 
 
-STEPS = (_settle_layers, _settle_names, _settle_further, _settle_codes, _settle_tie, _settle_tokens)
+STEPS = (_settle_layers, _settle_names, _settle_mtp, _settle_codes, _settle_tie, _settle_tokens)

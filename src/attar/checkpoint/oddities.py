@@ -56,8 +56,8 @@ ODDITIES: dict[str, OddityRule] = {
         REFUSED, "tensor {tensor!r} is in {file} and, with other values, in {other}", ANOTHER_VERSION
     ),
     "wrapped names": OddityRule(NOTE, "its tensors' names have {prefix!r} of a training library: left out"),
-    "multi-token prediction": OddityRule(
-        NOTE, "{tensor} predicts tokens after the next, which attar does not: left out"
+    "half a head": OddityRule(
+        NOTE, "{tensor} is half a multi-token prediction head, without {missing}: left out"
     ),
     "adapter inside": OddityRule(
         REFUSED,

@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -43,8 +43,9 @@ class Checkpoint:
         name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
         config: the content of ``config.json``.
         card: the content of ``attar.json``, or None for a model that attar did not make.
-        tensors: every stored tensor by name: shards in the order of their names, tensors in the order of
-            their bytes.
+        tensors: every stored tensor of the model by name: shards in the order of their names, tensors in the
+            order of their bytes.
+        mtp: those of its multi-token prediction head (:mod:`attar.checkpoint.mtp`), in the same order.
         oddities: what is odd about it (:mod:`attar.checkpoint.oddities`); config and tensors are without.
         as_stored: all tensors of the files have their names there.
         fits: :func:`attar.models.loading.fit.admit` has compared it with its family and its tokenizer.
@@ -58,6 +59,7 @@ class Checkpoint:
     oddities: tuple[Oddity, ...] = ()
     as_stored: bool = True
     fits: bool = False
+    mtp: dict[str, TensorInfo] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         architecture = next(iter(self.config.get("architectures") or ()), "")
@@ -66,7 +68,17 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
+        return sum(info.nbytes for info in self.stored.values())
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """Every stored tensor, the head's behind the model's."""
+        return {**self.tensors, **self.mtp}
+
+    @property
+    def with_mtp(self) -> Checkpoint:
+        """The checkpoint with its head's tensors among the others."""
+        return replace(self, tensors=self.stored, mtp={}) if self.mtp else self
 
     @property
     def notes(self) -> list[str]:
@@ -76,7 +88,7 @@ class Checkpoint:
     @cached_property
     def weight_files(self) -> list[Path]:
         """The files that hold the tensors, sorted by name."""
-        return sorted({info.file for info in self.tensors.values()})
+        return sorted({info.file for info in self.stored.values()})
 
     @property
     def source(self) -> Path:
@@ -90,7 +102,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such tensor, or its bytes cannot be read.
         """
-        info = self.tensors.get(name)
+        info = self.tensors.get(name) or self.mtp.get(name)
         if info is None:
             close = nearest(name, self.tensors)
             raise CheckpointError(
@@ -149,7 +161,8 @@ def open_anyway(model: str | Path | Checkpoint) -> Checkpoint:
     tensors, odd = read_tensors(folder)
     form = normal_form(config, tensors, folder)
     name, card = paths.model_name(model, folder), Card.read(folder)
-    return Checkpoint(folder, name, form.config, card, form.tensors, (*odd, *form.oddities), form.as_stored)
+    oddities = (*odd, *form.oddities)
+    return Checkpoint(folder, name, form.config, card, form.tensors, oddities, form.as_stored, mtp=form.mtp)
 
 
 def _opener(path: Path) -> str | None:

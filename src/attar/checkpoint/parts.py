@@ -17,7 +17,8 @@ from attar.checkpoint.tensors import TensorInfo
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
-PARTS = ("embedding", "attention", "mlp", "norm", "head", "other")
+PARTS = ("embedding", "attention", "mlp", "norm", "head", "mtp", "other")
+"""``mtp`` is the multi-token prediction head, whole."""
 
 _RULES: tuple[tuple[str, str], ...] = (
     ("norm", r"norm|^ln(_|\d|$)"),
@@ -93,8 +94,8 @@ def count(checkpoint: Checkpoint) -> ParameterCount:
     codes = _code_counter(checkpoint, quantization) if isinstance(quantization, dict) else None
     sums = {part: [0, 0] for part in PARTS}
     packed = [0, 0, 0]
-    for name, info in checkpoint.tensors.items():
-        part = part_of(name)
+    for name, info in checkpoint.stored.items():
+        part = "mtp" if name in checkpoint.mtp else part_of(name)
         auxiliary = codes is not None and bool(AUXILIARY.search(name))
         coded = codes(info) if codes and not auxiliary else None
         numbers = math.prod(info.shape) if coded is None else coded
@@ -120,19 +121,19 @@ def part_of(name: str) -> str:
 
 def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Callable[[TensorInfo], int | None]:
     """A function from a stored tensor to the parameters that its codes encode; None for plain numbers."""
-    bits = code_bits(quantization)
+    bits, stored = code_bits(quantization), checkpoint.stored
 
     def parameters(info: TensorInfo) -> int | None:
         if info.block:
             return math.prod(info.weight_shape)
         numbers = math.prod(info.shape)
         stem, _, last = info.name.rpartition(".")
-        if last == "weight_packed" and f"{stem}.weight_shape" in checkpoint.tensors:
+        if last == "weight_packed" and f"{stem}.weight_shape" in stored:
             return math.prod(int(size) for size in checkpoint.load(f"{stem}.weight_shape").tolist())
         if last in ("weight_packed", "qweight") and info.dtype == "I32":
             return numbers * 32 // bits
         if info.dtype == "U8" and (
-            last == "weight_packed" or last.endswith("_blocks") or f"{info.name}.absmax" in checkpoint.tensors
+            last == "weight_packed" or last.endswith("_blocks") or f"{info.name}.absmax" in stored
         ):
             return numbers * 2  # two 4-bit codes in a byte
         if last == "weight" and info.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2"):

@@ -72,7 +72,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     )
     output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
-    return same_tensors(source, open_checkpoint(output.folder), dtype, progress)
+    return same_tensors(source, open_checkpoint(output.folder).with_mtp, dtype, progress)
 
 
 def _dtype(source: Checkpoint, settings: ExportSettings, output: StageOutput) -> torch.dtype | None:

@@ -238,7 +238,7 @@ def _joint_kl(
 ) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
-    work = on.file.with_name(f".{on.file.name}.whole")
+    work = on.file.with_name(f".{on.file.name}.with_mtp")
     return interaction(on.model, schemes, chosen.loss, grids, on.batches, work)
 
 

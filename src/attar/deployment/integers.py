@@ -22,6 +22,7 @@ from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
 from attar.formats.convert import convert, converted_rule, misfit
+from attar.formats.dense_names import dense_names
 from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
@@ -123,6 +124,7 @@ class IntegerConversion:
 
     Attributes:
         linears: those whose codes are carried over, by stored name.
+        dense: modules that stay dense, beside the model's Linears without codes.
         notes: sentences for the card and the terminal: scales that changed.
 
     Raises:
@@ -176,7 +178,9 @@ class IntegerConversion:
         dense = {slot.name: stored for stored, slot in slots.items()}
         headers = {slot.name: slot for slot in slots.values()}
         names = stored_names(model, _DenseTensors(self.source.path, headers))
-        self.routers = _routers(model, names)
+        known = frozenset(names.values())
+        further = {name: slot for name, slot in headers.items() if name not in known}
+        self.dense = [*_routers(model, names), *dense_names(further, (), config)]
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         linears = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
@@ -245,7 +249,7 @@ class IntegerConversion:
         model = empty_model(config, unstacked=True)
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         rules = self._rules()
-        ignore = list(dict.fromkeys([*(name for name in modules if name not in rules), *self.routers]))
+        ignore = list(dict.fromkeys([*(name for name in modules if name not in rules), *self.dense]))
         if self.target == "gptq":
             quantization = gptq.quantization_config(rules, ignore=ignore)
         elif self.target == "awq":

@@ -96,7 +96,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     _stream(source, conversion, output, progress)
     output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
-    written = open_checkpoint(output.folder)
+    written = open_checkpoint(output.folder).with_mtp
     output.details["limits"] = target_limits(written)
     return same_weights(source, written, progress)
 
@@ -120,7 +120,7 @@ def copy_tensors(source: Checkpoint, output: StageOutput, progress: Progress) ->
     )
     output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
-    written = open_checkpoint(output.folder)
+    written = open_checkpoint(output.folder).with_mtp
     output.details["limits"] = target_limits(written)
     return same_tensors(source, written, None, progress)
 

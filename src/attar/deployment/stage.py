@@ -88,6 +88,8 @@ def export(
     if settings.format not in HEAD_FORMATS:
         _refuse_head(source, settings.format)
         source = admit(source, progress, causal=settings.format == "gguf")
+    if WRITERS[settings.format] in ("dense", "packed"):
+        source = source.with_mtp  # the multi-token prediction head is converted like the model
     writer.refuse(source, settings)
     if settings.text_rows:
         settings = fit(settings, source, progress)

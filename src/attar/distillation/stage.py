@@ -27,6 +27,7 @@ from attar.distillation.rollouts.teacher import RolloutWriter
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.distillation.signals.alignment.route import tokenizer_pair
 from attar.distillation.signals.target import SignalSource
+from attar.distillation.student_settings import StudentSettings
 from attar.distillation.students.dense import dense_student
 from attar.distillation.students.make import given_student, make_student
 from attar.distillation.students.plan import StudentPlan, plan_student
@@ -35,6 +36,7 @@ from attar.distillation.tasks import task_of
 from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device, resolve
 from attar.models.loading.fit import admit
+from attar.models.loading.kept_mtp import NARROWER, keep_mtp
 from attar.models.loading.load import load_model, load_tokenizer, save_model
 from attar.models.loading.stored import precision_note, stored_precision
 from attar.models.surgery.zeros import resolve_zeros, stated_zeros, zero_mask
@@ -137,7 +139,7 @@ def distill(
             if given is not None:
                 save_adapter(student, output.folder / ADAPTER, given.spelling)
             student = student.merge_and_unload()
-        _save(student, base, output, history, progress)
+        _save(student, base, output, history, progress, _mtp_misfit(plan, way, settings.student))
         if settings.for_drafting and rollouts is not None:
             draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
             rows = rollouts.held_out_rows().tokens
@@ -281,10 +283,25 @@ def _rollouts(
     return RolloutWriter(model, load_tokenizer(source), settings, length, folder, progress, processes)
 
 
-def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:
+def _mtp_misfit(plan: StudentPlan | None, way: str, settings: StudentSettings) -> str:
+    """Why a student cannot have its teacher's multi-token prediction head; empty where it can."""
+    if way or settings.width or (plan is not None and plan.is_narrower):
+        return NARROWER
+    return "the student starts afresh" if settings.init == "random" else ""
+
+
+def _save(
+    student: Any,
+    source: Checkpoint,
+    output: Any,
+    history: TrainHistory,
+    progress: Progress,
+    why_no_mtp: str = "",
+) -> None:
     if note := precision_note(source):
         progress.log(note)
     save_model(student, output.folder, dtype=stored_precision(source))
+    keep_mtp(source, output.folder, progress, why_no_mtp)
     copy_companions(source.path, output.folder)
     output.details.update(
         curve=history.curve,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, WeightLayout, dequantize
+from attar.formats.dense_names import FUSED
 from attar.formats.packed_reader import PackedReader, check_codes
 from attar.formats.rules import CONV1D, WeightRule, whole_number
 
@@ -30,11 +31,6 @@ HALVES = ("F16", "BF16")
 BITS_KEYS, SIZE_KEYS = ("bits", "w_bit", "wbits"), ("group_size", "q_group_size", "groupsize")
 """Names of two numbers in the files of all writers, the usual one first."""
 HEAD = "lm_head"
-FUSED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
-"""vLLM's names of modules that it fuses of several; its patterns are matched against these names."""
 
 
 def pattern(name: str) -> str:

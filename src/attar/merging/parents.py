@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
@@ -97,6 +98,13 @@ def open_parents(documents: Sequence[MergeDocument], models: Mapping[str, str | 
         if reference.model not in results:
             parents.view(reference)
     return parents
+
+
+def stored_checkpoint(view: Any) -> Checkpoint:
+    """The checkpoint itself of a view that decodes it or adds an adapter."""
+    while not isinstance(view, Checkpoint):
+        view = view.checkpoint
+    return view
 
 
 class AdapterFolder(Checkpoint):

@@ -35,10 +35,12 @@ from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.conflicts import ConflictRecorder
 from attar.merging.mixture.build import PreparedMixture, write_mixture
-from attar.merging.parents import ParentModels, open_parents
+from attar.merging.parents import ParentModels, open_parents, stored_checkpoint
 from attar.merging.planning.prepare import PreparedMerge, prepare_any
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
+from attar.merging.weights import Merge
+from attar.models.loading.kept_mtp import keep_mtp
 from attar.options import differing
 from attar.progress import SILENT, Progress
 
@@ -157,6 +159,7 @@ class _MergeRun:
             progress=self.progress,
         )
         output.exit_unless_rank0()
+        self._keep_mtp(merge, output.folder)
         output.details |= {"method": merge.plan.method.name, "models": list(merge.plan.labels)}
         output.details |= {"notes": notes} if notes else {}
         output.details |= self._drawn(conflicts.details(merge.plan), output.folder)
@@ -167,6 +170,15 @@ class _MergeRun:
             output.details |= measure_quality(
                 prepared, output.folder, self.settings, texts, self.progress, [*records, *output.texts]
             )
+
+    def _keep_mtp(self, merge: Merge, folder: Path) -> None:
+        """The multi-token prediction head of the parent whose config the result has."""
+        plan, why_not = merge.plan, "" if merge.vocabulary is None else "the vocabulary is merged"
+        parent = stored_checkpoint(plan.models[plan.donor])
+        if parent.mtp and not why_not:
+            label = plan.labels[plan.donor]
+            self.progress.log(f"note: the multi-token prediction head is that of {label}, unmerged")
+        keep_mtp(parent, folder, self.progress, why_not)
 
     def _drawn(self, details: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Draw the conflicts, where there are any and a picture is wanted; returns them."""

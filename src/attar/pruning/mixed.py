@@ -19,6 +19,7 @@ from attar.data.auto import fit
 from attar.errors import UsageError
 from attar.importance.scoring import UnitScoring, no_loss
 from attar.models.loading.fit import admit
+from attar.models.loading.kept_mtp import NARROWER, keep_mtp
 from attar.models.loading.load import save_model
 from attar.models.loading.stored import precision_note, stored_precision
 from attar.models.surgery.plan_space import plan_space
@@ -70,6 +71,7 @@ def prune_mixed(task: PruneTask) -> None:
         output.details["reconstruct"] = kind
     scoring = UnitScoring(study.model, space.anatomy, (), study.batches, no_loss, output.work)
     save_model(checked_cut(scoring, plan), output.folder, dtype=stored_precision(source))
+    keep_mtp(source, output.folder, progress, NARROWER if plan.is_narrower else "")
     shares = scanned.shares()
     output.details |= {
         "precision": study.precision,

@@ -22,6 +22,7 @@ from attar.models.anatomy.parts import Anatomy, weight_of
 from attar.models.anatomy.unit_weights import UnitWeights
 from attar.models.loading.device import pick_device
 from attar.models.loading.empty import empty_model
+from attar.models.loading.kept_mtp import NARROWER, keep_mtp
 from attar.models.loading.load import load_model, load_tokenizer, save_model
 from attar.models.loading.stored import precision_note, stored_precision
 from attar.models.surgery.cut_model import cut_model
@@ -84,6 +85,7 @@ def prune_units(task: PruneTask) -> None:
     output.exit_unless_rank0()
     smaller = zero_heads(loaded, anatomy, plan) if zeroed else checked_cut(scoring, plan)
     save_model(smaller, output.folder, dtype=stored_precision(source))
+    keep_mtp(source, output.folder, progress, NARROWER if plan.is_narrower and not zeroed else "")
     output.details["layers"] = _report(structure.parts(anatomy), scores, keep)
     output.details["precision"] = scoring.precision
     output.details["kept"] = {

@@ -15,6 +15,7 @@ from torch import nn
 from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
+from attar.formats.dense_names import dense_names
 from attar.formats.readers import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy.discover import discover
@@ -35,6 +36,7 @@ LARGE = 0.15  # share of the result from which on a dense embedding is worth a l
 NARROW = 16
 """Linears with fewer inputs stay dense: they have no group, and hardly any bytes (Gemma 3n's mixing of
 streams)."""
+_MTP_LINEAR = re.compile(r"\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight$")
 READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
 """Families whose code in transformers reads ``.weight`` itself, which packed Linears do not have."""
 
@@ -82,6 +84,7 @@ class QuantizationPlan:
         mixed: experts of a block have several schemes.
         split: q, k and v of a block have several.
         table: name of the stored embedding.
+        mtp: as ``sites``, of the multi-token prediction head; rounded to nearest, as no text runs through it.
         stacked: the family, where it stores experts in one tensor; here they are apart.
     """
 
@@ -98,6 +101,7 @@ class QuantizationPlan:
     mixed: bool = False
     split: bool = False
     table: str = ""
+    mtp: dict[str, LayerPlan] = field(default_factory=dict)
 
 
 def plan(
@@ -151,9 +155,13 @@ def plan(
     tied = anatomy.head if embedding and anatomy.tied else None
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     routers = [name for block in anatomy.blocks if block.mixture for name in block.mixture.dense]
-    spelled = [names[f"{name}.weight"].removesuffix(".weight") for name in routers]
-    routers += [name for name in spelled if name not in routers]  # engines keep the checkpoint's names
-    ignore = tuple(dict.fromkeys([*(name for name in linears if name not in chosen), *routers]))
+    dense = [*(name for name in linears if name not in chosen), *routers]
+    spelled = [names.get(f"{name}.weight", name).removesuffix(".weight") for name in dense]
+    known = frozenset(names.values())
+    further = {name: info for name, info in checkpoint.tensors.items() if name not in known}
+    mtp = _mtp_sites(checkpoint, settings, first_scheme(sites, settings.scheme), dtype)
+    further_names = dense_names({**further, **checkpoint.mtp}, mtp, checkpoint.config)
+    ignore = tuple(dict.fromkeys([*dense, *spelled, *further_names]))  # engines keep the stored names
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
     inside = [name for block in anatomy.blocks if block.mixture for name in block.mixture.linears]
     experts = any(name in chosen for name in inside)
@@ -167,7 +175,7 @@ def plan(
     )
     stacked = anatomy.family if experts and isinstance(checkpoint, SingleExperts) else ""
     planned = QuantizationPlan(
-        sites, embedding, tied, ignore, {}, caches, cache, reads, experts, stacked, mixed, split, table
+        sites, embedding, tied, ignore, {}, caches, cache, reads, experts, stacked, mixed, split, table, mtp
     )
     return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
 
@@ -280,6 +288,15 @@ def embedding_note(checkpoint: Any, chosen: QuantizationPlan) -> str:
     )
 
 
+def mtp_note(checkpoint: Any, chosen: QuantizationPlan) -> str:
+    """A line on what becomes of a multi-token prediction head; empty where there is none."""
+    if not checkpoint.mtp:
+        return ""
+    if not chosen.mtp:
+        return "note: the multi-token prediction head stays as it is, and the config names it"
+    return f"note: {len(chosen.mtp)} Linears of the multi-token prediction head are rounded to nearest"
+
+
 def _override(text: str) -> tuple[str, str]:
     """(pattern, scheme name or "dense") of "pattern=SCHEME"."""
     pattern, _, name = text.rpartition("=")
@@ -379,8 +396,7 @@ def _config(planned: QuantizationPlan, main: str, embedding: str) -> dict[str, A
             list(planned.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
         )
     transposed = any(site.transposed for site in sites)
-    alias = SCHEMES[main].name
-    first = alias if alias in schemes else next(iter(schemes))
+    first = first_scheme(planned.sites, main).name
     groups = []
     if planned.embedding:
         head = (f"re:.*{re.escape(planned.tied_head)}$",) if planned.tied_head else ()
@@ -400,6 +416,32 @@ def _config(planned: QuantizationPlan, main: str, embedding: str) -> dict[str, A
         kv_cache=planned.kv_cache,
         transposed=transposed,
     )
+
+
+def first_scheme(sites: Mapping[str, LayerPlan], main: str) -> QuantizationScheme:
+    """The scheme that covers every Linear which the config does not name: the main one, where a site has
+    it."""
+    schemes = {site.scheme.name: site.scheme for site in sites.values()}
+    return schemes.get(SCHEMES[main].name) or next(iter(schemes.values()))
+
+
+def _mtp_sites(
+    checkpoint: Any, settings: StorageSettings, scheme: QuantizationScheme, dtype: torch.dtype | None
+) -> dict[str, LayerPlan]:
+    """The Linears of the blocks of a multi-token prediction head that get the first scheme: all, where it
+    needs no calibration and fits; what joins state and embedding stays as it is, as engines have it."""
+    rule, sites = scheme.weights, {}
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    if static or rule.kind == "nf4" or rule.ordered:
+        return {}
+    for name, info in checkpoint.mtp.items():
+        module = name.removesuffix(".weight")
+        ignored = any(matches(module, pattern) for pattern in settings.ignore)
+        if ignored or not _MTP_LINEAR.search(name) or info.shape[1] % scheme.divisor:
+            continue
+        kind = dtype or FLOATS.get(info.dtype, torch.float32)
+        sites[name] = LayerPlan(module, tuple(info.shape), False, scheme.grid(kind), scheme, kind)
+    return sites
 
 
 def _narrow(site: LayerPlan) -> bool:

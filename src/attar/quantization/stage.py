@@ -34,7 +34,7 @@ from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result
 from attar.quantization.gates import rarest_expert
 from attar.quantization.mixed_precision.search import choose_bits
-from attar.quantization.plan import QuantizationPlan, embedding_note, group_sizes, plan
+from attar.quantization.plan import QuantizationPlan, embedding_note, group_sizes, mtp_note, plan
 from attar.quantization.quantization_method import RoundingTask
 from attar.quantization.rounding import METHODS
 from attar.quantization.settings import (
@@ -83,8 +83,9 @@ def quantize(
         if settings.amount is not None:
             settings.amount.check(layer.shape[1], layer.module)
     settings = with_tuning(settings, first, checkpoint, progress)
-    if note := embedding_note(checkpoint, first):
-        progress.log(note)
+    for note in (embedding_note(checkpoint, first), mtp_note(checkpoint, first)):
+        if note:
+            progress.log(note)
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
     text = fingerprint(settings.data)

@@ -89,14 +89,16 @@ def write(
         config["dtype"] = str(dtype).removeprefix("torch.")
     write_config(folder / "config.json", config)
 
+    coded = {**chosen.sites, **chosen.mtp}
+
     def kept(kind: str) -> str:
         return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind
 
     def layout(info: Any) -> Sequence[TensorSpec]:
         base, kind = info.name.removesuffix(".weight"), kept(info.dtype)
         caches = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
-        if info.name in chosen.sites:
-            return [*layer_specs(chosen.sites[info.name], base), *caches]
+        if info.name in coded:
+            return [*layer_specs(coded[info.name], base), *caches]
         if info.name == chosen.embedding:
             scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
             return [TensorSpec(info.name, "I8", info.shape), *scale, *caches]
@@ -112,6 +114,9 @@ def write(
             kind = getattr(torch, TORCH[kept(checkpoint.tensors[name].dtype)])
             scales = (torch.tensor([value], dtype=kind) for value in caches[chosen.caches[name]])
             cache_scales = dict(zip(_cache_names(chosen, name), scales, strict=True))
+        if name in chosen.mtp:
+            layer = chosen.mtp[name]
+            return layer_tensors(layer, base, rtn(load(), layer.grid), None)
         if name in chosen.sites:
             layer = chosen.sites[name]
             packed = layer_tensors(layer, base, codes(name, load), inputs.get(layer.module))

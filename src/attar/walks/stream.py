@@ -66,7 +66,7 @@ def stream(
     """Transform a checkpoint's tensors one by one and write the results. Returns the files written.
 
     Args:
-        checkpoint: read, never changed.
+        checkpoint: read, never changed; its multi-token prediction head is streamed behind the model.
         layout: see :data:`TensorLayout`; called once for every tensor before any is read.
         transform: see :data:`Transform`.
         folder: for the shards and their index.
@@ -82,7 +82,7 @@ def stream(
             list(layout(info)),
             lambda name=info.name: transform(name, lambda: checkpoint.load(name)),  # type: ignore[misc]
         )
-        for info in checkpoint.tensors.values()
+        for info in (*checkpoint.tensors.values(), *checkpoint.mtp.values())
     ]
     return stream_steps(
         steps, folder, work=work, shard_bytes=shard_bytes, processes=processes, progress=progress, what=what

@@ -101,11 +101,6 @@ def test_a_number_at_the_beginning() -> None:
     assert layer_name("", 3, "w") == "3.w"
 
 
-def test_layers_of_prediction_beyond_the_count() -> None:
-    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    assert find_stacks(names("model.layers", 3, "w"), config, "m") == (ModelStack("model.layers", 3),)
-
-
 @pytest.mark.parametrize(
     ("layer_names", "config", "message"),
     [

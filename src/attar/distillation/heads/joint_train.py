@@ -31,6 +31,7 @@ from attar.errors import SettingsError
 from attar.models.anatomy.discover import discover
 from attar.models.draft_heads.folder import save_draft_head
 from attar.models.head import Head, head_of
+from attar.models.loading.kept_mtp import keep_mtp
 from attar.models.loading.load import save_model
 from attar.models.loading.stored import precision_note, stored_precision
 from attar.progress import Progress
@@ -121,6 +122,7 @@ def save_joint(
     if note := precision_note(source):
         progress.log(note)
     save_model(model, output.folder, dtype=stored_precision(source))
+    keep_mtp(source, output.folder, progress)
     copy_companions(source.path, output.folder)
     folder = output.folder / HEAD
     folder.mkdir()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import atomic
+from attar.checkpoint.mtp import LEFT_OUT, without_mtp
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype, tensor_bytes
@@ -35,7 +36,7 @@ from attar.merging.mixture.architectures import (
     split_name,
 )
 from attar.merging.mixture.config import RANDOM_MODES, ExpertSource, MixtureConfig
-from attar.merging.parents import ParentModels
+from attar.merging.parents import ParentModels, stored_checkpoint
 from attar.merging.planning.naming import is_buffer
 from attar.merging.planning.output_config import shape_text
 from attar.merging.settings import MergeSettings
@@ -167,7 +168,10 @@ def write_mixture(
             " the prompts are too similar"
         )
         progress.log(f"warning: {notes[-1]}")
-    atomic.write_json(output.folder / "config.json", prepared.config)
+    if stored_checkpoint(prepared.base).mtp:
+        notes.append(LEFT_OUT.format("the base's is for a dense model"))
+        progress.log(f"note: {notes[-1]}")
+    atomic.write_json(output.folder / "config.json", without_mtp(prepared.config))
     copy_companions_of(prepared.base, output.folder)
     dtype = getattr(torch, prepared.dtype)
     steps = [

@@ -72,8 +72,7 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
         if _STACK_WORD.search(prefix.rpartition(".")[2]) or (size in known_sizes and size > 1)
     ]
     expected = layer_count(config)
-    allowed = (expected, (expected or 0) + (config.get("num_nextn_predict_layers") or 0))
-    if expected is not None and not any(stack.count in allowed for stack in stacks):
+    if expected is not None and not any(stack.count == expected for stack in stacks):
         actual = ", ".join(f"{s.count} in {s.prefix}" for s in stacks) or _incomplete(numbers)
         raise ModelError(
             f"{model}: config.json says {expected} layers, but the tensors' names have {actual}",
@@ -81,7 +80,7 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
         )
     if not stacks:
         raise ModelError(f"{model}: no layers found in the names of its tensors")
-    return tuple(sorted(stacks, key=lambda stack: (stack.count not in allowed, stack.prefix)))
+    return tuple(sorted(stacks, key=lambda stack: (stack.count != expected, stack.prefix)))
 
 
 def position_of(name: str, stacks: Iterable[ModelStack]) -> TensorPosition | None:

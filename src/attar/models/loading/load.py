@@ -74,7 +74,7 @@ def load_model(
     from attar.formats import readers
 
     packed = readers.quant_method(checkpoint)
-    if packed is not None or is_unstacked(checkpoint) or not checkpoint.as_stored:
+    if packed is not None or is_unstacked(checkpoint) or checkpoint.mtp or not checkpoint.as_stored:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": stacked_state(checkpoint)}

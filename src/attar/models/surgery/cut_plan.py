@@ -33,6 +33,11 @@ class CutPlan:
         """Numbers of the blocks that stay."""
         return list(range(len(anatomy.blocks)) if self.layers is None else self.layers)
 
+    @property
+    def is_narrower(self) -> bool:
+        """Whether units within layers go."""
+        return any(units is not None for units in (self.heads, self.neurons, self.hidden))
+
     def check(self, anatomy: Anatomy) -> None:
         """Raise ModelError where the plan does not fit the model."""
         if self.layers is not None:

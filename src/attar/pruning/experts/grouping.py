@@ -54,6 +54,11 @@ def keep_best(scores: Tensor, keep: int) -> ExpertGroups:
     return ExpertGroups(tuple((expert,) for expert in chosen), ((1.0,),) * keep)
 
 
+def firsts(groups: ExpertGroups) -> ExpertGroups:
+    """The first expert of each group alone."""
+    return ExpertGroups(tuple(members[:1] for members in groups.members), ((1.0,),) * len(groups.members))
+
+
 def merge_similar(outputs: Tensor, frequency: Tensor, keep: int) -> ExpertGroups:
     """``keep`` clusters of experts by their mean outputs (E, H), ordered by their first expert."""
     clusters = average_linkage(torch.cdist(outputs, outputs), keep)

@@ -119,19 +119,21 @@ class ExpertTensor:
     local_name: str
 
 
-def expert_tensors(tensors: Mapping[str, Any], count: int, mixtures: int) -> dict[str, ExpertTensor]:
+def expert_tensors(
+    tensors: Mapping[str, Any], count: int, mixtures: int | None = None
+) -> dict[str, ExpertTensor]:
     """The tensors of experts and routers, by name.
 
     Args:
         tensors: of the checkpoint, with their shapes.
-        mixtures: layers with experts.
+        mixtures: layers with experts, where that is known.
 
     Raises:
         ModelError: the names are not understood.
     """
     parts = {name: _expert_of(name) for name in tensors}
     prefixes = sorted({part[0] for part in parts.values() if part}, key=_layer_of)
-    if len(prefixes) != mixtures:
+    if mixtures is not None and len(prefixes) != mixtures:
         raise ModelError(
             f"experts in {len(prefixes)} layers of the checkpoint, and in {mixtures} of the model"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.readers import quant_method
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model
-from attar.pruning.experts.grouping import SCORES, ExpertGroups, keep_best, merge_similar
+from attar.pruning.experts.grouping import SCORES, ExpertGroups, firsts, keep_best, merge_similar
 from attar.pruning.experts.mixtures import (
     ExpertTensor,
     MixtureSizes,
@@ -79,6 +80,13 @@ def prune_experts(task: PruneTask) -> None:
             )
     config = sizes.changed(source.config, keep, active)
     atomic.write_json(output.folder / "config.json", config)
+    head = expert_tensors(source.mtp, sizes.experts)
+    if head:
+        task.progress.log(
+            "note: of the multi-token prediction head the experts stay that the last layer keeps"
+        )
+        groups = [*groups, firsts(groups[-1])]
+    tensors |= {name: replace(part, layer=len(modules)) for name, part in head.items()}
     steps = cut_steps(source, tensors, groups)
     stream_steps(
         steps,
@@ -98,7 +106,8 @@ def prune_experts(task: PruneTask) -> None:
         "cut": "merged" if criterion == "cluster" else "removed",
     }
     if criterion != "cluster" and active == sizes.active:
-        _check(model, load_model(output.folder, dtype=torch.float32), groups, sizes.experts, batches)
+        result = load_model(output.folder, dtype=torch.float32)
+        _check(model, result, groups[: len(modules)], sizes.experts, batches)
 
 
 def kept_experts(count: int, options: Any) -> int:
@@ -125,7 +134,7 @@ def cut_steps(
 ) -> list[WriteStep]:
     """The tensors that are written: every tensor of the source but the tensors of removed experts."""
     steps = []
-    for info in source.tensors.values():
+    for info in source.stored.values():
         part = tensors.get(info.name)
         if part is None:
             spec = TensorSpec(info.name, info.dtype, tuple(info.shape))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.mtp import LEFT_OUT, without_mtp
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import TensorSpec
@@ -172,7 +173,9 @@ def transform(
             checkpoint, model, kind, work, batches, grids, activations, alpha, chosen, first, device, progress
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, model, result, folder, work / "shards", dtype, progress)
+    if kind == "rotate" and checkpoint.mtp:
+        progress.log(f"note: {LEFT_OUT.format('it reads the stream that is rotated')}")
+    _write(checkpoint, model, result, folder, work / "shards", dtype, progress, kind != "rotate")
     copy_companions(checkpoint.path, folder)
     atomic.write_json(folder / REPORT, {"kind": kind, **result.report})
     return open_checkpoint(folder)
@@ -201,6 +204,7 @@ def _write(
     work: Path,
     dtype: torch.dtype | None,
     progress: Progress,
+    keeps_mtp: bool,
 ) -> None:
     """Write config and tensors, under their stored names; with a new head, under the model's."""
     names = {stored: name for name, stored in stored_names(model, checkpoint).items()}
@@ -211,9 +215,13 @@ def _write(
         config["dtype"] = str(dtype).removeprefix("torch.")
     if head:
         config["tie_word_embeddings"] = False
+    if not keeps_mtp:
+        config = without_mtp(config)
     atomic.write_json(folder / "config.json", config)
 
     def layout(info: Any) -> Sequence[TensorSpec]:
+        if info.name in checkpoint.mtp and not keeps_mtp:
+            return []
         name = names.get(info.name, info.name)
         floating = info.dtype in ("F64", "F32", "F16", "BF16")
         kind = stored_dtype(dtype) if dtype is not None and floating else info.dtype
