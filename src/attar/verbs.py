@@ -150,7 +150,7 @@ def quantize(
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
     checked = _settings("quantize", settings)
-    source = _dense(model, checked)
+    source = _sized(model, checked)
     check_output(out, force)
     function = STAGES["quantize"].run()
     checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
@@ -356,7 +356,7 @@ def run_stage(
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     check_output(out, force)
     if verb == "quantize":
-        model = _dense(model, settings)
+        model = _sized(model, settings)
     load("attar.recipe.memory_needs:check_memory")(verb, model, settings)
     function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
@@ -561,13 +561,12 @@ def check_output(out: str | Path, force: bool) -> None:
     check(final, force)
 
 
-def _dense(model: ModelSource, settings: QuantizeSettings) -> Checkpoint:
-    """An open checkpoint; a size of groups that no layer has is refused before torch is imported, a packed
-    checkpoint before transformers is."""
+def _sized(model: ModelSource, settings: QuantizeSettings) -> Checkpoint:
+    """An open checkpoint; a size of groups that no layer of a dense one has is refused before torch is
+    imported."""
     checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(source_of(model))
     if is_dense(checkpoint):
         settings.storage.check_sizes({name: info.shape for name, info in checkpoint.tensors.items()})
-    load("attar.formats.readers:refuse_packed")(checkpoint)
     return checkpoint
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import attar
 from attar.checkpoint.inspect import inspect
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
@@ -246,14 +245,8 @@ def test_what_is_refused_in_one_line_before_any_work(options, problem, tmp_path)
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_quantized_models_are_refused_by_name(tmp_path):
+def test_a_model_of_which_every_linear_is_ignored_is_refused(tmp_path):
     model = save("llama3", tmp_path)
-    packed = attar.quantize(model, tmp_path / "packed", method="rtn", check_tokens=0)
-    attar.export(model, tmp_path / "gguf", format="gguf", type="Q8_0", imatrix="none")
-    for source in (packed.path, next(tmp_path.rglob("*.gguf"))):
-        with pytest.raises(ModelError, match="is quantized already") as refusal:
-            prune(source, tmp_path / "out", prune_settings(method="magnitude"))
-        assert "--format dense" in refusal.value.hint
     with pytest.raises(ModelError, match="every Linear is ignored"):
         prune(model, tmp_path / "out", prune_settings(method="magnitude", ignore=("re:.",)))
 

@@ -1,7 +1,6 @@
 """The verb quantize, from folder to folder: what transformers loads, what the card says, what is refused."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import attar
 from attar.checkpoint import open_checkpoint
-from attar.errors import ModelError, NumericsError, SettingsError
+from attar.errors import NumericsError, SettingsError
 from attar.models.loading.load import load_model
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
-from attar.recipe.stages import STAGES
 from tests import tiny_models
-from tests.formats.gguf.gguf_files import write_gguf
 from tests.marks import slow_but
 
 LINEAR_FAMILIES = [family for family in tiny_models.DECODERS if family != "gpt2"]
@@ -164,21 +161,7 @@ def test_group_size_that_does_not_divide_names_layer_and_mend(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_quantizing_twice_is_refused(saved, tmp_path):
-    quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", **SMALL))
-    with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
-        quantize(tmp_path / "out", tmp_path / "again", quantize_settings(method="rtn", **SMALL))
-
-
-def test_a_gguf_is_refused_by_its_own_name_before_the_stage_is_imported(saved, tmp_path, monkeypatch):
-    file = write_gguf(saved("llama3", hidden_size=256, intermediate_size=256), tmp_path / "m.gguf", "Q4_0")
-    monkeypatch.setattr(type(STAGES["quantize"]), "run", lambda stage: pytest.fail("imported"))
-    with pytest.raises(ModelError, match=rf"^{re.escape(str(file))} is quantized already \(gguf\)") as raised:
-        attar.quantize(file, tmp_path / "out", method="rtn")
-    assert f"attar export {file} -o DENSE --format dense" in raised.value.hint
-
-
-def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
+def test_codes_of_the_first_gptq_files_are_a_source_too(saved, tmp_path):
     """Their config stands in quantize_config.json."""
     folder = saved("llama3")
     quantized = quantize(folder, tmp_path / "packed", quantize_settings(method="rtn", **SMALL))
@@ -187,8 +170,8 @@ def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
     message = config.pop("quantization_config")
     (tmp_path / "gptq/config.json").write_text(json.dumps(config))
     (tmp_path / "gptq/quantize_config.json").write_text(json.dumps(message))
-    with pytest.raises(ModelError, match="quantized already"):
-        quantize(tmp_path / "gptq", tmp_path / "out", quantize_settings(method="rtn", **SMALL))
+    out = quantize(tmp_path / "gptq", tmp_path / "out", quantize_settings(method="rtn", **SMALL))
+    assert out.card is not None and all(row["carried"] for row in out.card.details["layers"])
 
 
 @pytest.mark.slow

@@ -54,6 +54,21 @@ def test_agrees_with_both_models_run_whole(tmp_path, family):
     assert result.tokens == 60 and len(result.drift) == len(list(result.drift)) > 1
 
 
+def test_each_side_may_round_its_activations(tmp_path):
+    original = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "original"))
+
+    def halve(model):
+        model.model.norm.register_forward_hook(lambda module, args, output: output / 2)
+
+    both, one = (
+        compare(
+            original, original, tokens(240), work=tmp_path / "work", prepare=halve, prepare_original=other
+        )
+        for other in (halve, None)
+    )
+    assert both.kl == 0.0 and one.kl > 0.01
+
+
 def test_equal_checkpoints_do_not_differ(tmp_path):
     original = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "original"))
     result = compare(original, original, tokens(240), work=tmp_path / "work")

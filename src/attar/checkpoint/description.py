@@ -168,16 +168,20 @@ def _cache(per_token: int, context: int | None, dtype: str) -> str:
 
 def _codes(quantization: dict[str, Any]) -> str:
     """Such as ``W4A16 group 128, pack-quantized (compressed-tensors): 14 tensors at 4.16 bits``."""
-    schemes = [
-        f"W{scheme['bits']}A{scheme['activation_bits'] or 16}"
-        + (f" group {scheme['group_size']}" if (scheme["group_size"] or 0) > 0 else "")
-        for scheme in quantization["schemes"]
-    ]
+    schemes = [_scheme(scheme) for scheme in quantization["schemes"]]
     form = [quantization["format"]] if quantization["format"] else []
     bits = quantization["bits_per_weight"]
     stored = f": {quantization['tensors']} tensors at {bits:.2f} bits" if bits else ""
     kinds = ", ".join([" and ".join(dict.fromkeys(schemes)), *form] if schemes else form)
     return f"{kinds} ({quantization['method']}){stored}"
+
+
+def _scheme(scheme: dict[str, Any]) -> str:
+    """Such as ``W4A16 group 128``, or ``W8A8 float blocks of 128 x 128``."""
+    kind = f" {scheme['type']}" if scheme["type"] not in (None, "int") else ""
+    group = f" group {scheme['group_size']}" if (scheme["group_size"] or 0) > 0 else ""
+    block = f" blocks of {' x '.join(map(str, scheme['block']))}" if scheme["block"] else ""
+    return f"W{scheme['bits']}A{scheme['activation_bits'] or 16}{kind}{group}{block}"
 
 
 def _zeros(zeros: dict[str, Any]) -> str:

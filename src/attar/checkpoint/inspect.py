@@ -171,9 +171,7 @@ def _schemes(stated: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry for each group of layers with the same format."""
     groups = stated.get("config_groups")
     if not isinstance(groups, dict):
-        bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else code_bits(stated)
-        group_size = stated.get("group_size") or stated.get("q_group_size")
-        return [{"bits": bits, "type": "int", "group_size": group_size, "activation_bits": None}]
+        return [_only_scheme(stated)]
     schemes = []
     for name in sorted(groups):
         weights = groups[name].get("weights") or {}
@@ -185,8 +183,27 @@ def _schemes(stated: dict[str, Any]) -> list[dict[str, Any]]:
                 "symmetric": weights.get("symmetric"),
                 "strategy": weights.get("strategy"),
                 "group_size": weights.get("group_size"),
+                "block": weights.get("block_structure"),
                 "activation_bits": activations.get("num_bits"),
                 "targets": groups[name].get("targets") or [],
             }
         )
     return schemes
+
+
+def _only_scheme(stated: dict[str, Any]) -> dict[str, Any]:
+    """The format of a quantization that has one for all layers, by its method."""
+    method, algorithm = stated.get("quant_method"), str(stated.get("quant_algo"))
+    kind, bits, activation_bits, block = "int", code_bits(stated), None, None
+    group_size = stated.get("group_size") or stated.get("q_group_size")
+    if method == "fp8":
+        kind, bits, activation_bits, block = "float", 8, 8, stated.get("weight_block_size")
+    elif method == "mxfp4":
+        kind, bits, group_size = "float", 4, 32
+    elif method == "modelopt":
+        kind, bits = "float", 4 if "FP4" in algorithm else 8
+    elif method == "bitsandbytes":
+        bits = 4 if stated.get("load_in_4bit") else 8
+        kind = str(stated.get("bnb_4bit_quant_type", "fp4")) if bits == 4 else "int"
+    scheme = {"bits": bits, "type": kind, "group_size": group_size, "block": block}
+    return {**scheme, "activation_bits": activation_bits}

@@ -24,7 +24,7 @@ from attar.checkpoint.weight_files import more, same_bytes
 EMPTY = ("text_config", "quantization_config")
 """Keys that mean nothing where they are null or empty."""
 TIE = "tie_word_embeddings"
-METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "exl2", "mxfp4")
+METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "mxfp4")
 """Of :data:`attar.formats.readers.READERS` in folders: their codes are known by their names and types."""
 
 _WRAPPERS = ("module.", "base_model.model.", "language_model.")
@@ -134,7 +134,7 @@ def _settle_mtp(form: NormalForm) -> None:
 def _settle_codes(form: NormalForm) -> None:
     """Codes need a ``quantization_config``, and one without codes means nothing."""
     stated = form.config.get("quantization_config")
-    coded = next((info for info in form.tensors.values() if _holds_codes(info)), None)
+    coded = next((info for info in form.tensors.values() if holds_codes(info)), None)
     if coded is not None and not stated:
         form.oddities.append(oddity("codes without config", tensor=coded.name, dtype=coded.dtype))
     elif coded is None and stated and _means_codes(stated):
@@ -143,7 +143,7 @@ def _settle_codes(form: NormalForm) -> None:
         form.config = {key: value for key, value in form.config.items() if key != "quantization_config"}
 
 
-def _holds_codes(info: TensorInfo) -> bool:
+def holds_codes(info: Any) -> bool:
     """Whether a tensor is a part of a quantized weight: its codes, its scales."""
     if info.block or info.dtype.startswith(("F4", "F6_", "F8_")):
         return True

@@ -147,7 +147,7 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
 def open_anyway(model: str | Path | Checkpoint) -> Checkpoint:
     """Open what the table of oddities refuses as well, to describe it. Arguments and errors as
     :func:`open_checkpoint`."""
-    if isinstance(model, Checkpoint):
+    if not isinstance(model, str | Path):
         return model
     folder = paths.resolve(model)
     opener = _opener(folder)

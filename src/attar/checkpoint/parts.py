@@ -43,7 +43,7 @@ _DERIVED = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
 """llama.cpp's tensors that follow from the config: bytes without parameters."""
 
 AUXILIARY = re.compile(
-    r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale)"
+    r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output|activation)_(scale|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
 )
 """Scales, zero points and the like of a quantized weight."""

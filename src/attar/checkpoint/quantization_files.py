@@ -50,6 +50,7 @@ def _modelopt(content: Mapping[str, Any]) -> dict[str, Any]:
     cached = inner.get("kv_cache_quant_algo")
     return {
         "quant_method": "modelopt",
+        "quant_algo": inner.get("quant_algo"),
         "ignore": inner.get("exclude_modules") or [],
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False} if cached == "FP8" else None,
     }

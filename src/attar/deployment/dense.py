@@ -3,21 +3,18 @@ bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
-from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
-from attar.formats.readers import quant_method, reader
+from attar.formats.readers import Decoded, quant_method, reader
 from attar.models.loading.single_experts import stacked_reader
 from attar.models.loading.stored import stored_precision
 from attar.progress import Progress
@@ -39,31 +36,12 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; returns what was checked, as sentences."""
     dtype = _dtype(source, settings, output)
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        config.pop("torch_dtype", None)
-    write_config(output.folder / "config.json", config)
-    read = stacked_reader(reader(source), source)
-
-    def layout(info: Any) -> Sequence[TensorSpec]:
-        slot = read.header(info)
-        if slot is None:
-            return []
-        name, kind, shape = slot
-        if dtype is not None and kind in ("F64", "F32", "F16", "BF16"):
-            kind = stored_dtype(dtype)
-        return [TensorSpec(name, kind, shape)]
-
-    def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
-        tensor, slot = read.decode(name), read.header(source.tensors[name])
-        assert tensor is not None and slot is not None, "scales have no slot"
-        return {slot[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
-
+    view = Decoded(source, read=stacked_reader(reader(source), source), dtype=dtype)
+    write_config(output.folder / "config.json", view.config)
     stream(
-        source,
-        layout,
-        transform,
+        view,  # type: ignore[arg-type]
+        lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
+        lambda name, load: {name: load()},
         output.folder,
         work=output.shared / "shards",
         processes=output.processes,

@@ -76,15 +76,16 @@ def distill(
     Raises:
         AttarError: see errors.py; no output is left.
     """
-    source = admit(teacher, progress, text=True)
-    given = admit(settings.student.student, progress) if settings.student.student else None
+    source = admit(teacher, progress, text=True, dense=True)
+    given = admit(settings.student.student, progress, dense=True) if settings.student.student else None
     base = source if given is None else given
     settings = fit(settings, source, progress)
     writes = settings.for_drafting or settings.teacher_share > 0.0
     signals = [source] if writes or settings.runs_teacher else []
     authors = check_authors(base, signals, settings, progress, signal=settings.objective == "sft")
     task = task_of(base.config, settings)
-    base, source = (admit(model, progress, causal=task.name == "causal") for model in (base, source))
+    causal = task.name == "causal"
+    base, source = (admit(model, progress, causal=causal, dense=True) for model in (base, source))
     tokens = tokenizer_pair(base, source, settings, task.name)
     plan, student = None, None  # type: StudentPlan | None, Any
     way = settings.student.moe_to_dense
@@ -187,14 +188,16 @@ def recover(
     """
     if teacher is None:
         settings.check_alone()
-    source = admit(model, progress, text=True)
-    original = admit(teacher, progress) if teacher is not None and settings.reads_teacher else None
+    source = admit(model, progress, text=True, dense=True)
+    original = None
+    if teacher is not None and settings.reads_teacher:
+        original = admit(teacher, progress, dense=True)
     settings = replace(settings, keep_zeros=resolve_zeros(source, settings.keep_zeros))
     settings = fit(settings, source, progress)
     signals = [] if original is None else [original]
     authors = check_authors(source, signals, settings, progress, signal=settings.objective == "sft")
     task = task_of(source.config, settings)
-    source = admit(source, progress, causal=task.name == "causal")
+    source = admit(source, progress, causal=task.name == "causal", dense=True)
     tokens = tokenizer_pair(source, original or source, settings, task.name)
     student = task.load(source, settings, progress=progress)
     guide = None if original is None else task.load(original, settings, teacher=True)

@@ -306,6 +306,9 @@ class BitsAndBytesReader(PackedReader):
         """As in the base class, for INT8; None for NF4, whose levels are not uniform."""
         return (self._int8(name, unpack_int8), INT8_RULE) if self._is_int8(name) else None
 
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        return (INT8_RULE, torch.float32) if self._is_int8(name) else None
+
     def check(self, name: str) -> None:
         """As in the base class. An NF4 scale of zero is a block of zeros."""
         if not self.is_coded(name):

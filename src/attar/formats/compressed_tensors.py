@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.tensors import TORCH
 from attar.errors import CheckpointError
 from attar.formats.coded import Coded
 from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
@@ -227,6 +228,12 @@ class CompressedTensorsReader(PackedReader):
             if torch.equal(weight.g_idx.long(), neighbours):
                 weight = replace(weight, g_idx=None)
         return weight, replace(rule, ordered=weight.g_idx is not None)
+
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        if not self.is_coded(name):
+            return None
+        rule, dtype = self._group(name).weights, self.weight_header(name)[1]
+        return rule, getattr(torch, TORCH[dtype])
 
     def check(self, name: str) -> None:
         if not self.is_coded(name):

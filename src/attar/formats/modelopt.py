@@ -292,6 +292,9 @@ class ModelOptReader(PackedReader):
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
         return (unpack(self.tensors(name)), self.rule(name)) if self.is_coded(name) else None
 
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        return (self.rule(name), torch.float32) if self.is_coded(name) else None
+
     def rule(self, name: str) -> WeightRule:
         """The rule of a coded weight, by the types and shapes of its tensors.
 

@@ -89,12 +89,21 @@ class ExpertMXFP4Reader:
         count, rows, groups, _ = blocks.shape
         decoded = torch.empty(count, groups * GROUP, rows, dtype=self.dtype)
         for expert in range(count):
-            coded, _ = self.expert_codes(name, expert)
-            tiles = fp4_levels()[coded.codes.int()].view(rows, groups, GROUP) * coded.scale[..., None]
-            decoded[expert] = tiles.view(rows, -1).T
+            decoded[expert] = self.decode_expert(name, expert)
         return decoded
 
+    def decode_expert(self, name: str, expert: int) -> Tensor | None:
+        """One expert (K, N) of a stack in the checkpoint's number type; None for a dense stack."""
+        if not self.is_coded(name):
+            return None
+        coded, _ = self.expert_codes(name, expert)
+        tiles = fp4_levels()[coded.codes.int()].unflatten(1, (-1, GROUP)) * coded.scale[..., None]
+        return tiles.flatten(1).T.to(self.dtype)
+
     def codes(self, name: str) -> None:
+        """None: a stack is no single matrix."""
+
+    def grid(self, name: str) -> None:
         """None: a stack is no single matrix."""
 
     def expert_codes(self, name: str, expert: int) -> tuple[Coded, WeightRule]:

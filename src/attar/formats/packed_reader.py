@@ -63,6 +63,11 @@ class PackedReader(ABC):
             CheckpointError: a tensor of the weight is missing or does not fit.
         """
 
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        """The rule of the codes of a stored weight, from headers, and a type that holds their scales; None
+        for any other tensor, and where other layouts cannot hold the codes."""
+        return None
+
     @abstractmethod
     def check(self, name: str) -> None:
         """Raise where scales cannot be right or all codes are the same.

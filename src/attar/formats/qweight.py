@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.tensors import TORCH
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded, WeightLayout, dequantize
 from attar.formats.dense_names import FUSED
@@ -136,6 +137,12 @@ class QweightReader(PackedReader):
             symmetric=weight.zero is None,
             ordered=weight.g_idx is not None,
         )
+
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        """As in the base class, but from the tensors: see :meth:`codes`."""
+        coded = self.codes(name)
+        dtype = self.weight_header(name)[1] if coded else ""
+        return None if coded is None else (coded[1], getattr(torch, TORCH[dtype]))
 
     def check(self, name: str) -> None:
         """As in the base class. Some writers choose negative scales."""

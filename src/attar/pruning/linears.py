@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError, SettingsError
-from attar.formats.readers import refuse_packed
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import matches, weight_of
 from attar.models.loading.empty import empty_model
@@ -70,10 +69,9 @@ def pruned_linears(checkpoint: Checkpoint, options: ZerosSettings) -> Linears:
     """The Linears of the blocks that are not ignored, by module name in forward order. Reads headers only.
 
     Raises:
-        ModelError: the checkpoint is quantized, every Linear is ignored, or a weight has no floating type.
+        ModelError: every Linear is ignored, or a weight has no floating type.
         SettingsError: a pattern to ignore matches nothing, or N:M does not divide a layer's inputs.
     """
-    refuse_packed(checkpoint)
     checkpoint = single_experts(checkpoint)
     model = empty_model(checkpoint.config, unstacked=True)
     blocks = discover(model).blocks

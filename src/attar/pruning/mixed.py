@@ -96,7 +96,7 @@ def scan(
     Raises:
         AttarError: bad input; ``path`` belongs to another model, text or setting.
     """
-    source = admit(model, progress, text=True)
+    source = admit(model, progress, text=True, dense=True)
     settings = fit(settings, source, progress)
     space = plan_space(source.config, stored_precision(source))
     for structure, reason in space.refused.items():

@@ -44,7 +44,7 @@ def prune(
         AttarError: see errors.py; no output is left.
     """
     text = not isinstance(settings.options, ZerosSettings) or sees_text(settings)
-    source = admit(model, progress, text=text)
+    source = admit(model, progress, text=text, dense=True)
     if isinstance(settings.options, ZerosSettings):
         pruned_linears(source, settings.options)  # refused before any work
     if text:

@@ -71,7 +71,7 @@ def prune_zeros(task: PruneTask) -> None:
     """Set the least important weights of the blocks' Linears to zero.
 
     Raises:
-        AttarError: the checkpoint is quantized, N:M does not fit, or a weight is not finite.
+        AttarError: N:M does not fit, or a weight is not finite.
     """
     task = replace(task, source=single_experts(task.source))
     linears = pruned_linears(task.source, task.options)

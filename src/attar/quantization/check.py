@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
-from attar.formats.readers import Decoded
+from attar.formats.readers import Decoded, as_stored
 from attar.models.fake_quant import CACHES, cache_argument
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model, load_tokenizer, round_activations
@@ -47,6 +47,8 @@ def check_result(
     ``tokens`` of the comparison, ``held_out``, ``sample``, and ``warnings``.
 
     Args:
+        original: of a quantized source the view that decodes it; it is measured as it is stored, its
+            activations rounded.
         texts: records of the text that the model has read (attar.data.seen).
 
     Raises:
@@ -71,6 +73,7 @@ def check_result(
         work=work / "compare",
         device=device,
         prepare=partial(round_activations, written),
+        prepare_original=partial(round_activations, as_stored(original)),
         progress=progress,
     )
     samples = _samples(original, written, batches[0][:1, :PROMPT], device, progress)

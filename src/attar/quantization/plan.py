@@ -16,7 +16,6 @@ from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
 from attar.formats.dense_names import dense_names
-from attar.formats.readers import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, matches
@@ -121,11 +120,10 @@ def plan(
         dtype: type of the stored scales; None: the type of each weight.
 
     Raises:
-        ModelError: the checkpoint is quantized already, or nothing in it can be.
+        ModelError: nothing in the checkpoint can be quantized.
         SettingsError: a group size does not divide a layer's inputs, a scheme is unknown or does not go with
             another, or q, k, v (or gate and up) would get different ones.
     """
-    refuse_packed(checkpoint)
     checkpoint = single_experts(checkpoint)
     model = empty_model(checkpoint.config, unstacked=True)
     anatomy = discover(model)

@@ -1,4 +1,4 @@
-"""The verb ``quantize``: a dense checkpoint in, a packed one out.
+"""The verb ``quantize``: a checkpoint in, a packed one out. A packed source is decoded as it is read.
 
     allocate    bits for each layer from measured sensitivities              (mixed_precision/, with --bits)
     transform   rotate, smooth: a dense model of the same function           (transforms/apply.py)
@@ -31,6 +31,7 @@ from attar.models.loading.stored import stored_precision
 from attar.models.surgery.zeros import resolve_zeros, stated_zeros
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
+from attar.quantization.carried import NOTHING_ROUNDED, CarriedCodes, carried, loss_note, without
 from attar.quantization.check import check_result
 from attar.quantization.gates import rarest_expert
 from attar.quantization.mixed_precision.search import choose_bits
@@ -75,7 +76,7 @@ def quantize(
         NumericsError: a layer or the whole result failed its gate; names the layer.
         AttarError: see errors.py; no partial output is left.
     """
-    checkpoint = admit(model, progress, text=settings.check_tokens > 0)
+    checkpoint = admit(model, progress, text=settings.check_tokens > 0, dense=True)
     settings = _with_zeros(settings, checkpoint, progress)
     ordered = _stores_order(settings.rounding)
     first = plan(checkpoint, settings.storage, group_order=ordered)  # refuses before any work is done
@@ -105,6 +106,11 @@ def quantize(
         if transforms:
             details["transforms"] = transforms
         chosen = plan(source, settings.storage, assigned, group_order=ordered, dtype=dtype)
+        kept = carried(source, chosen, settings)
+        sites, mtp = {**chosen.sites, **kept.sites}, {**chosen.mtp, **kept.mtp}
+        chosen = replace(chosen, sites=sites, mtp=mtp)
+        if loss := loss_note(checkpoint, chosen, kept):
+            progress.log(f"note: {loss}")
         if settings.storage.keep_zeros == "true" and not settings.transform.rotate:
             details.update(stated_zeros(checkpoint, STORED_AS_CODES))
         details["loads_in"] = loads_in(chosen)
@@ -112,14 +118,19 @@ def quantize(
         for warning in warnings(details["loads_in"]):
             progress.log(f"note: {warning}")
         scales = static_scales(source, chosen, settings, output.shared, progress, output.processes)
-        task = RoundingTask(source, chosen, settings, output.shared, progress, processes=output.processes)
-        rounded = METHODS[settings.method].walk(task)
-        if settings.tuning.tune:
-            rounded = tuned(task, rounded)
+        rounds = without(chosen, kept)
+        task = RoundingTask(source, rounds, settings, output.shared, progress, processes=output.processes)
+        if rounds.sites:
+            rounded = METHODS[settings.method].walk(task)
+            if settings.tuning.tune:
+                rounded = tuned(task, rounded)
+        else:
+            rounded = NOTHING_ROUNDED
+        codes = CarriedCodes(source, chosen, kept, rounded)
         write(
             source,
             chosen,
-            rounded.codes,
+            codes,
             output.folder,
             output.shared / "shards",
             progress,
@@ -131,7 +142,7 @@ def quantize(
         )
         output.exit_unless_rank0()
         copy_companions(checkpoint.path, output.folder)
-        details["layers"] = reports = rounded.reports()
+        details["layers"] = reports = codes.reports()
         rarest = rarest_expert(reports)
         if rarest is not None:
             details["rarest_expert"] = {"name": rarest[0], "tokens": rarest[1]}

@@ -114,11 +114,8 @@ def write(
             kind = getattr(torch, TORCH[kept(checkpoint.tensors[name].dtype)])
             scales = (torch.tensor([value], dtype=kind) for value in caches[chosen.caches[name]])
             cache_scales = dict(zip(_cache_names(chosen, name), scales, strict=True))
-        if name in chosen.mtp:
-            layer = chosen.mtp[name]
-            return layer_tensors(layer, base, rtn(load(), layer.grid), None)
-        if name in chosen.sites:
-            layer = chosen.sites[name]
+        if name in coded:
+            layer = coded[name]
             packed = layer_tensors(layer, base, codes(name, load), inputs.get(layer.module))
             return {**packed, **cache_scales}
         if name == chosen.embedding:

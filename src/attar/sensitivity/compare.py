@@ -68,6 +68,7 @@ def compare(
     device: str | torch.device = "cpu",
     spill_bytes: int = 2**30,
     prepare: Any = None,
+    prepare_original: Any = None,
     progress: Progress = SILENT,
 ) -> Comparison:
     """Run both checkpoints over some tokens.
@@ -79,10 +80,12 @@ def compare(
         work: folder for hidden states beyond the limit.
         prepare: called with the changed model (parameters on meta) before it runs, to attach the rounding of
             activations of its scheme.
+        prepare_original: likewise, with the original.
     """
     sides = [OffloadedModel(checkpoint, torch.device(device)) for checkpoint in (original, changed)]
-    if prepare is not None:
-        prepare(sides[1].model)
+    for side, attach in zip(sides, (prepare_original, prepare), strict=True):
+        if attach is not None:
+            attach(side.model)
     stores = [HiddenStates(work / f"compare-{number}", spill_bytes) for number in range(2)]
     drift = []
     head = _head_units(sides[0])

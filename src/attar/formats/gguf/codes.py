@@ -129,7 +129,7 @@ def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRul
     if kind == "MXFP4":
         exponent = stored["exponent"].int() - 127
         scale = torch.ldexp(torch.ones(exponent.shape), exponent)
-        return Coded(codes, scale), WeightRule("float", 4, "group", BLOCK)
+        return Coded(codes, scale), WeightRule("float", 4, "group", BLOCK)  # as rule_of
     middle = 0 if kind == "Q8_0" else 1 << (BITS[kind] - 1)
     signed, scale = (codes.to(torch.int16) - middle).to(torch.int8), stored["d"].float()
     if "m" not in stored:
@@ -138,6 +138,13 @@ def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRul
     if zero is None:
         return None
     return Coded(signed, scale, zero - middle), WeightRule("int", BITS[kind], "group", BLOCK, symmetric=False)
+
+
+def rule_of(kind: str) -> WeightRule | None:
+    """The rule of :func:`from_blocks`; None where there is none, or the numbers decide whether there is."""
+    if kind == "MXFP4":
+        return WeightRule("float", 4, "group", BLOCK)
+    return WeightRule("int", BITS[kind], "group", BLOCK) if kind in ZERO else None
 
 
 def _zero_codes(scale: Tensor, minimum: Tensor, levels: int) -> Tensor | None:

@@ -22,7 +22,7 @@ from attar.checkpoint.tensors import TORCH, TensorInfo, check_finite, stored_dty
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.coded import Coded, UniformWeight
 from attar.formats.gguf import blocks
-from attar.formats.gguf.codes import from_blocks, uniform_of_blocks
+from attar.formats.gguf.codes import from_blocks, rule_of, uniform_of_blocks
 from attar.formats.gguf.config import file_placements
 from attar.formats.gguf.placement import Placement
 from attar.formats.rules import WeightRule
@@ -118,6 +118,13 @@ class GGUFReader:
         order, (weight, rule) = torch.argsort(placement.rows), decoded
         zero = None if weight.zero is None else weight.zero[order]
         return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero), rule
+
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        """The rule of the codes of a stored matrix whose type alone decides it, and the type of its scales;
+        None for all other tensors."""
+        placement, info = self._matrix(name)
+        rule = rule_of(info.block)
+        return None if placement is None or rule is None else (rule, torch.float16)
 
     def blocks(self, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Codes (N, K) and other fields of a stored matrix in blocks, in the file's row order: see

@@ -69,7 +69,7 @@ class AdaptedCheckpoint:
         for name, update in self.updates.items():
             info = checkpoint.tensors[update.source]
             shape = tuple(update.replacement.shape if update.replacement else info.shape)
-            self.tensors[name] = DecodedInfo(name, info.dtype, shape, update.source)
+            self.tensors[name] = DecodedInfo(name, info.dtype, shape, update.source, info.file)
             if update.replacement is not None and part_of(name) == "embedding":
                 self._resize(info.shape[0], shape[0])
 

@@ -40,6 +40,7 @@ def admit(
     *,
     text: bool = False,
     causal: bool = False,
+    dense: bool = False,
 ) -> Checkpoint:
     """Open a model that a verb is to work on, and print what a user should know of it. Reads headers and the
     tokenizer's files, no weights.
@@ -48,11 +49,13 @@ def admit(
         progress: prints the notes; None: they are warnings of the log.
         text: the verb reads text, so a tokenizer is needed; otherwise only a present one must load.
         causal: it predicts next tokens.
+        dense: the verb makes weights of its own, so that a packed model comes as a view that decodes it
+            (:func:`attar.models.loading.single_experts.decoded_view`), its activations not rounded.
 
     Raises:
         CheckpointError: the model is missing or damaged; a tensor is missing, has another shape than the
-            config asks for, or holds codes where the config names no quantization; the tokenizer is missing,
-            damaged or of another model.
+            config asks for, or holds codes where the config names no quantization or another one; the
+            tokenizer is missing, damaged or of another model.
         ModelError: the architecture has no such tensor or does not predict tokens, or it is a draft head.
     """
     checkpoint = open_checkpoint(model)
@@ -66,6 +69,10 @@ def admit(
         raise oddity("headless class", architecture=architecture).error(checkpoint.name)
     if text and not tokenizer_files(checkpoint.path):
         _check_tokenizer(checkpoint)
+    if dense and quant_method(checkpoint) is not None:
+        from attar.models.loading.single_experts import decoded_view
+
+        return decoded_view(checkpoint)  # type: ignore[no-any-return]
     return checkpoint
 
 
@@ -75,7 +82,10 @@ def fitting(checkpoint: Checkpoint) -> Checkpoint:
     refuse_draft_head(checkpoint)
     packed = quant_method(checkpoint) is not None
     checkpoint = _without_code(checkpoint)
-    view: Any = Decoded(checkpoint) if packed else checkpoint
+    view: Any = checkpoint
+    if packed:
+        view = Decoded(checkpoint)
+        view.check_one_layout()
     model = None if _plainly_fits(view) else _known_model(view)
     odd = [] if model is None else _check_tensors(view, model)
     odd += _check_tokenizer(checkpoint) if tokenizer_files(checkpoint.path) else []

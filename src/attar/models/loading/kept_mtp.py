@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from attar.checkpoint.atomic import explain_os_errors, write_config, write_json
 from attar.checkpoint.geometry import geometry
@@ -40,8 +40,8 @@ def keep_mtp(source: Checkpoint, folder: Path, progress: Progress, why_not: str 
         progress.log(f"note: {LEFT_OUT.format(why_not)}")
         return
     before, after = (geometry(part, "float32").layers or 0 for part in (source.config, config))
-    view, path = Decoded(replace(source, tensors=source.mtp, mtp={})), folder / FILE
-    infos = {renumbered(name, before, after): info for name, info in view.tensors.items()}
+    view: Any = source if isinstance(source, Decoded) else Decoded(source)
+    path, infos = folder / FILE, {renumbered(name, before, after): info for name, info in view.mtp.items()}
     header, entries = write_header([(name, info.dtype, info.shape) for name, info in infos.items()])
     with explain_os_errors(folder, entries[-1].end):
         reserve(path, header, entries[-1].end)

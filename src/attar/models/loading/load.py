@@ -51,7 +51,8 @@ def load_model(
     """Load a model in evaluation mode, of the class that its config names.
 
     Quantized checkpoints (those of :data:`attar.formats.readers.READERS`) come back dense; where their scheme
-    rounds activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`).
+    rounds activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`). A
+    view that decodes such a checkpoint is the dense model, without.
 
     Args:
         model: a folder, a ``.gguf`` file, a hub id, ``attar:tiny``, or an open checkpoint.
@@ -73,8 +74,8 @@ def load_model(
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
     from attar.formats import readers
 
-    packed = readers.quant_method(checkpoint)
-    if packed is not None or is_unstacked(checkpoint) or checkpoint.mtp or not checkpoint.as_stored:
+    decoded = isinstance(checkpoint, readers.Decoded) or readers.quant_method(checkpoint) is not None
+    if decoded or is_unstacked(checkpoint) or checkpoint.mtp or not checkpoint.as_stored:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": stacked_state(checkpoint)}
@@ -112,14 +113,16 @@ def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
 
 def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     """Attach the rounding of activations and of the KV cache of a checkpoint's scheme."""
-    from attar.formats import compressed_tensors, modelopt
+    from attar.formats import compressed_tensors, fp8, modelopt
     from attar.formats.modelopt_conversion import KV_MODULES, ToCompressedTensors
     from attar.formats.readers import quant_method
 
     quantization = checkpoint.config.get("quantization_config")
     scale_modules = dict.fromkeys(KV_MODULES, "")  # path from attention to the scales of keys and values
     method = quant_method(checkpoint)
-    if method == modelopt.METHOD:
+    if method == fp8.METHOD:
+        quantization = fp8.compressed_scheme(checkpoint)
+    elif method == modelopt.METHOD:
         quantization = ToCompressedTensors(checkpoint).config["quantization_config"]
         scale_modules = {leaf: f"{name}." for leaf, name in KV_MODULES.items()}
     elif method != compressed_tensors.METHOD:
@@ -135,13 +138,16 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     if any(group.activations for group in scheme.groups):
         unstack(model)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    leaves = (compressed_tensors.INPUT_SCALE, compressed_tensors.INPUT_ZERO)
-    stored = stored_of(model, [f"{name}.{leaf}" for name in linears for leaf in leaves], checkpoint)
+    leaves, asymmetric = fp8.INPUT_SCALES, compressed_tensors.INPUT_ZERO
+    parts = [f"{name}.{leaf}" for name in linears for leaf in (*leaves, asymmetric)]
+    stored = stored_of(model, parts, checkpoint)
     for name, module in linears.items():
         group = scheme.group(name, "Linear")
         if group and group.activations:
-            scale, zero = (_loaded(checkpoint, stored.get(f"{name}.{leaf}")) for leaf in leaves)
-            scale = _needed(checkpoint, f"{name}.{leaves[0]}", group.activations, scale)
+            known = next((path for leaf in leaves if (path := stored.get(f"{name}.{leaf}"))), None)
+            zero = _loaded(checkpoint, stored.get(f"{name}.{asymmetric}"))
+            missing = f"{name}.{compressed_tensors.INPUT_SCALE}"
+            scale = _needed(checkpoint, missing, group.activations, _loaded(checkpoint, known))
             round_inputs(module, group.activations, scale, zero)
     rule = scheme.kv_cache
     for block in discover(model).blocks if rule else ():

@@ -26,10 +26,14 @@ from transformers.core_model_loading import WeightRenaming
 
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
-from attar.formats.readers import reader
+from attar.formats import mxfp4
+from attar.formats.coded import Coded
+from attar.formats.readers import Decoded, quant_method, reader
+from attar.formats.rules import WeightRule
 from attar.formats.stored_part import StoredPart
 from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import ExpertModule, expert_modules, gate_and_up_rows
+from attar.models.loading.stored import stored_of, stored_precision
 
 NUMBERED = re.compile(r"\.experts\.\d+\.")
 
@@ -95,10 +99,32 @@ class SingleExperts:
             expert.copy_(changed(name, expert.clone))
         return tensor
 
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        """As that of the view that decodes (:class:`attar.formats.readers.Decoded`), for experts as well."""
+        stack = self.parts[name].stack if name in self.parts else ""
+        if stack and self.stacked.has_expert_codes(stack):
+            return mxfp4.RULE, torch.float32
+        stored: tuple[WeightRule, torch.dtype] | None = self.stacked.grid(name)
+        return stored
+
+    def codes(self, name: str) -> Coded:
+        """The unchanged codes (N, K) of a weight that has a :meth:`grid`."""
+        expert = self.parts.get(name)
+        if expert is None or not self.stacked.has_expert_codes(expert.stack):
+            coded: Coded = self.stacked.codes(name)
+            return coded
+        stacked, _ = self.stacked.expert_codes(expert.stack, expert.part.index)
+        rows = slice(None) if expert.part.rows is None else expert.part.rows
+        return Coded(stacked.codes[rows], stacked.scale[rows])
+
     def _expert(self, expert: ExpertPart) -> Tensor:
         """What the stack holds of an expert; where its bytes lie next to each other, no others are read."""
         info, index = self.stacked.tensors[expert.stack], expert.part.index
         assert index is not None
+        if isinstance(self.stacked, Decoded):
+            decoded = self.stacked.load_expert(expert.stack, index)
+            if decoded is not None:
+                return decoded
         if not isinstance(info, TensorInfo) or info.block:  # decoded as a whole, and kept for the next expert
             if self._last is None or self._last[0] != expert.stack:
                 self._last = None
@@ -138,8 +164,6 @@ def _parts(
     model: Any, checkpoint: Any, expert_module: ExpertModule, leaf: str, kind: str
 ) -> dict[str, ExpertPart]:
     """The weights or biases of one stack, by the names of single experts."""
-    from attar.models.loading.stored import stored_of
-
     parameter = f"{expert_module.name}.{leaf}" + ("_bias" if kind == "bias" else "")
     stored = stored_of(model, [parameter], checkpoint).get(parameter)
     if stored is None:
@@ -192,17 +216,21 @@ class StackedReader:
     """A reader (:class:`attar.formats.readers.FormatReader`) of a checkpoint that stores single experts of a
     family whose experts are stacked: a stack is read where the first of its experts is.
 
+    Attributes:
+        singles: stored names of the experts' tensors, by what they decode to.
+
     Args:
         read: the reader of the checkpoint.
         checkpoint: its headers.
     """
 
     def __init__(self, read: Any, checkpoint: Any, stacks: list[Stacked]) -> None:
-        self._read, self._stacks = read, stacks
+        self.read, self._stacks = read, stacks
         slots = {name: read.header(info) for name, info in checkpoint.tensors.items()}
         self._slots = {name: slot for name, slot in slots.items() if slot is not None}
         self._stored = {slot[0]: name for name, slot in self._slots.items()}
         self._of: dict[str, tuple[Stacked, bool]] = {}
+        self.singles: dict[str, str] = {}
         for stack in stacks:
             for number, single in enumerate(stack.parts):
                 if single not in self._stored:
@@ -210,14 +238,15 @@ class StackedReader:
                         f"{checkpoint.path}: no tensor for {single}", hint="the checkpoint is incomplete"
                     )
                 self._of[self._stored[single]] = (stack, number == 0)
+                self.singles[single] = self._stored[single]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._read, name)
+        return getattr(self.read, name)
 
     def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
         """Name, type and shape of what a stored tensor decodes to, or of the stack that starts with it."""
         if info.name not in self._of:
-            slot: tuple[str, str, tuple[int, ...]] | None = self._read.header(info)
+            slot: tuple[str, str, tuple[int, ...]] | None = self.read.header(info)
             return slot
         stack, first = self._of[info.name]
         return (stack.name, self._slots[info.name][1], stack.shape) if first else None
@@ -225,21 +254,33 @@ class StackedReader:
     def decode(self, name: str) -> Tensor | None:
         """What a stored tensor decodes to, or the stack that starts with it."""
         if name not in self._of:
-            tensor: Tensor | None = self._read.decode(name)
+            tensor: Tensor | None = self.read.decode(name)
             return tensor
         stack, first = self._of[name]
         if not first:
             return None
         stacked: Tensor | None = None
         for single, part in stack.parts.items():
-            decoded = self._read.decode(self._stored[single])
+            decoded = self.read.decode(self._stored[single])
             stacked = torch.empty(stack.shape, dtype=decoded.dtype) if stacked is None else stacked
             part.view(stacked).copy_(decoded)
         return stacked
 
+    def decode_expert(self, name: str, index: int) -> Tensor | None:
+        """One expert of the stack that starts with a stored tensor; None for any other tensor."""
+        if name not in self._of:
+            return None
+        stack, expert = self._of[name][0], None
+        for single, part in stack.parts.items():
+            if part.index == index:
+                decoded = self.read.decode(self._stored[single])
+                expert = torch.empty(stack.shape[1:], dtype=decoded.dtype) if expert is None else expert
+                part.inside(expert).copy_(decoded)
+        return expert
+
     def codes(self, name: str) -> Any:
         """None for single experts: a stack is no matrix."""
-        return None if name in self._of else self._read.codes(name)
+        return None if name in self._of else self.read.codes(name)
 
 
 def stacked_reader(read: Any, checkpoint: Any) -> Any:
@@ -253,9 +294,21 @@ def stacked_reader(read: Any, checkpoint: Any) -> Any:
 
 def stacked_state(checkpoint: Any) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, decoded, under the names of the family's dense checkpoints."""
+    if isinstance(checkpoint, Decoded):
+        return {name: checkpoint.load(name) for name in checkpoint.tensors}
     read = stacked_reader(reader(checkpoint), checkpoint)
     slots = {name: read.header(info) for name, info in checkpoint.tensors.items()}
     return {slot[0]: read.decode(name) for name, slot in slots.items() if slot is not None}
+
+
+def decoded_view(checkpoint: Any) -> Any:
+    """A checkpoint as ``export --format dense`` writes it. A packed one is decoded tensor by tensor as it is
+    read: experts in the stacks of their family, blocks of GGUF as bfloat16. A dense one is itself."""
+    if quant_method(checkpoint) is None:
+        return checkpoint
+    blocks = any(info.block for info in checkpoint.tensors.values())
+    dtype = stored_precision(checkpoint) if blocks else None
+    return Decoded(checkpoint, read=stacked_reader(reader(checkpoint.with_mtp), checkpoint), dtype=dtype)
 
 
 def is_unstacked(checkpoint: Any) -> bool:

@@ -24,7 +24,7 @@ from attar.checkpoint.normal_form import stated_tie
 from attar.checkpoint.oddities import ANOTHER_MODEL, oddity
 from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, ModelError
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
 
 def precision_note(checkpoint: Checkpoint) -> str | None:
     """One line on the type of :func:`stored_precision` where the checkpoint is quantized; None elsewhere."""
-    if quant_method(checkpoint) is None:
+    if quant_method(checkpoint) is None and not isinstance(checkpoint, Decoded):
         return None
     name = str(stored_precision(checkpoint)).removeprefix("torch.")
     return f"{checkpoint.name} is quantized: its weights are decoded and stored dense, as {name}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attar.formats.readers import quant_method
+from attar.formats.readers import as_stored, quant_method
 from attar.sparsity import STORED
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def stated_zeros(checkpoint: Checkpoint, stored: str = STORED) -> dict[str, Any]
 
 def _quantized(checkpoint: Checkpoint) -> bool:
     """Whether the weights are rounded, or were once."""
-    packed = quant_method(checkpoint) is not None or any(info.block for info in checkpoint.tensors.values())
-    return packed or any(record.stage == "quantize" for record in _history(checkpoint))
+    return quant_method(as_stored(checkpoint)) is not None or any(
+        record.stage == "quantize" for record in _history(checkpoint)
+    )
 
 
 def _sets_zeros(record: Card | Parent) -> bool:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from attar.checkpoint import atomic
 from attar.checkpoint.shards import TensorSpec
 from attar.errors import ModelError, SettingsError
-from attar.formats.readers import quant_method
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model
 from attar.pruning.experts.grouping import SCORES, ExpertGroups, firsts, keep_best, merge_similar
@@ -47,8 +46,6 @@ def prune_experts(task: PruneTask) -> None:
         SettingsError: the numbers do not fit.
     """
     source, options, output = task.source, task.options, task.output
-    if quant_method(source) is not None:
-        raise ModelError(f"{source.name}: its experts are packed", hint="prune first, quantize then")
     sizes = MixtureSizes.of(source.config)
     keep = kept_experts(sizes.experts, options)
     active = options.active or sizes.active

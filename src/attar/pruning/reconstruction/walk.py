@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.formats.readers import Decoded, quant_method
 from attar.models.loading.device import pick_device
 from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names
@@ -110,7 +109,7 @@ def reconstruct(task: PruneTask, plan: ReconstructionPlan, batches: Sequence[Ten
     Raises:
         NumericsError: an output or a loss is not finite.
     """
-    source: Any = Decoded(task.source) if quant_method(task.source) else task.source
+    source = task.source
     biases = _biases(source, {*plan.solved, *plan.trained})
     device = pick_device(task.settings.device)
     output = task.output

@@ -1,0 +1,157 @@
+"""FP8 as models are published in it (``quant_method: fp8``): DeepSeek, Qwen and MiniMax in blocks, Mistral
+and AutoFP8 with one scale a weight.
+
+For a weight (N, K):
+
+    weight             float8_e4m3fn (N, K)
+    weight_scale_inv   *multiplies* the codes, despite its name (AutoFP8: weight_scale): (ceil(N / h), K / w)
+                       for ``weight_block_size: [h, w]``, (N,) or (N, 1) for outputs, () or (1,) for the
+                       weight; a float type, or exponents of two: float8_e8m0fnu, and uint8 (2^(byte - 127))
+    activation_scale   () or (1,): static scale of the inputs (AutoFP8: input_scale)
+
+Inputs with ``activation_scheme: dynamic`` get scales by runs of w inputs, or by token. A decoded weight is
+code times scale in float32, rounded once to the model's type. Source: transformers,
+``integrations/finegrained_fp8.py``; vLLM, ``quantization/fp8.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.tensors import stored_dtype
+from attar.errors import CheckpointError
+from attar.formats import compressed_tensors, layouts
+from attar.formats.coded import Coded
+from attar.formats.compressed_tensors import ConfigGroup
+from attar.formats.packed_reader import FLOATS, PackedReader, check_codes, check_scales, weight_dtype
+from attar.formats.rules import FLOAT, ActivationRule, WeightRule, one_of
+
+METHOD = "fp8"
+WEIGHT = "weight"
+SCALES = ("weight_scale_inv", "weight_scale")
+INPUT_SCALES = ("activation_scale", "input_scale")
+AUXILIARY = (*SCALES, *INPUT_SCALES, "k_scale", "v_scale", "kv_scale", "output_scale")
+"""Last parts of the names of tensors that belong to a weight or an activation."""
+EXPONENTS = ("F8_E8M0", "U8")
+BIAS = 127  # of exponents
+
+
+class FP8Reader(PackedReader):
+    """Reads such a checkpoint tensor by tensor.
+
+    Attributes:
+        dtype: of decoded weights.
+        block: h and w; None: no blocks.
+        activations: how inputs are rounded.
+    """
+
+    hint = "weights and config.json's weight_block_size are of different versions, or the file is damaged"
+
+    def __init__(self, checkpoint: Any) -> None:
+        super().__init__(checkpoint)
+        config = checkpoint.config["quantization_config"]
+        self.dtype = weight_dtype(checkpoint)
+        one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        self.block = _block(config.get("weight_block_size"))
+        dynamic = one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
+        if self.block:
+            self.activations = ActivationRule("float", 8, "group", group_size=self.block[1])
+        else:
+            self.activations = ActivationRule("float", 8, "token" if dynamic else "tensor", dynamic)
+
+    def is_coded(self, name: str) -> bool:
+        info = self.checkpoint.tensors.get(name)
+        return name.endswith(f".{WEIGHT}") and info is not None and info.dtype == "F8_E4M3"
+
+    def is_auxiliary(self, name: str) -> bool:
+        return name.rpartition(".")[2] in AUXILIARY
+
+    def weight_header(self, name: str) -> tuple[str, str, tuple[int, int]]:
+        self.rule(name)
+        rows, columns = self.checkpoint.tensors[name].shape
+        return name, stored_dtype(self.dtype), (rows, columns)
+
+    def weight(self, name: str) -> Tensor:
+        tensors = {layouts.WEIGHT: self.checkpoint.load(name), layouts.SCALE: self._scale(name)}
+        return layouts.decode(tensors, self.rule(name), FLOAT).to(self.dtype)
+
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        if not self.is_coded(name):
+            return None
+        return Coded(self.checkpoint.load(name), self._scale(name)), self.rule(name)
+
+    def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
+        return (self.rule(name), torch.float32) if self.is_coded(name) else None
+
+    def rule(self, name: str) -> WeightRule:
+        """The rule of a coded weight, by the shapes of its tensors.
+
+        Raises:
+            CheckpointError: its scales are missing, or do not fit the weight.
+        """
+        info, scale = self.checkpoint.tensors[name], self.stored(self._scale_name(name))
+        if len(info.shape) == 2 and scale.dtype in (*FLOATS, *EXPONENTS):
+            rows, columns = info.shape
+            if scale.shape in ((), (1,)):
+                return WeightRule("float", 8, "tensor")
+            if scale.shape in ((rows,), (rows, 1)) and not self.block:
+                return WeightRule("float", 8, "channel")
+            rule = WeightRule("float", 8, "block", block=self.block)
+            if self.block and columns % self.block[1] == 0 and scale.shape == rule.tiles((rows, columns)):
+                return rule
+        blocks = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "no blocks"
+        raise self.unfit(name, f"{list(info.shape)} in {blocks}, {scale.dtype} scales {list(scale.shape)}")
+
+    def check(self, name: str) -> None:
+        if not self.is_coded(name):
+            return
+        base = name.removesuffix(f".{WEIGHT}")
+        scale = self._scale(name)
+        inputs = self.load_present(f"{base}.", INPUT_SCALES).values()
+        check_scales(self._scale_name(name), [scale, *(tensor.float() for tensor in inputs)])
+        check_codes(base, self.checkpoint.load(name), scale)
+
+    def _scale_name(self, name: str) -> str:
+        base = name.removesuffix(WEIGHT)
+        return next(
+            (base + leaf for leaf in SCALES if base + leaf in self.checkpoint.tensors), base + SCALES[0]
+        )
+
+    def _scale(self, name: str) -> Tensor:
+        """The scales of a weight, float32 (P, G)."""
+        rule, stored = self.rule(name), self.checkpoint.load(self._scale_name(name))
+        rows, columns = self.checkpoint.tensors[name].shape
+        scale = torch.exp2(stored.float() - BIAS) if stored.dtype == torch.uint8 else stored.float()
+        return scale.reshape(rule.tiles((rows, columns)))
+
+
+def compressed_scheme(checkpoint: Any) -> dict[str, Any]:
+    """The ``quantization_config`` in compressed-tensors' terms, for what rounds the inputs of its Linears."""
+    read = FP8Reader(checkpoint)
+    matrices = [name for name, info in checkpoint.tensors.items() if len(info.shape) == 2]
+    dense = [name.removesuffix(f".{WEIGHT}") for name in matrices if not read.is_coded(name)]
+    group = ConfigGroup(("Linear",), WeightRule("float", 8, "tensor"), read.activations, FLOAT)
+    return compressed_tensors.quantization_config([group], ignore=dense)
+
+
+def _block(stated: Any) -> tuple[int, int] | None:
+    """``weight_block_size``: two whole numbers, or nothing.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if stated is None:
+        return None
+    if (
+        isinstance(stated, list)
+        and len(stated) == 2
+        and all(type(size) is int and size > 0 for size in stated)
+    ):
+        return stated[0], stated[1]
+    raise CheckpointError(
+        f"config.json: quantization_config: weight_block_size is {stated!r}, but must be two whole numbers",
+        hint="[128, 128] in most models; null where a weight has one scale",
+    )
