@@ -10,9 +10,9 @@ import torch
 
 from attar.data.packing import PackedRows
 from attar.errors import UsageError
-from attar.measure import reference
 from attar.measure.evaluate import measure_quality
-from attar.measure.reference import check_same_text, check_same_tokens, held_out, make_reference
+from attar.measure.held_out import held_out
+from attar.measure.reference import check_same_text, check_same_tokens, make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject
 from tests.measure.measure_models import llama, words
@@ -79,7 +79,9 @@ def test_other_text_is_refused(subject: Subject, change: dict[str, Any]) -> None
 def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     packed = PackedRows(torch.cat(text()))
-    monkeypatch.setattr(reference, "evaluation_rows", lambda *_, **more: asked.update(more) or packed)
+    monkeypatch.setattr(
+        "attar.measure.held_out.evaluation_rows", lambda *_, **more: asked.update(more) or packed
+    )
     held_out(subject, replace(SETTINGS, sequence_length=65))
     assert asked["sequence_length"] == 64
 
@@ -91,7 +93,7 @@ def test_text_comes_from_the_data_package(subject: Subject, monkeypatch: pytest.
         asked.update(more, data=data)
         return PackedRows(torch.cat(text()), "too short")
 
-    monkeypatch.setattr(reference, "evaluation_rows", rows)
+    monkeypatch.setattr("attar.measure.held_out.evaluation_rows", rows)
     result = make_reference(subject, replace(SETTINGS, data="python-stdlib"))
     assert len(result.batches) == 3 and result.shared == "too short"
     assert asked == {"data": "python-stdlib", "tokens": 96, "sequence_length": 16, "seed": 0, "bos": "auto"}

@@ -49,21 +49,22 @@ from attar.measure.generation import (
     measure_speed,
     sample_prompt,
 )
+from attar.measure.held_out import held_out
 from attar.measure.logits import split, subject_logits
 from attar.measure.metrics import hits, perplexity, token_losses
-from attar.measure.multiple_choice import TaskScore, answer_task, read_questions, task_score
+from attar.measure.multiple_choice import TaskScore, task_score
 from attar.measure.notebook import frame, html_table
 from attar.measure.numbers import nats_with_interval, percent, significant, size
 from attar.measure.reference import (
     Reference,
     check_same_text,
     check_same_tokens,
-    held_out,
     make_reference,
     text_note,
 )
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
+from attar.measure.tasks import answer_tasks, check_tasks
 from attar.memory import peak_rss_bytes
 from attar.progress import SILENT, Progress
 
@@ -205,7 +206,7 @@ def evaluate(
     if isinstance(reference, Reference):
         settings = replace(settings, data=reference.settings.data) if settings.data == AUTO else settings
         check_same_text(reference, settings)
-    questions = {file: read_questions(file, settings.tasks_limit) for file in settings.tasks}
+    check_tasks(settings)
     start = time.monotonic()
     reset_peak(settings.device)
     placement = {"dtype": settings.dtype, "device": settings.device}
@@ -233,10 +234,7 @@ def evaluate(
     quality = measure_quality(subject, settings, reference, processes=processes, progress=progress)
     if not subject.in_memory:
         peak = peak_rss_bytes()
-    tasks = {
-        file: answer_task(subject, rows, processes=processes, progress=progress)
-        for file, rows in questions.items()
-    }
+    tasks = answer_tasks(subject, settings, processes=processes, progress=progress)
     known = reference.tasks if reference and reference.settings.tasks_limit == settings.tasks_limit else {}
     transformers_speed = _transformers_speed(model, subject, settings) if processes.first else None
     return Measurements(

@@ -229,7 +229,7 @@ def log_likelihoods(
     counts = [len(pairs[number][1]) for number in order]
     scored: dict[int, tuple[float, bool]] = {}
     with progress.task(f"questions {subject.name}", total=len(pairs)) as task:
-        logits = _last_logits(subject, [rows[number] for number in order], counts)
+        logits = last_logits(subject, [rows[number] for number in order], counts)
         for number, row in zip(order, logits, strict=True):
             labels = torch.tensor(pairs[number][1])
             scored[number] = -float(token_losses(row, labels).sum()), bool(hits(row, labels).all())
@@ -237,8 +237,8 @@ def log_likelihoods(
     return [scored[number] for number in range(len(pairs))]
 
 
-def _last_logits(subject: Subject, rows: list[list[int]], counts: list[int]) -> Iterator[Tensor]:
-    """Logits (count, vocabulary) that predict the last tokens of each row."""
+def last_logits(subject: Subject, rows: list[list[int]], counts: list[int]) -> Iterator[Tensor]:
+    """Logits (count, vocabulary) that predict the last ``count`` tokens of each row."""
     if subject.loaded is not None:
         yield from prompt_logits(subject.loaded.runner, [row[:-1] for row in rows], counts)
         return

@@ -17,18 +17,18 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
-from attar.data.auto import AUTO, fit
-from attar.data.packing import PackedRows, evaluation_rows
-from attar.data.python_text import PROSE
+from attar.data.auto import fit
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.generation import answer_prompts, generate_answers
+from attar.measure.held_out import held_out_rows
 from attar.measure.logits import next_token_logits, predicted, split
 from attar.measure.metrics import kl
-from attar.measure.multiple_choice import TaskAnswers, answer_task, read_questions
+from attar.measure.multiple_choice import TaskAnswers
 from attar.measure.noise import Bfloat16Products, noise_floor
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
+from attar.measure.tasks import answer_tasks
 from attar.progress import SILENT, Progress
 
 MEMORY_LIMIT = 512 * 2**20
@@ -124,12 +124,7 @@ def make_reference(
         reference = replace(reference, logits=logits)
     if settings.noise_floor and subject.model.dtype == torch.float32:
         reference = replace(reference, noise=_noise(reference, assigned, processes, progress))
-    tasks = {
-        file: answer_task(
-            subject, read_questions(file, settings.tasks_limit), processes=processes, progress=progress
-        )
-        for file in settings.tasks
-    }
+    tasks = answer_tasks(subject, settings, processes=processes, progress=progress)
     prompts: list[list[int]] = []
     if processes.first and subject.in_memory:
         prompts = answer_prompts(subject, settings.answers)
@@ -162,33 +157,6 @@ def _noise(reference: Reference, assigned: range, processes: Processes, progress
             task.advance()
     measured = [pair for part in processes.of_all(distances) for pair in part.items()]
     return noise_floor([values for _, values in sorted(measured, key=lambda pair: pair[0])])
-
-
-def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
-    """The settings' held-out text in the subject's tokens, int64 (B, S) batches. Raises as
-    :func:`held_out_rows`."""
-    return list(held_out_rows(subject, settings).rows.split(settings.batch_size))
-
-
-def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
-    """The settings' held-out text in the subject's tokens, with what is known against its being held out.
-
-    Sequences are at most as long as the subject's context.
-
-    Raises:
-        DataError: the text is missing or too short.
-    """
-    length = min(settings.sequence_length, subject.context or settings.sequence_length)
-    return evaluation_rows(
-        subject.tokenizer,
-        PROSE
-        if settings.data == AUTO
-        else settings.data,  # a model in memory has no name or template to go by
-        tokens=settings.tokens,
-        sequence_length=length,
-        seed=settings.seed,
-        bos=settings.bos,
-    )
 
 
 def text_note(subject: Subject, settings: EvaluateSettings, reference: Reference | None) -> str:

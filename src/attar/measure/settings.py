@@ -53,9 +53,13 @@ class EvaluateSettings:
         },
     )
     tasks: tuple[str, ...] = field(
-        default=(), metadata={"help": "multiple-choice questions, JSON lines with q, choices and label"}
+        default=(),
+        metadata={
+            "help": "multiple-choice questions, JSON lines with q, choices, label; recall: a word that was "
+            "given somewhere in a full context (4,096 tokens at most; recall:2048)"
+        },
     )
-    tasks_limit: int = field(default=0, metadata={"help": "questions of each file, the first ones; 0: all"})
+    tasks_limit: int = field(default=0, metadata={"help": "questions of each task, the first ones; 0: all"})
     runner: str = field(
         default="auto",
         metadata={
