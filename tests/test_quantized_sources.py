@@ -40,6 +40,7 @@ VERBS = {
     "gptq": lambda source, out, dense: attar.quantize(source, out, **{**ROUND, **FEW, "method": "gptq"}),
     "wanda": lambda source, out, dense: attar.prune(source, out, method="wanda", **FEW),
     "neurons": lambda source, out, dense: attar.prune(source, out, method="neurons", ratio=0.5, **FEW),
+    "exl2": lambda source, out, dense: attar.export(source, out, format="exl2", bits=4.0, **FEW),
     "merge": lambda source, out, dense: attar.merge(MERGE.format(source, dense), out),
     "teacher": lambda source, out, dense: attar.distill(source, out, layers=1, steps=2, **TEXT),
     "student": lambda source, out, dense: attar.distill(dense, out, student=str(source), steps=2, **TEXT),
@@ -68,6 +69,22 @@ def test_every_verb_does_as_on_the_dense_copy(verb, tmp_path):
     for number, model in enumerate((source, copy)):
         VERBS[verb](model, tmp_path / f"out-{number}", tmp_path / "dense")
     assert same(tmp_path / "out-0", tmp_path / "out-1")
+
+
+def test_a_gguf_file_is_rounded_with_data_as_from_the_dense_copy(tmp_path):
+    source = quantized_sources.make("fp8", tmp_path)
+    copy = attar.export(source, tmp_path / "copy", format="dense").path
+    files = [tmp_path / name for name in ("one.gguf", "other.gguf")]
+    options = {"format": "gguf", "type": "Q4_0", "rounding": "gptq", "effort": "fast", **FEW}
+    one, other = (
+        attar.export(model, file, **options) for model, file in zip((source, copy), files, strict=True)
+    )
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(one.load(name), other.load(name)) for name in one.tensors)
+    notes = one.card.details["notes"], other.card.details["notes"]
+    assert any("quantized already (fp8)" in note for note in notes[0]) and not any(
+        "already" in note for note in notes[1]
+    )
 
 
 def test_experts_are_removed_as_from_the_dense_copy(tmp_path):

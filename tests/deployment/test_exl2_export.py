@@ -9,7 +9,7 @@ from attar.errors import ModelError
 from attar.formats.exl2 import decode
 from attar.models.loading.load import load_model
 from tests import tiny_models
-from tests.quantization.packing import pack, save
+from tests.quantization.packing import save
 
 CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision": "fp32"}
 
@@ -37,9 +37,6 @@ def test_export_meets_its_bits_and_loads(tmp_path, tied):
 
 def test_what_exl2_cannot_hold_is_refused(tmp_path):
     settings = ExportSettings(format="exl2", bits=4.0, **CALIBRATION)
-    packed = pack(save(tmp_path / "dense"), tmp_path / "packed")[1]
-    with pytest.raises(ModelError, match="quantized already"):
-        export(packed, tmp_path / "out", settings)
     odd = tiny_models.save(tiny_models.build("llama3", hidden_size=80), tmp_path / "odd")
     with pytest.raises(ModelError, match="multiple of 32"):
         export(odd, tmp_path / "out", settings)

@@ -329,11 +329,9 @@ def test_same_input_same_bytes(wide, tmp_path):
 
 def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path):
     opt = tiny_models.save(tiny_models.build("opt"), tmp_path / "opt")
-    packed = pack(save(tmp_path / "dense"), tmp_path / "packed")[1]
     for source, change, error, match in (
         (opt, {}, ModelError, "opt"),
         (wide, {"type": "Q4_K_X"}, SettingsError, "Q4_K"),
-        (packed, {"type": "Q4_0", "rounding": "gptq"}, ModelError, "quantized already"),
     ):
         with pytest.raises(error, match=match):
             export(source, tmp_path / "out.gguf", settings(**change))

@@ -31,7 +31,7 @@ from attar.errors import ModelError, NumericsError
 from attar.formats import exl2
 from attar.formats.exl2 import WEIGHT, decode, layout, sections_of
 from attar.formats.exl2 import refuse as refuse_shape
-from attar.formats.readers import quant_method, reader
+from attar.formats.readers import reader
 from attar.models.anatomy.discover import discover
 from attar.models.loading.device import pick_device
 from attar.models.loading.empty import empty_model
@@ -68,13 +68,8 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     """Raise where a checkpoint cannot become EXL2.
 
     Raises:
-        ModelError: it is quantized already, or a Linear's inputs are no multiple of 32.
+        ModelError: a Linear's inputs are no multiple of 32.
     """
-    if quant_method(source):
-        raise ModelError(
-            f"{source.spelling} is quantized already",
-            hint="EXL2 rounds anew: export the model it was made from",
-        )
     for shape in _linears(source).values():
         refuse_shape(shape)
 

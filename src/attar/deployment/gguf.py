@@ -56,14 +56,14 @@ CHUNK = 1 << 20  # weights decoded at a time
 WAITING = 2  # tensors whose digests are still computed while the next are rounded
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IMATRIX = "imatrix.gguf"
+TWICE = "the source is quantized already ({}): what does not keep its codes is rounded a second time"
 
 
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     """Raise where a checkpoint cannot become a GGUF file.
 
     Raises:
-        ModelError: its architecture has no mapping, or it is quantized and would be rounded once more with
-            data.
+        ModelError: its architecture has no mapping, or a rounding does not take its stacked experts.
         SettingsError: no such type.
     """
     view = dense_view(source)
@@ -77,18 +77,13 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     option = f"--rounding {settings.rounding}"
     if settings.rounding == "nearest":
         option = f"--effort {settings.effort}"
-    if settings.most_steps or settings.rounding != "nearest":
-        if any(placement.single for placement in placed):
-            raise ModelError(
-                f"{source.spelling} stores its experts in one tensor; {option} takes experts that are stored "
-                "one by one",
-                hint="--rounding nearest --effort fast, which weighs them by the importance of their inputs",
-            )
-        if quant_method(source):
-            raise ModelError(
-                f"{source.spelling} is quantized already; {option} needs the dense model",
-                hint="export the model it was made from, or --type auto to carry the codes over",
-            )
+    by_layer = bool(settings.most_steps) or settings.rounding != "nearest"
+    if by_layer and any(placement.single for placement in placed):
+        raise ModelError(
+            f"{source.spelling} stores its experts in one tensor; {option} takes experts that are stored "
+            "one by one",
+            hint="--rounding nearest --effort fast, which weighs them by the importance of their inputs",
+        )
 
 
 def dense_view(source: Checkpoint) -> Any:
@@ -146,7 +141,9 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         output.details["tuning"] = dict(codes.tuning)
     output.details["layers"] = reports = codes.reports()
     checked = checked_layers(reports, settings.rounding)
-    output.details["notes"] = [*kinds.notes, *importance.notes, *missing, *checked]
+    again = any(kind not in FLOATS and name not in kinds.carried for name, kind in kinds.of.items())
+    coded = [TWICE.format(quant_method(source))] if quant_method(source) and again else []
+    output.details["notes"] = [*coded, *kinds.notes, *importance.notes, *missing, *checked]
     output.details["limits"] = [
         *architecture_notes(view.config),
         *tokenizer_differences(tokenizer, metadata),

@@ -118,13 +118,15 @@ def quantized_codes(
         plan = rounding_plan(view, placed, kinds)
     if plan is None or not plan.sites:
         return GGUFCodes(maker, list)
+    from attar.models.loading.single_experts import decoded_view
     from attar.quantization.quantization_method import RoundedModel, RoundingTask
     from attar.quantization.rounding import METHODS
     from attar.quantization.tuning import tuned, with_tuning
 
-    quantization, head = with_tuning(_quantize_settings(settings), plan, source, progress), HeadImportance()
+    dense, head = decoded_view(source), HeadImportance()
+    quantization = with_tuning(_quantize_settings(settings), plan, dense, progress)
     after_blocks = None if importance.entries else head
-    task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks, processes)
+    task = RoundingTask(dense, plan, quantization, work / "round", progress, after_blocks, processes)
     if settings.rounding == "nearest":
         rounded = RoundedModel(_NearestCodes(maker, plan, placed), list)
     else:

@@ -87,7 +87,8 @@ def export(
     writer = _writer(settings.format)
     if settings.format not in HEAD_FORMATS:
         _refuse_head(source, settings.format)
-        source = admit(source, progress, causal=settings.format == "gguf")
+        causal, anew = settings.format == "gguf", settings.format == "exl2"
+        source = admit(source, progress, causal=causal, dense=anew)
     if WRITERS[settings.format] in ("dense", "packed"):
         source = source.with_mtp  # the multi-token prediction head is converted like the model
     writer.refuse(source, settings)
