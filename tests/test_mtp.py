@@ -12,7 +12,10 @@ import torch
 
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.cli.main import call
+from attar.deployment import gguf
+from attar.formats.gguf.metadata import metadata as described
 from attar.formats.readers import Decoded
+from attar.models.loading.fit import admit
 from attar.models.loading.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.rtn import rtn
@@ -187,6 +190,23 @@ def test_a_merge_keeps_that_of_its_first_model(models, tmp_path, capsys):
     assert call(["merge", str(recipe), "-o", str(tmp_path / "out"), "--tokens", "0"]) == 0
     assert f"prediction head is that of {models['qwen2']}, unmerged" in capsys.readouterr().err
     assert same_head(open_checkpoint(models["qwen2"]), open_checkpoint(tmp_path / "out"))
+
+
+def test_gguf_leaves_it_out_and_says_so(models, tmp_path, capsys):
+    file, options = tmp_path / "out.gguf", ["--format", "gguf", "--type", "F16"]
+    assert call(["export", str(models["glm4_moe"]), "-o", str(file), *options]) == 0
+    assert "prediction head is left out: attar writes no nextn blocks" in capsys.readouterr().err
+    assert open_checkpoint(file).config["num_hidden_layers"] == 3
+
+
+def test_a_gguf_file_with_nextn_blocks_is_read_without_them(tmp_path, monkeypatch):
+    folder = tiny_models.save(tiny_models.build("glm4_moe", num_hidden_layers=4), tmp_path / "model")
+    nextn = {"glm4moe.nextn_predict_layers": 1}
+    monkeypatch.setattr(gguf, "described", lambda *given: {**described(*given), **nextn})
+    opened = admit(export(folder, tmp_path / "x.gguf", format="gguf", type="F16"))
+    assert opened.config["num_hidden_layers"] == 3
+    assert len(opened.notes) == 1 and opened.notes[0].startswith("blk.3.")
+    assert not any(name.startswith("model.layers.3.") for name in Decoded(opened).tensors)
 
 
 def test_a_model_with_its_head_computes_what_it_does_without(models, tmp_path):

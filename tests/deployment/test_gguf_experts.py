@@ -19,8 +19,7 @@ from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.coded import Coded
 from attar.formats.gguf import container, imatrix
 from attar.formats.gguf.imatrix import ImportanceEntry
-from attar.formats.gguf.metadata import notes
-from attar.formats.gguf.tensor_map import architecture, placements
+from attar.formats.gguf.tensor_map import architecture
 from attar.formats.layouts import encode
 from attar.formats.rules import PACK, WeightRule
 from attar.models.loading.load import load_model, load_tokenizer
@@ -195,16 +194,6 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="types under a budget"):
         export(folder, tmp_path / "x.gguf", settings(bits=5.0))
-
-
-def test_blocks_that_predict_further_tokens_are_left_out():
-    model = build("glm4_moe")
-    config, state = said(model), stored(model)
-    more = {f"model.layers.3.{leaf}.weight": torch.ones(64) for leaf in ("enorm", "hnorm")}
-    assert {one.stored for one in placements(config, {**state, **more})} == state.keys()
-    assert any("further tokens" in line for line in notes(config))
-    with pytest.raises(CheckpointError, match=r"layers\.2\.enorm"):
-        placements(config, {**state, "model.layers.2.enorm.weight": torch.ones(64)})
 
 
 @pytest.mark.few(1)

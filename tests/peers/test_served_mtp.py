@@ -23,14 +23,14 @@ QKV = {"self_attn.qkv_proj": "self_attn.q_proj", "self_attn.o_proj": "self_attn.
 EXPERTS = {"mlp.experts.0.gate_proj": "mlp.experts.0.gate_proj"}
 SHARED = {"mlp.shared_experts.gate_up_proj": "mlp.shared_experts.up_proj"}
 MLA = {"self_attn.fused_qkv_a_proj": "self_attn.q_a_proj", "self_attn.kv_b_proj": "self_attn.kv_b_proj"}
-GATES = ("mlp.gate", "mlp.shared_expert_gate")
+GATES = {"mlp.gate": "mlp.gate", "mlp.shared_expert_gate": "mlp.shared_expert_gate"}
 SPELLINGS = {  # engine and family: its prefix of the block, merged names known, its names and one stored part
     ("vllm", "deepseek_v3"): ("model.layers.3", False, {**MLA, **EXPERTS, **SHARED}),
     ("vllm", "glm4_moe"): ("model.layers.3", False, {**QKV, **EXPERTS, **SHARED}),
     ("vllm", "qwen3_next"): (
         "mtp.layers.0",
         True,
-        {**QKV, **EXPERTS, **dict(zip(GATES, GATES, strict=True))},
+        {**QKV, **EXPERTS, **GATES},
     ),
     ("vllm", "qwen2"): ("model.layers.3", False, {**QKV, **DENSE_MLP}),
     ("vllm", "llama2"): ("model.layers.3", False, {**QKV, **DENSE_MLP}),

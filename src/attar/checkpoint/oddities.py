@@ -59,6 +59,9 @@ ODDITIES: dict[str, OddityRule] = {
     "half a head": OddityRule(
         NOTE, "{tensor} is half a multi-token prediction head, without {missing}: left out"
     ),
+    "nextn blocks": OddityRule(
+        NOTE, "{tensor} predicts tokens after the next, which attar does not read from GGUF: left out"
+    ),
     "adapter inside": OddityRule(
         REFUSED,
         "{tensor} is a part of a LoRA adapter that is not merged",

@@ -156,7 +156,7 @@ def open_anyway(model: str | Path | Checkpoint) -> Checkpoint:
         opened: Checkpoint = getattr(import_module(module), function)(folder)
         number = odd_number(opened.config)
         name = str(model) if str(model).startswith("attar:") else opened.name
-        return replace(opened, name=name, oddities=() if number is None else (number,))
+        return replace(opened, name=name, oddities=opened.oddities if number is None else (number,))
     config = read_config(folder)
     tensors, odd = read_tensors(folder)
     form = normal_form(config, tensors, folder)

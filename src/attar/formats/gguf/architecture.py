@@ -124,8 +124,6 @@ class Architecture:
         extras: further (key of the file, key of the config) that are copied.
         counts: further sizes; a mixture has ``experts`` among them.
         fixed: further (key of the file, value).
-        further_blocks: the checkpoint may have blocks after the last one, which predict further tokens; they
-            are left out.
         grouped: its config has a number of KV heads.
         square: heads times their width must be the hidden size.
         equal_heads: there must be as many KV heads as heads.
@@ -154,7 +152,6 @@ class Architecture:
     extras: tuple[tuple[str, str], ...] = ()
     counts: tuple[ConfigCount, ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()
-    further_blocks: bool = False
     grouped: bool = True
     square: bool = False
     equal_heads: bool = False

@@ -13,7 +13,8 @@ Mixtral. ``deepseek2`` is DeepSeek V3's where the router's function is the sigmo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,9 @@ from attar.formats.gguf.tokenizer.special_tokens import stored_ids
 
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NEXTN = "nextn_predict_layers"
+"""Blocks behind the last one, which predict further tokens; they count as blocks."""
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 OPTIONAL = ("groups", "used_groups", "shared")
 """Numbers that a file may leave out where they are 1."""
 
@@ -114,6 +118,15 @@ def hf_config(
     }
 
 
+def nextn_tensors(metadata: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """The tensors of the blocks that predict further tokens."""
+    keys = ArchitectureMetadata(metadata)
+    count = keys.get(NEXTN, 0)
+    first = keys.positive("block_count") - count if count else math.inf
+    blocks = {name: block for name in names if (block := _BLOCK.match(name))}
+    return [name for name, block in blocks.items() if int(block[1]) >= first]
+
+
 def _family(keys: ArchitectureMetadata) -> Architecture:
     """The family of a file."""
     known = [family for family in ARCHITECTURES.values() if family.arch == keys.arch]
@@ -167,7 +180,7 @@ def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str,
     if "token_embd.weight" not in tensors:
         raise CheckpointError("GGUF: there is no token_embd.weight", hint=DAMAGED)
     return Sizes(
-        layers=keys.positive("block_count"),
+        layers=keys.positive("block_count") - keys.get(NEXTN, 0),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,

@@ -199,7 +199,6 @@ GLM4_MOE = Architecture(
         ("expert_weights_scale", "routed_scaling_factor"),
         ("expert_weights_norm", "norm_topk_prob"),
     ),
-    further_blocks=True,
 )
 
 

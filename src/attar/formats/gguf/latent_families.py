@@ -120,5 +120,4 @@ DEEPSEEK_V3 = Architecture(
         ("expert_weights_norm", "norm_topk_prob"),
     ),
     ropes=("default", "linear", "yarn"),
-    further_blocks=True,
 )

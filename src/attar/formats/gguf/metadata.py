@@ -121,8 +121,6 @@ def notes(config: Mapping[str, Any]) -> list[str]:
         )
     if config.get(arch.activation) == "gelu":
         sentences.append("llama.cpp computes gelu by its tanh approximation")
-    if arch.further_blocks and config.get("num_nextn_predict_layers"):
-        sentences.append("blocks that predict further tokens, where the checkpoint has them, are left out")
     rope = read_rope(config, arch, measured)
     if rope and rope.kind == "yarn" and rope.settings.get("truncate") is False:
         sentences.append("llama.cpp rounds yarn's two boundaries to whole dimensions, transformers does not")

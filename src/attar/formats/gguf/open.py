@@ -22,9 +22,11 @@ import numpy as np
 from attar.checkpoint import atomic, hashing
 from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.oddities import oddity
 from attar.checkpoint.open import Checkpoint
+from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, OutputError
-from attar.formats.gguf.config import hf_config
+from attar.formats.gguf.config import hf_config, nextn_tensors
 from attar.formats.gguf.container import GGUF, read_gguf
 from attar.formats.gguf.generation import generation_config
 from attar.formats.gguf.placement import pieces
@@ -69,12 +71,16 @@ def open_gguf(path: Path) -> Checkpoint:
         _check_sizes(opened)
         config = _config(opened)
         folder = _companion(opened, config)
+    head = nextn_tensors(opened.metadata, opened.tensors)
+    odd = (oddity("nextn blocks", tensor=f"{head[0]}{more(head)}"),) if head else ()
+    infos = {name: tensor.info for name, tensor in opened.tensors.items() if name not in head}
     return Checkpoint(
         path=folder,
         name=model_name(opened.files[0]),
         config=config,
         card=card_of(opened.files[0]),
-        tensors=pieces({name: tensor.info for name, tensor in opened.tensors.items()}),
+        tensors=pieces(infos),
+        oddities=odd,
     )
 
 

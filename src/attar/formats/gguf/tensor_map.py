@@ -13,8 +13,7 @@ llama.cpp cannot follow.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -148,26 +147,13 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
     used = frozenset(placement.stored for placement in resolved)
     if _tied(config, arch):
         used |= {f"{name}.weight" for name in arch.head_names}
-    further = _further_blocks(config, arch)
     for name in stored:
-        if name not in used and not name.endswith(BUFFERS) and not further(name):
+        if name not in used and not name.endswith(BUFFERS):
             raise CheckpointError(
                 f"tensor {name!r} of the checkpoint has no place in a GGUF file of {arch.family}",
                 hint="the config does not speak of it; is it of another architecture?",
             )
     return resolved
-
-
-def _further_blocks(config: Mapping[str, Any], arch: Architecture) -> Callable[[str], bool]:
-    """Whether a tensor belongs to a block after the last, in families that may store such blocks."""
-    layers = sizes(config, arch).layers
-    pattern = re.compile(rf"(?:{re.escape(arch.prefix)})?layers\.(\d+)\.")
-
-    def further(name: str) -> bool:
-        block = pattern.match(name) if arch.further_blocks else None
-        return block is not None and int(block[1]) >= layers
-
-    return further
 
 
 def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]) -> Placement:
