@@ -329,7 +329,7 @@ def generate(
     kv_tokens: int | None = None,
     eviction: str = "none",
     prefix_cache: Literal["auto", "on", "off"] = "auto",
-    speculate: Literal["ngram", "suffix", "lookahead", "self", "draft"] | None = None,
+    speculate: Literal["ngram", "suffix", "lookahead", "self", "mtp", "draft"] | None = None,
     draft: str | None = None,
     drafts: int | None = None,
     verification: Literal["coupled", "exact", "typical"] | None = None,

@@ -26,7 +26,7 @@ LEFT_OUT = "the multi-token prediction head is left out: {}"
 
 _NAMED = re.compile(r"(^|\.)mtp(_[a-z_]+)?\.")
 _LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
-_JOINTS = (
+JOINTS = (
     ("eh_proj", "enorm", "hnorm"),
     ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden"),
     ("input_proj", "token_layernorm", "hidden_layernorm"),
@@ -62,7 +62,7 @@ def missing_part(names: Iterable[str]) -> str:
     """What a head lacks of that which joins state and embedding; empty where it is whole, or of a family that
     joins them otherwise."""
     steps = {step for name in names for step in name.split(".")}
-    joint = max(_JOINTS, key=lambda joint: sum(part in steps for part in joint))
+    joint = max(JOINTS, key=lambda joint: sum(part in steps for part in joint))
     missing = [part for part in joint if part not in steps]
     known = len(missing) < len(joint)
     if known or not any(_NAMED.search(name) for name in names):

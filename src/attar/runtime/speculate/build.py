@@ -87,6 +87,10 @@ def _proposer(settings: SpeculationSettings, target: Loaded, model: Any, options
         return SuffixProposer(ends=target.ends, name=settings.speculate)
     if settings.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
+    if settings.speculate == "mtp":
+        from attar.runtime.speculate.heads.mtp_proposer import load_mtp_proposer
+
+        return load_mtp_proposer(target, model)
     from attar.runtime.speculate.self_speculation import load_self_draft
 
     return load_self_draft(model, target, kv_tokens=tokens)

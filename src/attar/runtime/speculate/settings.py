@@ -8,7 +8,7 @@ from typing import Any
 from attar.errors import SettingsError, nearest
 from attar.runtime.kv.compose import FeatureRequests, check_together
 
-ALONE = ("ngram", "suffix", "lookahead", "self")  # methods that need no draft model
+ALONE = ("ngram", "suffix", "lookahead", "self", "mtp")  # methods that need no draft model
 WITH_DRAFT = ("suffix", "draft")  # of a draft model or a head: with suffix trees, or alone
 LOSSY = "typical"  # the mode that changes completions
 MODES = ("coupled", "exact", LOSSY)
@@ -72,7 +72,8 @@ class SpeculationSettings:
         if self:
             drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or a name
             how = ("draft", drafter) if self.draft is not None else ("speculate", self.speculate)
-            check_together({**features, "speculation": how, "tree": how})
+            reads = {"hidden_states": how} if self.speculate == "mtp" else {}
+            check_together({**features, "speculation": how, "tree": how, **reads})
 
 
 SETS = ("code", "prose", "json", "repetition", "random")

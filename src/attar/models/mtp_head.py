@@ -1,0 +1,163 @@
+"""A multi-token prediction head as a module: transformers' own block of the family between the joint of state
+and embedding and the norm before the model's head (:mod:`attar.checkpoint.mtp`).
+
+    x_i  = joint([norm_e(e(t_(i+1))); norm_h(h_i)])          MiMo: the state first
+    h'_i = block(x_1..i)                                     in the place of h_(i+1) for the next token
+    q(t_(i+2)) = softmax(head(norm(h'_i)))
+
+DeepSeek-V3 (arXiv:2412.19437, 2.2), vLLM's *_mtp.py. Where DeepSeek, GLM and Ernie go on with h' itself, Qwen
+and MiMo do with norm(h').
+
+Letters: T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.checkpoint.mtp import JOINTS
+from attar.checkpoint.open import Checkpoint
+from attar.errors import ModelError
+from attar.formats.readers import Decoded
+from attar.models.fake_quant import CACHES, cache_argument
+from attar.models.loading.load import load_model
+
+_LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
+_BLOCK = re.compile(r"(.*)\binput_layernorm\.weight")
+_NORM = re.compile(r"(.*\.|)(shared_head\.norm|final_layernorm|mtp\.norm)\.weight")
+STATE_FIRST, FEEDS_NORMED = ("input_proj",), ("fc", "input_proj")
+
+
+class MtpHead(nn.Module):  # type: ignore[misc]
+    """The first layer of a head.
+
+    Attributes:
+        joint: from (2 H) to H.
+        norms: of the embedding and of the state.
+        block: the family's base model with one layer, and no norm behind it.
+        norm: before the model's head.
+        state_first: how the inputs of the joint are ordered.
+        feeds_normed: what goes on is behind the norm.
+    """
+
+    def __init__(
+        self,
+        joint: nn.Linear,
+        norms: tuple[nn.Module, nn.Module],
+        block: Any,
+        norm: nn.Module,
+        *,
+        state_first: bool,
+        feeds_normed: bool,
+    ) -> None:
+        super().__init__()
+        self.joint, self.norms, self.block, self.norm = joint, nn.ModuleList(norms), block, norm
+        self.state_first, self.feeds_normed = state_first, feeds_normed
+        self._cache = cache_argument(block) or CACHES[0]
+
+    def forward(self, e: Tensor, h: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """h' (T, H) of embeddings and states (T, H) behind the entries of a cache, which grows."""
+        inputs = [self.norms[0](e), self.norms[1](h)]
+        x = self.joint(torch.cat(inputs[::-1] if self.state_first else inputs, -1))
+        given = {self._cache: cache, "position_ids": positions[None], "use_cache": True}
+        out: Tensor = self.block(inputs_embeds=x[None], **given).last_hidden_state[0]
+        return out
+
+    def fed_back(self, h: Tensor) -> Tensor:
+        """What is in the place of the next state."""
+        out: Tensor = self.norm(h) if self.feeds_normed else h
+        return out
+
+
+def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
+    """The head of a checkpoint in float32, in evaluation mode.
+
+    Raises:
+        ModelError: the checkpoint has none, or one of another form.
+    """
+    if not checkpoint.mtp:
+        raise ModelError(
+            f"{checkpoint.name} has no multi-token prediction head",
+            hint="--speculate suffix; or train a head: attar train-head",
+        )
+    stored = {step: name for name in checkpoint.mtp for step in name.split(".")}
+    known = next((joint for joint in JOINTS if all(part in stored for part in joint)), None)
+    prefix = next((block[1] for name in checkpoint.mtp if (block := _BLOCK.fullmatch(name))), None)
+    if known is None or prefix is None:
+        raise ModelError(f"{checkpoint.name}: its multi-token prediction head is of a form unknown here")
+    around = frozenset(stored[part] for part in known)
+    model = load_model(_one_layer(checkpoint, prefix, around), dtype=torch.float32)
+    block, view = model.get_decoder(), Decoded(checkpoint.with_mtp)
+
+    def norm_of(name: str) -> nn.Module:
+        norm = copy.deepcopy(block.norm)
+        norm.weight.data = view.load(name).float()
+        return norm
+
+    weight = view.load(stored[known[0]]).float()
+    joint = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joint.weight = nn.Parameter(weight)
+    norms = norm_of(stored[known[1]]), norm_of(stored[known[2]])
+    last = next((name for name in checkpoint.mtp if _NORM.fullmatch(name)), None)
+    norm = nn.Identity() if last is None else norm_of(last)
+    block.norm, block.embed_tokens = nn.Identity(), None
+    head = MtpHead(
+        joint, norms, block, norm, state_first=known[0] in STATE_FIRST, feeds_normed=known[0] in FEEDS_NORMED
+    )
+    head.eval().requires_grad_(False)
+    return head
+
+
+def _one_layer(checkpoint: Checkpoint, prefix: str, around: frozenset[str]) -> Checkpoint:
+    """The checkpoint with the head's block as its one layer, of the kind of the last layer of the model that
+    has the same modules."""
+    layers = {name: match for name in checkpoint.tensors if (match := _LAYER.match(name))}
+    stack = next(iter(layers.values()))[1]
+    block = {
+        name.removeprefix(prefix): info
+        for name, info in checkpoint.mtp.items()
+        if name.startswith(prefix) and name not in around and not _NORM.fullmatch(name)
+    }
+    of_layers: dict[int, set[str]] = {}
+    for name, match in layers.items():
+        if match[1] == stack:
+            of_layers.setdefault(int(match[2]), set()).add(_module(name[match.end() :]))
+    modules = {_module(name) for name in block} - {"embed_tokens", "shared_head.head"}
+    like = max((layer for layer, parts in of_layers.items() if parts == modules), default=None)
+    if like is None:
+        raise ModelError(
+            f"{checkpoint.name}: the block of its multi-token prediction head is of no layer's kind"
+        )
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in layers}
+    for name, info in block.items():
+        if _module(name) in modules:
+            renamed = f"{stack}layers.0.{name}"
+            tensors[renamed] = replace(info, name=renamed)
+    config = _config_of_one(checkpoint.config, like, len(of_layers))
+    return replace(checkpoint, config=config, tensors=tensors, mtp={}, as_stored=False)
+
+
+def _module(local_name: str) -> str:
+    return local_name.rpartition(".")[0]
+
+
+def _config_of_one(config: Mapping[str, Any], like: int, layers: int) -> dict[str, Any]:
+    """The config of a model of one layer, which is like one of the model's."""
+    changed = {
+        key: [value[like]] if isinstance(value, list) and len(value) == layers else value
+        for key, value in config.items()
+    }
+    text = changed.get("text_config")
+    if isinstance(text, Mapping):
+        return {**changed, "text_config": _config_of_one(text, like, layers)}
+    for key in ("first_k_dense_replace", "moe_layer_start_index"):  # layers before it are dense
+        if isinstance(first := changed.get(key), int):
+            changed[key] = int(like < first)
+    return {**changed, "num_hidden_layers": 1}
