@@ -12,8 +12,8 @@ With ``--dtype float32`` everyone gets the same copy of the model in float32, so
 to bf16 by one tool and kept by another (GPTQModel and auto-round compute in bf16 all the same); with ``auto``
 the checkpoint as it is, which is what people do.
 
-A scheme is W<bits>:<group>[:asym], or W8A8, FP8, FP8_DYNAMIC, NF4[:<block>]. A method is a name, or
-``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings they are.
+A scheme is W<bits>:<group>[:asym], or W8A8, FP8, FP8_DYNAMIC, NVFP4A16, NF4[:<block>]. A method is a
+name, or ``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings they are.
 Finished cells, and those that failed with the reason, go to the cache file at once, and a run that was killed
 goes on from there; ``--again attar`` (or ``attar/gptq``) measures these anew.
 """
@@ -54,9 +54,10 @@ PEER_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "W8A8": ("rtn", "gptq", "smoothquant", "smoothquant-gptq"),
         "FP8": ("rtn", "gptq"),
         "FP8_DYNAMIC": ("rtn", "gptq"),
+        "NVFP4A16": ("rtn", "gptq"),
     },
     "gptqmodel": {"INT": ("rtn", "gptq,act_order=none", "gptq", "gptq,act_order=group", "gptaq")},
-    "auto-round": {"INT": ("rtn", "autoround")},
+    "auto-round": {"INT": ("rtn", "autoround"), "NVFP4A16": ("rtn", "autoround")},
     "bitsandbytes": {"NF4": ("rtn", "double")},
 }
 PLAIN = "gptq,scales=absmax,refine=0"  # the paper's GPTQ with a static order of columns, as the peers have it
@@ -101,7 +102,10 @@ def parse_scheme(text: str) -> dict[str, Any]:
         return {"scheme": "NF4", "bits": 4, "group_size": int(match[1] or 64)}
     if text in ("W8A8", "FP8", "FP8_DYNAMIC"):
         return {"scheme": text, "bits": 8, "group_size": 0}
-    raise SystemExit(f"{text} is no scheme: W4:128, W4:128:asym, W8A8, FP8, FP8_DYNAMIC, NF4 or NF4:64")
+    if text == "NVFP4A16":
+        return {"scheme": text, "bits": 4, "group_size": 16}
+    known = "W4:128, W4:128:asym, W8A8, FP8, FP8_DYNAMIC, NVFP4A16, NF4 or NF4:64"
+    raise SystemExit(f"{text} is no scheme: {known}")
 
 
 def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:

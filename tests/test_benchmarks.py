@@ -64,6 +64,7 @@ def test_schemes_by_their_short_names():
     }
     assert quality.parse_scheme("NF4")["group_size"] == 64
     assert quality.parse_scheme("FP8_DYNAMIC")["scheme"] == "FP8_DYNAMIC"
+    assert quality.parse_scheme("NVFP4A16") == {"scheme": "NVFP4A16", "bits": 4, "group_size": 16}
     for text in ("W9:128", "W4", "NF4:x", "int4"):
         with pytest.raises(SystemExit, match="no scheme"):
             quality.parse_scheme(text)

@@ -12,15 +12,15 @@ import tempfile
 import job as jobs
 
 METHODS = ("autoround", "rtn")
+TYPES = {"INT": "int", "NVFP4A16": "nv_fp"}  # scheme: its name of the number format
 
 
 def main() -> None:
     """Run one job."""
     job = jobs.read()
-    if job.method not in METHODS or job.scheme != "INT":
-        raise SystemExit(
-            f"auto-round has no {job.method!r} in {job.scheme} here, only {', '.join(METHODS)} in INT"
-        )
+    if job.method not in METHODS or job.scheme not in TYPES:
+        kinds = f"{', '.join(METHODS)} in {' and '.join(TYPES)}"
+        raise SystemExit(f"auto-round has no {job.method!r} in {job.scheme} here, only {kinds}")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # it writes into folders of its own choice
         import auto_round
@@ -44,7 +44,7 @@ def main() -> None:
                     "bits": job.bits,
                     "group_size": job.group_size or -1,
                     "sym": job.symmetric,
-                    "data_type": "int",
+                    "data_type": TYPES[job.scheme],
                 },
                 dataset=data,
                 nsamples=len(rows),

@@ -32,7 +32,7 @@ class Job:
         tokens: a safetensors file with int64 ``tokens`` (rows, length).
         out: the folder to make.
         method: rtn, gptq, awq, ...; each runner has its own list.
-        scheme: INT (weights of ``bits`` bits in groups), W8A8, FP8, FP8_DYNAMIC or NF4.
+        scheme: INT (weights of ``bits`` bits in groups), W8A8, FP8, FP8_DYNAMIC, NVFP4A16 or NF4.
         bits: of a weight.
         group_size: inputs that share a scale; 0: the whole row.
         symmetric: no zero point.

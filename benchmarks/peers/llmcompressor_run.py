@@ -54,7 +54,10 @@ def decoded(model) -> tuple[dict, dict]:
             continue
         args = module.quantization_scheme.weights
         zero = getattr(module, "weight_zero_point", None)
-        state[f"{name}.weight"] = fake_quantize(module.weight.data, module.weight_scale, zero, args)
+        above = getattr(module, "weight_global_scale", None)
+        state[f"{name}.weight"] = fake_quantize(
+            module.weight.data, module.weight_scale, zero, args, global_scale=above
+        )
         inputs = module.quantization_scheme.input_activations
         if inputs is not None:
             activations[name] = described(module, inputs)
