@@ -13,9 +13,9 @@ to bf16 by one tool and kept by another (GPTQModel and auto-round compute in bf1
 the checkpoint as it is, which is what people do.
 
 A scheme is W<bits>:<group>[:asym], or W8A8, FP8, FP8_DYNAMIC, NVFP4A16, NF4[:<block>]. A method is a
-name, or ``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings they are.
-Finished cells, and those that failed with the reason, go to the cache file at once, and a run that was killed
-goes on from there; ``--again attar`` (or ``attar/gptq``) measures these anew.
+name, or ``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings
+they are. Finished cells, and those that failed with the reason, go to the cache file at once, and a run that
+was killed goes on from there; ``--again attar`` (or ``attar/gptq``) measures these anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rounding of activations and of keys and values: the numbers, and the hooks that apply them."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -59,6 +60,35 @@ def test_groups_are_tokens_of_their_own():
     x = sample(2, 3, 48)
     apart = torch.cat([quantize_activation(part, FP8_TOKEN) for part in x.split(16, -1)], -1)
     assert torch.equal(quantize_activation(x, GROUP), apart)
+
+
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_groups_of_nvfp4():
+    """By loops: the scale of a group is an e4m3 number over the global scale."""
+    x, above = sample(3, 32, seed=4), torch.tensor([2688 / 5.0])
+    got = quantize_activation(x, ActivationRule("float", 4, "tensor_group", group_size=16), above)
+    for group, rounded in zip(x.reshape(-1, 16), got.reshape(-1, 16), strict=True):
+        scale = float(fp8(float(above * group.abs().max() / 6))) / float(above)
+        levels = [min(FP4, key=lambda level: abs(level - abs(float(v)) / scale)) for v in group]
+        wanted = torch.tensor(levels) * scale * group.sign()
+        assert torch.allclose(rounded, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_mx_have_powers_of_two(bits):
+    x = sample(3, 64, seed=5) * 10
+    got = quantize_activation(x, ActivationRule("float", bits, "group", group_size=32, mx=True))
+    for group, rounded in zip(x.reshape(-1, 32), got.reshape(-1, 32), strict=True):
+        top = float(group.abs().max())
+        scale = 2.0 ** (math.floor(math.log2(top / 1.75)) + 1 - (2 if bits == 4 else 8))
+        if bits == 4:
+            codes = [min(FP4, key=lambda level: abs(level - abs(float(v)) / scale)) for v in group]
+            wanted = torch.tensor(codes) * group.sign()
+        else:
+            wanted = torch.stack([fp8(float(v) / scale) for v in group]).float()
+        assert torch.equal(rounded, wanted * scale)
 
 
 def test_static_scales_saturate():

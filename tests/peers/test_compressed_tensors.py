@@ -12,7 +12,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
 from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    compute_dynamic_scales_and_zp,
+    generate_gparam,
+)
 
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
@@ -46,7 +50,11 @@ def test_presets_are_theirs(name):
         one, other = getattr(theirs, part), getattr(ours, part)
         skip = {"observer", "observer_kwargs", "zp_dtype"}
         assert (one and one.model_dump(exclude=skip)) == (other and other.model_dump(exclude=skip)), part
-    assert infer_module_format(torch.nn.Linear, theirs).value == SCHEMES[name].form
+    form = SCHEMES[name].form
+    if name == "W4AFP8":  # theirs is int-quantized; vLLM's method for it has the tensors of the packed one
+        assert form == "pack-quantized"
+    else:
+        assert infer_module_format(torch.nn.Linear, theirs).value == form
 
 
 def test_the_static_scheme_is_accepted():
@@ -131,6 +139,9 @@ RULES = [
     ActivationRule("float", 8, "group", group_size=32),
     ActivationRule("int", 8, "group", group_size=32),
     ActivationRule("float", 8, "tensor", dynamic=False),
+    SCHEMES["NVFP4"].activations,
+    SCHEMES["MXFP4"].activations,
+    SCHEMES["MXFP8"].activations,
 ]
 
 
@@ -138,13 +149,23 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES)
 def test_activations_are_rounded_as_theirs(rule, dtype):
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)).to(dtype) * 3
-    x[0, 0] = 0
+    x[0, 0], x[1] = 0, x[1] * 1e-3
+    above = generate_gparam(x.float().min(), x.float().max()) if rule.strategy == "tensor_group" else None
     scale, arguments = torch.tensor([0.03], dtype=dtype), QuantizationArgs(**rule.config())
     chosen, zero = scale, None
     if rule.dynamic:
-        chosen, zero = compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module())
-    theirs = fake_quantize(x, chosen, zero, arguments)
+        chosen, zero = compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module(), above)
+    theirs = fake_quantize(x, chosen, zero, arguments, above)
+    scale = scale if above is None else above
     assert torch.equal(quantize_activation(x, rule, scale), theirs)
+
+
+def test_the_global_scale_of_inputs_is_theirs():
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)) + 0.5
+    seen = ActivationRange(SCHEMES["NVFP4"].activations)
+    for batch in x:
+        seen.add(batch)
+    assert torch.equal(torch.tensor([1.0 / seen.scale()]), generate_gparam(x.min(), x.max()))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -115,6 +115,7 @@ def test_table_of_the_documents():
         ({"scheme": "NF4"}, "bitsandbytes"),
         ({"scheme": "W4A16", "overrides": ("down_proj=W2A16",)}, "down_proj has 2 bits"),
         ({"scheme": "W4A16", "method": "gptq", "act_order": "group"}, ORDERED),
+        ({"scheme": "W4AFP8"}, "groups of 128 alone"),
         ({"scheme": "W4A16"}, None),
         ({"scheme": "W8A8"}, None),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from attar.formats.rules import ActivationRule
 from attar.quantization.grids import IntGrid
-from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES
@@ -21,11 +21,13 @@ GRIDS = {
     "INT8": IntGrid(8, 0, True, F),
     "W8A8_STATIC": IntGrid(8, 0, True, F),
     "W4A8": IntGrid(4, 128, True, F),
+    "W4AFP8": IntGrid(4, 128, True, F),
     "FP8": Float8Grid("e4m3fn", 0, 0, F),
     "FP8_DYNAMIC": Float8Grid("e4m3fn", 0, 1, F),
     "FP8_BLOCK": Float8Grid("e4m3fn", 128, 128, F),
-    "NVFP4A16": NVFP4Grid(torch.bfloat16),
-    "MXFP4A16": MXFP4Grid(torch.bfloat16),
+    **dict.fromkeys(("NVFP4", "NVFP4A16"), NVFP4Grid(torch.bfloat16)),
+    **dict.fromkeys(("MXFP4", "MXFP4A16"), MXFP4Grid(torch.bfloat16)),
+    "MXFP8": MXFP8Grid(storage=torch.bfloat16),
     "NF4": NF4Grid(64, False, F),
 }
 
@@ -55,6 +57,11 @@ def test_activations():
     assert SCHEMES["W8A8"].activations == ActivationRule("int", 8, "token")
     assert SCHEMES["W8A8_STATIC"].activations == ActivationRule("int", 8, "tensor", dynamic=False)
     assert SCHEMES["FP8_BLOCK"].activations == ActivationRule("float", 8, "group", group_size=128)
+    assert [name for name, scheme in SCHEMES.items() if scheme.activations and scheme.activations.static] == [
+        "W8A8_STATIC",
+        "FP8",
+        "NVFP4",
+    ]
     assert KV_CACHES["none"] is None and not KV_CACHES["fp8"].dynamic and KV_CACHES["int8"].dynamic
 
 

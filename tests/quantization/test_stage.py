@@ -102,6 +102,32 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
     assert all(row["error"] < row["rtn_error"] for row in rows)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "autoround", "iterations": 2},
+        {"method": "qat", "steps": 2},
+        {"method": "autoround", "iterations": 2, "start": "gptq"},
+        {"method": "rtn"},
+        {"method": "gptq"},
+        {"method": "gptq", "tune": 2},
+    ],
+    ids=str,
+)
+def test_what_engines_run_as_one_matrix_has_one_global_scale(saved, tmp_path, options):
+    settings = quantize_settings(**{**SMALL, "scheme": "NVFP4", "check_tokens": 0, **options})
+    written = quantize(saved("llama3"), tmp_path / "out", settings)
+    layer = "model.layers.1"
+    for parts in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+        for leaf in ("weight_global_scale", "input_global_scale"):
+            scales = {written.load(f"{layer}.{part}_proj.{leaf}").item() for part in parts}
+            assert len(scales) == 1, (parts, leaf, scales)
+    assert written.load(f"{layer}.mlp.up_proj.weight_global_scale") != written.load(
+        f"{layer}.mlp.down_proj.weight_global_scale"
+    )
+
+
 def test_v_may_have_more_bits_than_q_and_k_where_no_engine_joins_them(saved, tmp_path):
     options = {"overrides": ("v_proj=W8A16",), "check_tokens": 0, **SMALL}
     with pytest.raises(SettingsError, match="engines fuse"):

@@ -7,6 +7,7 @@ Letters: q codes (N, K); s scale and z zero point of a tile, in tables (P, G).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from attar.formats.rules import WeightRule
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The positive FP4 levels; codes 8 to 15 are their negatives."""
+MX_BIAS = 127  # of the exponents of MXFP4 and MXFP8, as they are stored
 FP4_BITS = 5  # of a doubled FP4 level, which is at most 12
 
 WeightLayout = dict[str, tuple[str, tuple[int, ...]]]
@@ -87,6 +89,40 @@ def dequantize(weight: Coded, width: int) -> Tensor:
 def fp4_levels(device: torch.device | None = None) -> Tensor:
     """The 16 FP4 levels by code, float32."""
     return torch.tensor([*FP4, *(-level for level in FP4)], device=device)
+
+
+def nearest_fp4(values: Tensor) -> Tensor:
+    """Codes, in the type of the values, of values on the unit scale; halves go to the even code, the sign of
+    zero is kept.
+
+    The levels have steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the index is the least of three
+    roundings.
+    """
+    magnitudes = values.abs()
+    index = (magnitudes * 2).round_()
+    index = index.minimum((magnitudes - 2).round_().add_(4))
+    index = index.minimum(magnitudes.sub_(4).mul_(0.5).round_().add_(6)).clamp_(max=7)
+    return index.add_(torch.signbit(values), alpha=8)
+
+
+def level_fp4(codes: Tensor) -> Tensor:
+    """Values on the unit scale, float32, of codes 0 to 15."""
+    return fp4_levels(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def mx_exponent(top: Tensor, largest: float) -> Tensor:
+    """Exponents e of the scales 2^e of groups with these largest magnitudes, int32; -127 to 127.
+
+    The exponent of max|w| is taken after 1/4 of its leading bit was added, so that a group whose largest
+    magnitude is 1.75 or more times a power of two gets the next larger scale (compressed-tensors; the
+    specification of MX cuts off and saturates).
+
+    Args:
+        largest: magnitude of a code: 6 or 448.
+    """
+    fraction, power = torch.frexp(top.float())  # top = fraction * 2^power, fraction in [1/2, 1)
+    exponent: Tensor = power + (fraction >= 0.875).int() - math.frexp(largest)[1]
+    return exponent.clamp(-MX_BIAS, MX_BIAS)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

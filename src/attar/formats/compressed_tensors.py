@@ -5,6 +5,7 @@ or class names; the more exact target decides), rules for weights and input acti
 tensors; layouts.py has the bytes. Further tensors of a module:
 
     input_scale       float (1,)   static activation scale
+    input_global_scale   float32 (1,)   of NVFP4's inputs: multiplies the scales of their groups
     k_scale, v_scale  float (1,)   of an attention module, with ``kv_cache_scheme``
 
 An int8 embedding is ``naive-quantized``: ``weight`` int8 (V, D) and ``weight_scale`` (V, 1). A head tied to
@@ -31,9 +32,11 @@ from attar.formats.coded import Coded
 from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 from attar.formats.rules import (
+    BFLOAT16,
     FLOAT,
     INT,
     MXFP4,
+    MXFP8,
     NAIVE,
     NVFP4,
     PACK,
@@ -48,11 +51,12 @@ from attar.patterns import matches_start
 
 METHOD = "compressed-tensors"
 TRANSPOSED = "attar-transposed"
-FORMS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
+FORMS = (PACK, INT, FLOAT, NAIVE, *BFLOAT16)
 EMBEDDING = WeightRule("int", 8, "channel")
 INPUT_SCALE, INPUT_ZERO, K_SCALE, V_SCALE = "input_scale", "input_zero_point", "k_scale", "v_scale"
+INPUT_GLOBAL = "input_global_scale"
 PARTS = (SCALE, SHAPE, ZERO, GLOBAL, G_IDX)
-AUXILIARY = (*PARTS, INPUT_SCALE, INPUT_ZERO, "input_global_scale", K_SCALE, V_SCALE, "output_scale")
+AUXILIARY = (*PARTS, INPUT_SCALE, INPUT_ZERO, INPUT_GLOBAL, K_SCALE, V_SCALE, "output_scale")
 """Last parts of the names of tensors that belong to a weight or an activation."""
 CODES = {"I8", "F8_E4M3", "F8_E5M2"}
 
@@ -201,7 +205,7 @@ class CompressedTensorsReader(PackedReader):
     def weight_header(self, name: str) -> tuple[str, str, tuple[int, int]]:
         base = name.rpartition(".")[0]
         form = self._group(name).form
-        dtype = "BF16" if form in (NVFP4, MXFP4) else self.stored(f"{base}.{SCALE}").dtype
+        dtype = "BF16" if form in BFLOAT16 else self.stored(f"{base}.{SCALE}").dtype
         return f"{base}.{WEIGHT}", dtype, self._shape(name, form)
 
     def weight(self, name: str) -> Tensor:
@@ -242,9 +246,9 @@ class CompressedTensorsReader(PackedReader):
         scales = [self.checkpoint.load(f"{base}.{SCALE}").float()]
         if self._group(name).form == PACK:  # symmetric codes of few bits may have negative scales
             scales = [scales[0].abs()]
-        elif self._group(name).form == MXFP4:
+        elif self._group(name).form in (MXFP4, MXFP8):
             scales = [torch.where(scales[0] == 255, torch.nan, torch.exp2(scales[0] - 127))]
-        optional = self.load_present(f"{base}.", (GLOBAL, INPUT_SCALE))
+        optional = self.load_present(f"{base}.", (GLOBAL, INPUT_SCALE, INPUT_GLOBAL))
         check_scales(f"{base}.{SCALE}", [*scales, *(scale.float() for scale in optional.values())])
         check_codes(base, self.checkpoint.load(name), scales[0])
 

@@ -11,10 +11,11 @@ For a weight (N, K), b bits, scales in a table (P, G) of tiles:
 ``nvfp4-pack-quantized``    weight_packed uint8 (N, K / 2), the even input in the low nibble; weight_scale
                             float8_e4m3fn; weight_global_scale float32 (1,), which *divides* the scales
 ``mxfp4-pack-quantized``    weight_packed likewise; weight_scale uint8, 2^(byte - 127)
+``mxfp8-quantized``         weight float8, weight_scale likewise
 
 weight_scale is (P, G) in the model's type; a single one is (1,). Packed weights whose groups are not
 neighbours have weight_g_idx, int32 (K,). A decoded weight is code times scale, rounded once to the type of
-the scale; both FP4 layouts decode to bfloat16, whatever the model's type, as compressed-tensors does.
+the scale; the FP4 and MX layouts decode to bfloat16, whatever the model's type, as compressed-tensors does.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.formats.coded import Coded, WeightLayout, fp4_levels, unpack_nibbles
+from attar.formats.coded import MX_BIAS, Coded, WeightLayout, fp4_levels, unpack_nibbles
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
+from attar.formats.rules import BFLOAT16, MXFP4, MXFP8, NVFP4, PACK, WeightRule
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 GLOBAL, G_IDX, WEIGHT = "weight_global_scale", "weight_g_idx", "weight"
@@ -41,6 +42,8 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     """
     if form in (NVFP4, MXFP4):
         return _encode_fp4(weight, form)
+    if form == MXFP8:
+        return {WEIGHT: weight.codes.contiguous(), SCALE: _exponents(weight)}
     scale = weight.scale.to(dtype)
     tensors = {SCALE: scale.reshape(1) if rule.strategy == "tensor" else scale}
     if form == PACK:
@@ -71,6 +74,8 @@ def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code
         specs: WeightLayout = {PACKED: ("U8", (rows, columns // 2))}
         specs[SCALE] = ("F8_E4M3" if form == NVFP4 else "U8", tiles)
         return {**specs, GLOBAL: ("F32", (1,))} if form == NVFP4 else specs
+    if form == MXFP8:
+        return {WEIGHT: (code, shape), SCALE: ("U8", tiles)}
     single = rule.strategy == "tensor"
     specs = {SCALE: (dtype, (1,) if single else tiles)}
     if form == PACK:
@@ -92,8 +97,9 @@ def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Coded:
         above = tensors[GLOBAL]
         scale = tensors[SCALE].float() / above.float()
         return Coded(unpack_nibbles(tensors[PACKED]), scale, global_scale=above)
-    if form == MXFP4:
-        return Coded(unpack_nibbles(tensors[PACKED]), torch.exp2(tensors[SCALE].float() - 127.0))
+    if form in (MXFP4, MXFP8):
+        codes = unpack_nibbles(tensors[PACKED]) if form == MXFP4 else tensors[WEIGHT]
+        return Coded(codes, torch.exp2(tensors[SCALE].float() - MX_BIAS))
     scale, zero, codes = tensors[SCALE].float(), tensors.get(ZERO), tensors.get(WEIGHT)
     table = (1, 1) if scale.numel() == 1 else scale.shape
     offset = 2 ** (rule.bits - 1)
@@ -107,10 +113,10 @@ def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Coded:
 
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Tensor:
-    """The weight (N, K) of a Linear, in the type of its scale (FP4: bfloat16)."""
+    """The weight (N, K) of a Linear, in the type of its scale (FP4 and MX: bfloat16)."""
     weight = unpack(tensors, rule, form)
     fp4 = form in (NVFP4, MXFP4)
-    dtype = torch.bfloat16 if fp4 else tensors[SCALE].dtype
+    dtype = torch.bfloat16 if form in BFLOAT16 else tensors[SCALE].dtype
     codes = fp4_levels(weight.codes.device)[weight.codes.long()] if fp4 else weight.codes.float()
     if weight.g_idx is not None:
         g_idx = weight.g_idx.long()
@@ -140,8 +146,12 @@ def _encode_fp4(weight: Coded, form: str) -> dict[str, Tensor]:
     codes = weight.codes.to(torch.uint8)
     tensors = {PACKED: codes[:, 0::2] | codes[:, 1::2] << 4}
     if form == MXFP4:
-        exponent = torch.frexp(weight.scale).exponent.to(torch.int16) - 1 + 127
-        return {**tensors, SCALE: exponent.to(torch.uint8)}
+        return {**tensors, SCALE: _exponents(weight)}
     assert weight.global_scale is not None, "NVFP4 has a global scale"
     above = weight.global_scale.float().reshape(1)
     return {**tensors, SCALE: (weight.scale * above).to(torch.float8_e4m3fn), GLOBAL: above}
+
+
+def _exponents(weight: Coded) -> Tensor:
+    """e + 127 of scales 2^e, uint8."""
+    return (torch.frexp(weight.scale).exponent.to(torch.int16) - 1 + MX_BIAS).to(torch.uint8)

@@ -32,6 +32,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats import layouts
 from attar.formats.coded import Coded, WeightLayout, fp4_levels, unpack_nibbles
+from attar.formats.compressed_tensors import INPUT_GLOBAL
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
 from attar.formats.rules import FLOAT, NVFP4, ActivationRule, WeightRule
 
@@ -74,7 +75,7 @@ def algorithm(weights: WeightRule, activations: ActivationRule | None) -> str:
     raise ModelError(
         f"ModelOpt has no algorithm for weights in {weights.kind}{weights.bits} by {weights.strategy} with "
         f"inputs in {inputs}",
-        hint="quantize with --scheme FP8, FP8_DYNAMIC, FP8_BLOCK or NVFP4A16",
+        hint="quantize with --scheme FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4 or NVFP4A16",
     )
 
 
@@ -129,8 +130,8 @@ def from_compressed(tensors: Mapping[str, Tensor], rule: WeightRule) -> dict[str
     if rule.bits == 4:
         named = {WEIGHT: tensors[layouts.PACKED], SCALE: tensors[layouts.SCALE]}
         named[SCALE_2] = (1.0 / tensors[layouts.GLOBAL].float()).reshape(())
-        if "input_global_scale" in tensors:
-            named[INPUT_SCALE] = (1.0 / tensors["input_global_scale"].float()).reshape(())
+        if INPUT_GLOBAL in tensors:
+            named[INPUT_SCALE] = (1.0 / tensors[INPUT_GLOBAL].float()).reshape(())
         return named
     scale = tensors[layouts.SCALE].float()
     tiles = (scale.shape[0], scale.shape[-1])
@@ -147,7 +148,7 @@ def to_compressed(tensors: Mapping[str, Tensor], rule: WeightRule) -> dict[str, 
         named = {layouts.PACKED: tensors[WEIGHT], layouts.SCALE: scale}
         named[layouts.GLOBAL] = (1.0 / tensors[SCALE_2].float()).reshape(1)
         if INPUT_SCALE in tensors:
-            named["input_global_scale"] = (1.0 / tensors[INPUT_SCALE].float()).reshape(1)
+            named[INPUT_GLOBAL] = (1.0 / tensors[INPUT_SCALE].float()).reshape(1)
         return named
     table = scale.float().reshape((1,) if rule.strategy == "tensor" else (scale.shape[0], -1))
     named = {layouts.WEIGHT: tensors[WEIGHT], layouts.SCALE: table}

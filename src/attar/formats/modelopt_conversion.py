@@ -22,13 +22,12 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats import compressed_tensors, layouts, modelopt
-from attar.formats.compressed_tensors import K_SCALE, V_SCALE, ConfigGroup
+from attar.formats.compressed_tensors import INPUT_GLOBAL, K_SCALE, V_SCALE, ConfigGroup
 from attar.formats.modelopt import ALGORITHMS, INPUT_SCALE
 from attar.formats.rules import NVFP4, ActivationRule, WeightRule, format_of, texts
 
 TensorHeaders = list[tuple[str, str, tuple[int, ...]]]
 """Name, type and shape of each tensor."""
-INPUT_GLOBAL = "input_global_scale"
 KV_CACHE = ActivationRule("float", 8, "tensor", dynamic=False)
 KV_MODULES = {K_SCALE: "k_proj", V_SCALE: "v_proj"}  # where ModelOpt stores the scales of the KV cache
 CODES = {"F8_E4M3", "U8"}
@@ -108,7 +107,7 @@ class FromCompressedTensors:
         if info.dtype not in CODES or group is None:
             raise ModelError(
                 f"{self.source.path}: {name} holds integer codes, which ModelOpt does not have here",
-                hint="quantize with --scheme FP8, FP8_DYNAMIC, FP8_BLOCK or NVFP4A16",
+                hint="quantize with --scheme FP8, FP8_DYNAMIC, FP8_BLOCK, NVFP4 or NVFP4A16",
             )
         algorithm = modelopt.algorithm(group.weights, group.activations)
         shape = _shape(info)
@@ -203,13 +202,7 @@ class ToCompressedTensors:
             for name in texts(stored.get("ignore") or [], "ignore")
         ]
         cached = KV_CACHE if stored.get("kv_cache_scheme") else None
-        config = compressed_tensors.quantization_config(groups, ignore=ignore, kv_cache=cached)
-        for group in config["config_groups"].values():
-            if (group["input_activations"] or {}).get("strategy") == "tensor_group":
-                group["input_activations"]["dynamic"] = (
-                    "local"  # dynamic scales of groups, static global scale
-                )
-        return config
+        return compressed_tensors.quantization_config(groups, ignore=ignore, kv_cache=cached)
 
 
 def _shape(info: Any) -> tuple[int, int]:

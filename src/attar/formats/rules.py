@@ -16,11 +16,14 @@ from typing import Any
 from attar.errors import CheckpointError
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 """Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
+BFLOAT16 = (NVFP4, MXFP4, MXFP8)  # are decoded to it, whatever the model's type
+MX_GROUP = 32  # inputs that share a power of two in MXFP4 and MXFP8
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
 KINDS = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group", "token", "attn_head")
+SCALE_DTYPES = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}  # of float codes
 ORDERS = (False, True, "group", "dynamic", "weight", "static")
 """Values of ``actorder``: none, act-order ``group`` in three spellings, and two that leave no trace."""
 
@@ -134,8 +137,8 @@ class WeightRule:
             entry["block_structure"] = list(self.block)
         if self.ordered:
             entry["actorder"] = "group"
-        if self.kind == "float" and self.bits == 4:
-            entry["scale_dtype"] = "torch.float8_e4m3fn" if self.strategy == "tensor_group" else "torch.uint8"
+        if self.kind == "float" and self.strategy in ("group", "tensor_group"):
+            entry["scale_dtype"] = SCALE_DTYPES[self.strategy]
         return entry
 
     @classmethod
@@ -162,10 +165,12 @@ class ActivationRule:
 
     Attributes:
         kind: ``int`` or ``float``.
-        strategy: ``token``, ``tensor``, ``group`` or ``attn_head``.
-        dynamic: the scale is computed from the values; False: it is stored in the file.
-        group_size: g of the strategy ``group``.
+        strategy: ``token``, ``tensor``, ``group``, ``tensor_group`` or ``attn_head``.
+        dynamic: the scale is computed from the values; False: it is stored in the file. Of ``tensor_group``
+            the global scale is stored.
+        group_size: g of a strategy with groups.
         symmetric: no zero points.
+        mx: a group's scale is a power of two.
     """
 
     kind: str
@@ -174,6 +179,12 @@ class ActivationRule:
     dynamic: bool = True
     group_size: int = 0
     symmetric: bool = True
+    mx: bool = False
+
+    @property
+    def static(self) -> bool:
+        """Whether calibration finds a scale, which the file stores."""
+        return not self.dynamic or self.strategy == "tensor_group"
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -184,14 +195,17 @@ class ActivationRule:
 
     def config(self) -> dict[str, Any]:
         """The ``input_activations`` entry of a config group, or ``kv_cache_scheme``."""
-        return {
+        entry: dict[str, Any] = {
             "num_bits": self.bits,
             "type": self.kind,
             "symmetric": self.symmetric,
             "strategy": self.strategy,
             "group_size": self.group_size or None,
-            "dynamic": self.dynamic,
+            "dynamic": "local" if self.strategy == "tensor_group" else self.dynamic,
         }
+        if self.mx or self.strategy == "tensor_group":
+            entry["scale_dtype"] = SCALE_DTYPES[self.strategy]
+        return entry
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> ActivationRule:
@@ -204,6 +218,7 @@ class ActivationRule:
             dynamic=bool(one_of(entry, "dynamic", (True, False, "local"), False)),
             group_size=size,
             symmetric=one_of(entry, "symmetric", (True, False), True),
+            mx=size == MX_GROUP and entry.get("scale_dtype") == SCALE_DTYPES["group"],
         )
 
 
@@ -218,6 +233,10 @@ def format_of(weights: WeightRule, activations: ActivationRule | None) -> str:
     """The layout that compressed-tensors chooses for a Linear with these rules."""
     if weights.kind == "float" and weights.bits == 4:
         return NVFP4 if weights.strategy == "tensor_group" else MXFP4
+    if weights.kind == "float" and weights.strategy == "group":
+        return MXFP8
     if activations is None:
         return PACK if weights.kind == "int" else NAIVE
+    if weights.kind == "int" and activations.kind == "float":
+        return PACK  # the library chooses INT, whose tensors vLLM's kernel does not take
     return INT if weights.kind == "int" else FLOAT

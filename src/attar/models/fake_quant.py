@@ -5,8 +5,11 @@ these hooks, so that what is measured is what the scheme does:
 
     x' = s * (q - z) ,   q = clamp(round(x / s + z), low, high)
 
+    s = e4m3(a max|x| / 6) / a          of NVFP4's groups, float32
+    s = 2^e                             of MX groups, coded.mx_exponent
+
 Letters: x an input (..., K); s, z scale and zero of whatever shares them: a token (the last axis), a group of
-it, or the whole tensor; q whole numbers, or float8 values.
+it, or the whole tensor; q whole numbers, float8 or FP4 values; a global scale of a layer's inputs.
 
 Every operation happens in the type of x, and a dynamic scale is max|x| / ((high - low) / 2) in that type, as
 in compressed-tensors, so that transformers with that library gives the same logits. Differs from it: a token
@@ -25,10 +28,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attar.errors import ModelError
+from attar.formats.coded import level_fp4, mx_exponent, nearest_fp4
 from attar.formats.rules import ActivationRule
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """What models and attention modules call the argument for a cache; the first since transformers 5.24."""
+
+SCALE_LARGEST, SCALE_OF_ZEROS = 448.0, 0.125
+"""Of the e4m3 scales of NVFP4's groups."""
 
 KVTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``change(keys, values)``, each (batch, heads, tokens, width): what takes their place."""
@@ -43,21 +50,23 @@ def quantize_activation(
     Args:
         x: (..., K); for a rule with groups, the group size divides K.
         rule: which codes there are and what shares a scale.
-        scale: of a static rule; broadcasts against x.
+        scale: of a static rule; broadcasts against x. Of ``tensor_group`` the global scale, float32.
         zero: likewise, where the rule is asymmetric.
     """
     if not x.numel():
         return x
-    if rule.strategy == "group":
+    if rule.strategy in ("group", "tensor_group"):
         grouped = x.unflatten(-1, (-1, rule.group_size))
-        return _round(grouped, rule, *_chosen(grouped, rule)).flatten(-2)
+        return _round(grouped, rule, *_chosen(grouped, rule, scale)).flatten(-2).to(x.dtype)
     if rule.dynamic:
         scale, zero = _chosen(x, rule)
     assert scale is not None, "a static rule has a scale"
     return _round(x, rule, scale, zero)
 
 
-def _chosen(x: Tensor, rule: ActivationRule) -> tuple[Tensor, Tensor | None]:
+def _chosen(
+    x: Tensor, rule: ActivationRule, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Dynamic scale and zero, in the type of x: over the last axis, or over everything."""
     low, high = rule.limits
     if rule.strategy == "tensor":
@@ -67,7 +76,14 @@ def _chosen(x: Tensor, rule: ActivationRule) -> tuple[Tensor, Tensor | None]:
     bottom, top = bottom.clamp(max=0.0), top.clamp(min=0.0)
     least = torch.finfo(x.dtype).eps
     if rule.symmetric:
-        scale = torch.maximum(-bottom, top) / ((high - low) / 2)
+        top = torch.maximum(-bottom, top)
+        if rule.mx:
+            return torch.exp2(mx_exponent(top, high).float()).to(x.dtype), None
+        scale = top / ((high - low) / 2)
+        if rule.strategy == "tensor_group":
+            assert global_scale is not None, "NVFP4 has a global scale"
+            local = (global_scale * scale).clamp(max=SCALE_LARGEST).to(torch.float8_e4m3fn).float()
+            return torch.where(local == 0, SCALE_OF_ZEROS, local) / global_scale, None
         return torch.where(scale == 0, least, scale), None
     scale = (top - bottom) / (high - low)
     scale = torch.where(scale == 0, least, scale)
@@ -80,7 +96,12 @@ def _round(x: Tensor, rule: ActivationRule, scale: Tensor, zero: Tensor | None) 
     if zero is not None:
         scaled = scaled + zero.to(x.dtype)
     scaled = scaled.clamp(low, high)
-    codes = scaled.round() if rule.kind == "int" else scaled.to(torch.float8_e4m3fn).to(x.dtype)
+    if rule.kind == "int":
+        codes = scaled.round()
+    elif rule.bits == 8:
+        codes = scaled.to(torch.float8_e4m3fn).to(x.dtype)
+    else:
+        codes = level_fp4(nearest_fp4(scaled)).to(scaled.dtype)
     if zero is not None:
         codes = codes - zero.to(x.dtype)
     return codes * scale
@@ -93,12 +114,13 @@ def round_inputs(
 
     Args:
         module: a Linear or Conv1D; static scale and zero become buffers of it that are not saved.
-        scale: of a static rule, one number.
+        scale: of a static rule, one number; of ``tensor_group`` the global scale, which stays float32.
         zero: likewise, where the rule is asymmetric.
     """
+    kind: Any = torch.float32 if rule.strategy == "tensor_group" else module.weight.dtype
     for name, value in (("input_scale", scale), ("input_zero", zero)):
         if value is not None:
-            module.register_buffer(name, value.reshape(-1).to(module.weight.dtype), persistent=False)  # type: ignore[arg-type]
+            module.register_buffer(name, value.reshape(-1).to(kind), persistent=False)
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if inputs[0].is_meta:

@@ -1,10 +1,11 @@
 """Calibration: the text that a model is quantized with, and the static scales that its activations get.
 
     s = 2 max|x| / (high - low)                                     symmetric
+    s = max|x| / (448 high)                                         scale of the scales of NVFP4's groups
     s = (max x - min x) / (high - low) ,  z = round(low - min x / s)    asymmetric, 0 counted among the x
 
 Letters: x every number seen; s scale; z zero; low, high the ends of the codes: -128 and 127 of int8, -448 and
-448 of float8_e4m3fn. As compressed-tensors computes them from its minimum and maximum.
+448 of float8_e4m3fn, -6 and 6 of FP4. As compressed-tensors computes them from its minimum and maximum.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attar.models.fake_quant import on_keys_and_values
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_tokenizer
 from attar.progress import Progress
+from attar.quantization.grids.fp4 import E4M3_LARGEST
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.sweep import SweepOptions, observe
@@ -87,7 +89,7 @@ class ActivationRange:
         self.low, self.high, self.tokens = torch.stack(lows).min(), torch.stack(highs).max(), sum(tokens)
 
     def scale(self) -> float:
-        """s; 1 where only zeros were seen.
+        """s; 1 where only zeros were seen. Of ``tensor_group`` the scale of the scales.
 
         Raises:
             NumericsError: nothing was seen.
@@ -95,6 +97,8 @@ class ActivationRange:
         if not self.tokens:
             raise NumericsError("no activation was seen", hint="calibrate with more samples")
         low, high = self.rule.limits
+        if self.rule.strategy == "tensor_group":
+            return float(torch.maximum(-self.low, self.high)) / (E4M3_LARGEST * high) or 1.0
         top = torch.maximum(-self.low, self.high) * 2 if self.rule.symmetric else self.high - self.low
         return float(top / (high - low)) or 1.0
 

@@ -326,7 +326,7 @@ def fused(grid: Grid, weights: Iterable[Tensor]) -> Grid:
     """The grid for weights that engines run as one matrix: NVFP4 has one global scale for all of them."""
     if not isinstance(grid, NVFP4Grid):
         return grid
-    return replace(grid, peak=max(float(weight.abs().max()) for weight in weights))
+    return replace(grid, peak=max(grid.peak, *(float(weight.abs().max()) for weight in weights)))
 
 
 def scale_choice(method: QuantizationMethod, scales: str, grid: Grid) -> str:

@@ -16,7 +16,7 @@ from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
 from attar.formats.dense_names import dense_names
-from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
+from attar.formats.rules import BFLOAT16, NAIVE, PACK, ActivationRule
 from attar.models.anatomy.discover import discover
 from attar.models.anatomy.parts import Anatomy, matches
 from attar.models.anatomy.roles import is_linear
@@ -62,7 +62,7 @@ class LayerPlan:
     @property
     def static(self) -> bool:
         """Whether its input has a scale that calibration must find."""
-        return self.scheme.activations is not None and not self.scheme.activations.dynamic
+        return self.scheme.activations is not None and self.scheme.activations.static
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def _mtp_sites(
     """The Linears of the blocks of a multi-token prediction head that get the first scheme: all, where it
     needs no calibration and fits; what joins state and embedding stays as it is, as engines have it."""
     rule, sites = scheme.weights, {}
-    static = scheme.activations is not None and not scheme.activations.dynamic
+    static = scheme.activations is not None and scheme.activations.static
     if static or rule.kind == "nf4" or rule.ordered:
         return {}
     for name, info in checkpoint.mtp.items():
@@ -443,8 +443,8 @@ def _mtp_sites(
 
 
 def _narrow(site: LayerPlan) -> bool:
-    """Whether weights are decoded to another type than the model's: FP4 to bfloat16."""
-    return site.scheme.form in (NVFP4, MXFP4) and site.stored != torch.bfloat16
+    """Whether weights are decoded to another type than the model's: FP4 and MX to bfloat16."""
+    return site.scheme.form in BFLOAT16 and site.stored != torch.bfloat16
 
 
 def _shape(model: nn.Module, module: str) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from attar.models.loading.load import load_model, load_tokenizer
 from attar.models.surgery.zeros import zero_mask
 from attar.quantization.blockwise import AutoRoundSolver, solved_start
 from attar.quantization.gates import code_numbers
-from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
+from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, masked, scale_choice, solve_yaqa
 from attar.quantization.methods import qat
@@ -102,7 +102,8 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
     assert isinstance(options, AutoRoundSettings)
     precision = _precision(task)
     layers = {layer.module: layer for layer in task.plan.sites.values()}
-    grids = {name: layer.grid for name, layer in layers.items()}
+    grids = _fused_grids(task)
+    layers = {name: replace(layer, grid=grids[name]) for name, layer in layers.items()}
     start = None
     if options.start == "gptq":  # with its searched scales and refinement
         start = solved_start(
@@ -121,6 +122,27 @@ def learn_blocks(task: RoundingTask) -> RoundedModel:
     batches = task.batches()
     sweep = _sweep_options(task, grids, batches, precision)
     return _swept(task, sweep_blocks(task.checkpoint, batches, solver, sweep))
+
+
+def _fused_grids(task: RoundingTask) -> dict[str, Grid]:
+    """The grid of each layer by module name, with the global scale of all that engines fuse with it."""
+    together = fused_names(task)
+    layers = {layer.module: (stored, layer.grid) for stored, layer in task.plan.sites.items()}
+    grids: dict[str, Grid] = {}
+    for name, (_, grid) in layers.items():
+        siblings = [layers[other][0] for other in together.get(name, [name])]
+        grids[name] = fused(grid, (task.checkpoint.load(stored) for stored in siblings))
+    return grids
+
+
+def fused_names(task: RoundingTask) -> dict[str, list[str]]:
+    """Linears that engines run as one matrix, by the module name of each; empty where no grid asks."""
+    layers = {layer.module: layer for layer in task.plan.sites.values()}
+    if not any(isinstance(layer.grid, NVFP4Grid) for layer in layers.values()):
+        return {}
+    blocks = discover(empty_model(task.checkpoint.config, unstacked=True)).blocks
+    groups = [[name for name in group if name in layers] for block in blocks for group in block.fused()]
+    return {name: names for names in groups for name in names}
 
 
 def _sweep_options(
@@ -272,12 +294,7 @@ class StreamedCodes:
         self.task, self.errors = task, task.work / f"errors-{task.processes.rank}.jsonl"
         self.method = METHODS[task.settings.method]
         self.stored = {layer.module: stored for stored, layer in task.plan.sites.items()}
-        self.fused_with: dict[str, list[str]] = {}
-        if any(isinstance(layer.grid, NVFP4Grid) for layer in task.plan.sites.values()):
-            blocks = discover(empty_model(task.checkpoint.config, unstacked=True)).blocks
-            groups = [group for block in blocks for group in block.fused()]
-            known = [[name for name in group if name in self.stored] for group in groups]
-            self.fused_with = {name: names for names in known for name in names}
+        self.fused_with = fused_names(task)
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         layer, options = self.task.plan.sites[stored], self.task.settings.rounding

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from attar.formats.rules import ActivationRule, WeightRule, format_of
+from attar.formats.rules import MX_GROUP, ActivationRule, WeightRule, format_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,8 @@ class QuantizationScheme:
         """The number format of the weights.
 
         Args:
-            storage: type of the stored scales and of the decoded weight; FP4 formats are always decoded to
-                bfloat16.
+            storage: type of the stored scales and of the decoded weight; FP4 and MX formats are always
+                decoded to bfloat16.
             group_size: inputs that share a scale, where the scheme is resizable; 0: a whole row; None: the
                 scheme's own.
         """
@@ -73,7 +73,7 @@ class QuantizationScheme:
 def _grid(rule: WeightRule, storage: torch.dtype) -> Grid:
     import torch
 
-    from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, NF4Grid, NVFP4Grid
+    from attar.quantization.grids import Float8Grid, IntGrid, MXFP4Grid, MXFP8Grid, NF4Grid, NVFP4Grid
 
     rows = 0 if rule.strategy == "tensor" else 1
     if rule.kind == "int":
@@ -82,6 +82,8 @@ def _grid(rule: WeightRule, storage: torch.dtype) -> Grid:
         return NF4Grid(rule.group_size, rule.double, storage)
     if rule.bits == 4:
         return (NVFP4Grid if rule.strategy == "tensor_group" else MXFP4Grid)(torch.bfloat16)
+    if rule.strategy == "group":
+        return MXFP8Grid(storage=torch.bfloat16)
     height, width = rule.block or (rows, rule.group_size)
     return Float8Grid("e4m3fn", group_size=width, rows=height, storage=storage)
 
@@ -94,6 +96,10 @@ _INT8 = WeightRule("int", 8, "channel")
 _TOKEN8 = ActivationRule("int", 8, "token")
 _FP8_TOKEN = ActivationRule("float", 8, "token")
 _FP8_TENSOR = ActivationRule("float", 8, "tensor", dynamic=False)
+_NVFP4, _MXFP4 = WeightRule("float", 4, "tensor_group", 16), WeightRule("float", 4, "group", MX_GROUP)
+_NVFP4_GROUP = ActivationRule("float", 4, "tensor_group", group_size=16)
+_MXFP4_GROUP = ActivationRule("float", 4, "group", group_size=MX_GROUP, mx=True)
+_MXFP8_GROUP = ActivationRule("float", 8, "group", group_size=MX_GROUP, mx=True)
 _FP8_GROUP = ActivationRule("float", 8, "group", group_size=128)
 
 _ALL = (
@@ -102,11 +108,15 @@ _ALL = (
     QuantizationScheme("W8A8", _INT8, _TOKEN8),
     QuantizationScheme("W8A8_STATIC", _INT8, ActivationRule("int", 8, "tensor", dynamic=False)),
     QuantizationScheme("W4A8", _integer(4), _TOKEN8),
+    QuantizationScheme("W4AFP8", _integer(4), _FP8_TOKEN),
     QuantizationScheme("FP8", WeightRule("float", 8, "tensor"), _FP8_TENSOR),
     QuantizationScheme("FP8_DYNAMIC", WeightRule("float", 8, "channel"), _FP8_TOKEN),
     QuantizationScheme("FP8_BLOCK", WeightRule("float", 8, "block", block=(128, 128)), _FP8_GROUP),
-    QuantizationScheme("NVFP4A16", WeightRule("float", 4, "tensor_group", 16)),
-    QuantizationScheme("MXFP4A16", WeightRule("float", 4, "group", 32)),
+    QuantizationScheme("NVFP4", _NVFP4, _NVFP4_GROUP),
+    QuantizationScheme("NVFP4A16", _NVFP4),
+    QuantizationScheme("MXFP4", _MXFP4, _MXFP4_GROUP),
+    QuantizationScheme("MXFP4A16", _MXFP4),
+    QuantizationScheme("MXFP8", WeightRule("float", 8, "group", MX_GROUP), _MXFP8_GROUP),
     QuantizationScheme("NF4", WeightRule("nf4", 4, "group", 64)),
 )
 
@@ -114,6 +124,10 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {scheme.name: scheme for scheme in _ALL} | {"INT8": next(s for s in _ALL if s.name == "W8A8")}
 )
 """Every scheme by name; INT8 is another name of W8A8."""
+
+ALIASES = {name.removesuffix("A16"): name for name in SCHEMES if name.endswith("A16")}
+ALIASES = {alias: name for alias, name in ALIASES.items() if alias not in SCHEMES} | {"W8A8_FP8": "FP8"}
+"""Further names that settings take: W4 is W4A16."""
 
 KV_CACHES: Mapping[str, ActivationRule | None] = MappingProxyType(
     {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.options import check_choices, listed, nest
-from attar.quantization.schemes import KV_CACHES, SCHEMES, scheme_hint
+from attar.quantization.schemes import ALIASES, KV_CACHES, SCHEMES, scheme_hint
 from attar.sparsity import Sparsity, parse_sparsity
 from attar.walks.settings import FIRST_WEIGHT, check_range
 
@@ -29,7 +29,7 @@ class StorageSettings:
         metadata={
             "help": "which tensors get how many bits; W4 is W4A16",
             "choices": tuple(SCHEMES),
-            "aliases": {name.removesuffix("A16"): name for name in SCHEMES if name.endswith("A16")},
+            "aliases": ALIASES,
             "hint": scheme_hint,
         },
     )

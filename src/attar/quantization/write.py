@@ -47,6 +47,7 @@ UNTRIED = "nothing known against it; attar is not tested with vLLM"
 CONV1D = (
     "no: the packed layout of Conv1D modules is attar's own; attar export --format dense loads everywhere"
 )
+KERNEL_GROUPS = "no: its kernel for W4AFP8 has groups of 128 alone"
 ORDERED = "no: compressed-tensors dropped groups in act-order with version 0.20; attar export --format gptq"
 READS = (
     "no: the family's code reads weights that stay packed; one scheme for all Linears and no kv_cache load"
@@ -152,7 +153,8 @@ def layer_specs(layer: LayerPlan, base: str) -> list[TensorSpec]:
         parts = layouts.layout(layer.shape, rule, layer.scheme.form, dtype, code_dtype)
     specs = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts.items()]
     if layer.static:
-        specs.append(TensorSpec(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
+        leaf, kind = _input_scale(layer)
+        specs.append(TensorSpec(f"{base}.{leaf}", stored_dtype(kind), (1,)))
     return specs
 
 
@@ -170,8 +172,19 @@ def layer_tensors(
         coded = Coded(quantized.codes, parameters.scale, parameters.zero, global_scale, quantized.g_idx)
         tensors = layouts.encode(coded, rule, layer.scheme.form, storage)
     if layer.static:
-        tensors[compressed_tensors.INPUT_SCALE] = torch.tensor([input_scale], dtype=storage)
+        assert input_scale is not None
+        leaf, kind = _input_scale(layer)
+        divides = leaf == compressed_tensors.INPUT_GLOBAL
+        tensors[leaf] = torch.tensor([1.0 / input_scale if divides else input_scale], dtype=kind)
     return {f"{base}.{leaf}": value for leaf, value in tensors.items()}
+
+
+def _input_scale(layer: LayerPlan) -> tuple[str, torch.dtype]:
+    """Name and type of a static scale of a layer's input."""
+    rule = layer.scheme.activations
+    if rule is not None and rule.strategy == "tensor_group":
+        return compressed_tensors.INPUT_GLOBAL, torch.float32
+    return compressed_tensors.INPUT_SCALE, layer.grid.storage
 
 
 def _embedding(chosen: QuantizationPlan, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -212,21 +225,24 @@ def _check_scales(
 def loads_in(chosen: QuantizationPlan) -> dict[str, str]:
     """For transformers and vLLM: "yes", or the reason why not in a sentence. attar loads everything that it
     writes."""
-    rules = {site.module: site.scheme.weights for site in chosen.sites.values()}
+    sites = list(chosen.sites.values())
+    rules = {site.module: site.scheme.weights for site in sites}
     if any(rule.kind == "nf4" for rule in rules.values()):
         return {
             "transformers": "yes, with bitsandbytes",
             "vllm": "with bitsandbytes, which it does not split over devices",
         }
-    if any(site.transposed for site in chosen.sites.values()):
+    if any(site.transposed for site in sites):
         return {"transformers": CONV1D, "vllm": CONV1D}
     if any(rule.ordered for rule in rules.values()):
         return {"transformers": ORDERED, "vllm": ORDERED}
-    packed = any(site.scheme.form == PACK for site in chosen.sites.values())
+    packed = any(site.scheme.form == PACK for site in sites)
     stuck = chosen.reads_weights and packed and not chosen.config.get("dequantize")
-    dense = {site.module: site.shape for site in chosen.sites.values() if not site.scheme.activations}
+    dense = {site.module: site.shape for site in sites if not site.scheme.activations}
     missing = kernels("compressed-tensors", dense, {name: rules[name] for name in dense})
-    plain = all(site.scheme.form == PACK and not site.scheme.activations for site in chosen.sites.values())
+    plain = all(site.scheme.form == PACK and not site.scheme.activations for site in sites)
+    if any(site.scheme.name == "W4AFP8" and site.scheme.weights.group_size != 128 for site in sites):
+        missing = KERNEL_GROUPS
     missing = MIXED if chosen.mixed else SPLIT if chosen.split else TIED if chosen.tied_head else missing
     if chosen.stacked:
         vllm = GPT_OSS if chosen.stacked == "gpt_oss" else missing or UNTRIED

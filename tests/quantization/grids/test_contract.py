@@ -8,6 +8,7 @@ from attar.quantization.grids import (
     Float8Grid,
     IntGrid,
     MXFP4Grid,
+    MXFP8Grid,
     NF4Grid,
     NVFP4Grid,
     QuantizedTensor,
@@ -30,6 +31,7 @@ GRIDS = [
     NF4Grid(64, double=True, storage=torch.bfloat16),
     NVFP4Grid(torch.bfloat16),
     MXFP4Grid(),
+    MXFP8Grid(),
     *GGML.values(),
 ]
 N, K = 40, 256

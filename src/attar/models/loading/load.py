@@ -139,15 +139,20 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
         unstack(model)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     leaves, asymmetric = fp8.INPUT_SCALES, compressed_tensors.INPUT_ZERO
-    parts = [f"{name}.{leaf}" for name in linears for leaf in (*leaves, asymmetric)]
+    above = compressed_tensors.INPUT_GLOBAL
+    parts = [f"{name}.{leaf}" for name in linears for leaf in (*leaves, asymmetric, above)]
     stored = stored_of(model, parts, checkpoint)
     for name, module in linears.items():
         group = scheme.group(name, "Linear")
         if group and group.activations:
-            known = next((path for leaf in leaves if (path := stored.get(f"{name}.{leaf}"))), None)
-            zero = _loaded(checkpoint, stored.get(f"{name}.{asymmetric}"))
-            missing = f"{name}.{compressed_tensors.INPUT_SCALE}"
-            scale = _needed(checkpoint, missing, group.activations, _loaded(checkpoint, known))
+            own = (above,) if f"{name}.{above}" in stored else leaves
+            known = next((path for leaf in own if (path := stored.get(f"{name}.{leaf}"))), None)
+            zero, scale = _loaded(checkpoint, stored.get(f"{name}.{asymmetric}")), _loaded(checkpoint, known)
+            divides = group.activations.strategy == "tensor_group"
+            if divides and own is leaves and scale is not None:  # ModelOpt's multiplies
+                scale = 1.0 / scale.float()
+            missing = f"{name}.{above if divides else compressed_tensors.INPUT_SCALE}"
+            scale = _needed(checkpoint, missing, group.activations, scale)
             round_inputs(module, group.activations, scale, zero)
     rule = scheme.kv_cache
     for block in discover(model).blocks if rule else ():
@@ -163,7 +168,7 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
 
 def _needed(checkpoint: Checkpoint, name: str, rule: Any, scale: torch.Tensor | None) -> torch.Tensor | None:
     """The scale of a static rule, which must be there; None where the scale is dynamic."""
-    if rule.dynamic:
+    if not rule.static:
         return None
     if scale is None:
         raise CheckpointError(

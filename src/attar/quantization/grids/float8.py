@@ -6,17 +6,20 @@ Micikevicius, Stosic, Burgess and others 2022, "FP8 Formats for Deep Learning", 
 
 Letters: s scale of a tile; F the largest finite value of the format; q the code, kept as a torch float8.
 
+MXFP8 has groups of 32 with powers of two as scales, as MXFP4 (fp4.py).
+
 Differs from the paper: the cast saturates for both formats, as inference engines do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.quantization.grids.fp4 import mx_parameters
 from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
 KINDS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -80,3 +83,33 @@ class Float8Grid(Grid):
     def level(self, codes: Tensor) -> Tensor:
         """The code itself."""
         return codes.float()
+
+
+@dataclass(frozen=True)
+class MXFP8Grid(Float8Grid):
+    """w = 2^e * q, q an e4m3fn, groups of 32.
+
+    ``TileParameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
+
+    Attributes:
+        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
+    """
+
+    kind: str = field(default="e4m3fn", init=False)
+    group_size: int = field(default=32, init=False)
+    rows: int = field(default=1, init=False)
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight: codes and exponents."""
+        tiles_down, tiles_across = self.tiles(shape)
+        return 8 + 8 * tiles_down * tiles_across / (shape[0] * shape[1])
+
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> TileParameters:
+        """The exponent of each group from the largest magnitude of its weights."""
+        return mx_parameters(self.tile(weight).abs().amax((1, 3)) * shrink, self.largest)
+
+    def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
+        """None: powers of two."""
+        return None

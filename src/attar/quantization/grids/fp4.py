@@ -19,46 +19,26 @@ Of d = 6 and d = 4 a group takes the one of less squared error ("four over six",
 Differs from that paper: a is the same as without d = 4, so that every tool computes it alike, and the few
 groups near max|W| keep d = 6; the paper takes 256 for 448.
 
-Differs from the MX specification: the exponent of max|w| is taken after 1/4 of its leading bit was added, so
-that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
-(compressed-tensors; the specification cuts off and saturates). Halves round to the even code. Where every
-weight of a group is zero its scale is 1 (MXFP4), and exponents stay in -126 to 127.
+Differs from the MX specification: the exponent is compressed-tensors' (formats/coded.mx_exponent). Halves
+round to the even code. Where every weight of a group is zero its scale is 1 (MXFP4), and exponents stay in
+-126 to 127.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from attar.formats.coded import MX_BIAS, level_fp4, mx_exponent, nearest_fp4
 from attar.quantization.grids.grid import Grid, TileParameters
 from attar.quantization.grids.scales import squared_error
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
 FOUR = LARGEST / 4.0  # factor on a group's range under which its largest magnitude is 4
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST = 2.0**-9
-BIAS = 127  # of E8M0 exponents
-
-
-def nearest_fp4(values: Tensor) -> Tensor:
-    """Codes, float32, of values on the unit scale; halves go to the even code, the sign of zero is kept.
-
-    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the index is the least of three roundings.
-    """
-    magnitudes = values.abs()
-    index = (magnitudes * 2).round_()
-    index = index.minimum((magnitudes - 2).round_().add_(4))
-    index = index.minimum(magnitudes.sub_(4).mul_(0.5).round_().add_(6)).clamp_(max=7)
-    return index.add_(torch.signbit(values), alpha=8)
-
-
-def level_fp4(codes: Tensor) -> Tensor:
-    """Values on the unit scale, float32, of codes 0 to 15."""
-    table = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=codes.device)
-    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 class _FP4Grid(Grid):
@@ -127,6 +107,10 @@ class NVFP4Grid(_FP4Grid):
         )
         return torch.where(four < six, FOUR, 1.0)
 
+    def shared_with(self, parameters: TileParameters) -> NVFP4Grid:
+        """With the peak of their global scale."""
+        return replace(self, peak=E4M3_LARGEST * LARGEST / float(parameters.stored["global_scale"]))
+
 
 @dataclass(frozen=True)
 class MXFP4Grid(_FP4Grid):
@@ -151,9 +135,16 @@ class MXFP4Grid(_FP4Grid):
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
     ) -> TileParameters:
         """The exponent of each group from the largest magnitude of its weights."""
-        top = self.tile(weight).abs().amax((1, 3)) * shrink
-        fraction, power = torch.frexp(top)  # top = fraction * 2^power, fraction in [1/2, 1)
-        exponent = power - 1 + (fraction >= 0.875).int() - 2
-        exponent = torch.where(top > 0, exponent.clamp(1 - BIAS, BIAS), torch.zeros_like(exponent))
-        stored = {"exponent": (exponent + BIAS).to(torch.uint8)}
-        return TileParameters(torch.exp2(exponent.float()), stored=stored)
+        return mx_parameters(self.tile(weight).abs().amax((1, 3)) * shrink, LARGEST)
+
+
+def mx_parameters(top: Tensor, largest: float) -> TileParameters:
+    """The scales 2^e of groups with these largest magnitudes (P, G), and e + 127 as "exponent".
+
+    Args:
+        largest: magnitude of a code.
+    """
+    exponent = mx_exponent(top, largest).clamp(min=1 - MX_BIAS)  # smaller scales are subnormal
+    exponent = torch.where(top > 0, exponent, torch.zeros_like(exponent))
+    stored = {"exponent": (exponent + MX_BIAS).to(torch.uint8)}
+    return TileParameters(torch.exp2(exponent.float()), stored=stored)

@@ -118,6 +118,10 @@ class Grid(ABC):
         cannot be chosen freely (scales of scales, powers of two)."""
         return None
 
+    def shared_with(self, parameters: TileParameters) -> Grid:
+        """The grid whose parameters share with given ones what several weights share: a global scale."""
+        return self
+
     def code_book(self) -> CodeBook | None:
         """What a compiled loop needs to encode and decode; None where it cannot, and torch does it."""
         return None

@@ -112,7 +112,7 @@ def learn(
         for hook in hooks:
             hook.remove()
     codes = {name: quantizer.quantized(_original(linears[name])) for name, quantizer in quantizers.items()}
-    scales = {name: quantizer.stored() for name, quantizer in inputs.items() if quantizer.factor is not None}
+    scales = {name: quantizer.stored() for name, quantizer in inputs.items() if quantizer.rule.static}
     _detach(model, linears, list(inputs))
     dense = {name: p.detach() for name, p in model.named_parameters() if others and p.requires_grad}
     for name in grids:
@@ -134,6 +134,7 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
         self, weight: Tensor, grid: Grid, start: QuantizedTensor | None, *, fixed: bool, transposed: bool
     ) -> None:
         super().__init__()
+        grid = grid if start is None else grid.shared_with(start.parameters)
         self.grid, self.shape, self.transposed = grid, (weight.shape[0], weight.shape[1]), transposed
         base = grid.choose(weight) if start is None else start.parameters
         lsq.stored(base.scale, grid, self.shape)  # refuses grids without free scales
@@ -176,6 +177,7 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
 
 class InputQuantizer(nn.Module):  # type: ignore[misc]
     """Rounds a Linear's inputs: by their own range where the rule is dynamic, else with a learned scale.
+    The global scale of NVFP4's groups is not learned.
 
     Args:
         rule: the number format.
@@ -191,7 +193,9 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
         self.rule = rule
         self.factor: nn.Parameter | None = None
         self.shift: nn.Parameter | None = None
-        if seen is not None:
+        if seen is not None and rule.dynamic:
+            self.register_buffer("scale", torch.tensor([seen.scale()], device=device), persistent=False)
+        elif seen is not None:
             self.grid = _codes(rule, storage)
             first = torch.tensor([seen.scale()], device=device)
             self.register_buffer("scale", first, persistent=False)
@@ -202,11 +206,14 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """x' of (..., K), in the type of x."""
         if self.factor is None:
-            return through(x, round_activation(x.detach(), self.rule))
+            above = 1.0 / self.scale if self.rule.static else None
+            return through(x, round_activation(x.detach(), self.rule, above))
         return lsq.quantize_activation(x, *self._soft()[:1], self.grid, self._soft()[1])
 
     def stored(self) -> dict[str, Tensor]:
         """The learned scale (and zero) in stored form, scalars."""
+        if self.factor is None:
+            return {"scale": self.scale}
         with torch.no_grad():
             scale, zero = self._soft()
             values = {"scale": scale.to(self.grid.storage).float()}
@@ -277,7 +284,7 @@ def _calibrated(
     model: nn.Module, rules: Mapping[str, ActivationRule], grids: Mapping[str, Grid], rows: Tensor
 ) -> dict[str, InputQuantizer]:
     """A quantizer for each module with a rule; static scales are initialized from the first rows."""
-    seen = {name: ActivationRange(rule) for name, rule in rules.items() if not rule.dynamic}
+    seen = {name: ActivationRange(rule) for name, rule in rules.items() if rule.static}
     hooks = [
         linear_of(model, name).register_forward_pre_hook(lambda _, args, to=range_: to.add(args[0]))
         for name, range_ in seen.items()

@@ -38,8 +38,8 @@ from attar.models.loading.empty import empty_model
 from attar.models.loading.stored import stored_names, stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import batches_of
-from attar.quantization.grids import Grid, IntGrid
-from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.grids import Grid, IntGrid, MXFP4Grid, NVFP4Grid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
 from attar.quantization.plan import plan
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.transforms.awq import AWQRule
@@ -110,6 +110,10 @@ def activation_grid(rule: ActivationRule | None) -> Grid | None:
     """The grid of an activation rule, one row a token; None: inputs are not rounded."""
     if rule is None:
         return None
+    if rule.mx:
+        return MXFP4Grid() if rule.bits == 4 else MXFP8Grid()
+    if rule.strategy == "tensor_group":
+        return NVFP4Grid()
     rows = 0 if rule.strategy == "tensor" else 1
     if rule.kind == "int":
         return IntGrid(rule.bits, rule.group_size, rule.symmetric, rows=rows)
