@@ -207,6 +207,9 @@ def _commands(card: Card, folder: Path, single: str) -> Iterator[str]:
     loader, task = _head(folder)
     encoder = task != "text-generation"
     generate = f'attar generate {model} "Once upon a time"\nattar serve {model}'
+    if kind == "mlx":
+        yield _block("mlx-lm", f'mlx_lm.generate --model {name} --prompt "Once upon a time"')
+        return
     yield _block("attar", f"attar evaluate {model} --data whole:FILE" if encoder else generate)
     if ggufs:
         yield _block("llama.cpp", f"llama-cli -m {model}")

@@ -73,7 +73,7 @@ def refuse_source(source: Checkpoint, target: str) -> None:
             f"{source.path}: its weights are no integer codes, which is all that {target} holds",
             hint="--format dense loads everywhere",
         )
-    if _activations(source) and target != BITSANDBYTES:
+    if rounds_activations(source) and target != BITSANDBYTES:
         raise ModelError(
             f"{source.path} rounds activations as well, for which {target} has no place",
             hint="quantize with a scheme of weights alone, such as W4A16",
@@ -82,7 +82,7 @@ def refuse_source(source: Checkpoint, target: str) -> None:
     _check(source, name, weight, rule, target)
 
 
-def _activations(source: Checkpoint) -> bool:
+def rounds_activations(source: Checkpoint) -> bool:
     quantization = source.config.get("quantization_config") or {}
     groups = (quantization.get("config_groups") or {}).values()
     return any(group.get("input_activations") for group in groups) or bool(
@@ -180,7 +180,7 @@ class IntegerConversion:
         names = stored_names(model, _DenseTensors(self.source.path, headers))
         known = frozenset(names.values())
         further = {name: slot for name, slot in headers.items() if name not in known}
-        self.dense = [*_routers(model, names), *dense_names(further, (), config)]
+        self.dense = [*routers_of(model, names), *dense_names(further, (), config)]
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         linears = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
@@ -279,7 +279,7 @@ class _DenseTensors:
     tensors: Mapping[str, TensorSpec]
 
 
-def _routers(model: Any, names: Mapping[str, str]) -> list[str]:
+def routers_of(model: Any, names: Mapping[str, str]) -> list[str]:
     """What chooses the experts of mixtures, which stays dense, under the model's names and the
     checkpoint's."""
     if not any(isinstance(module, Experts) for module in model.modules()):

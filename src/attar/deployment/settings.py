@@ -27,6 +27,7 @@ FORMATS = (
     "modelopt",
     "mxfp4",
     "exl2",
+    "mlx",
     "speculators",
     "deepspec",
     "eagle",
@@ -40,6 +41,8 @@ WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic impo
 GGUF = ".gguf"
 GGUF_OPTIONS = ("type", "size", "rounding", "effort", "overrides", "pretokenizer", "max_file", "imatrix")
 """Options of format gguf alone."""
+MLX_TYPES = ("mxfp4", "nvfp4")
+MLX_BITS, MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 USUAL_TYPE = "Q4_K_M"
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 
@@ -53,7 +56,8 @@ class ExportSettings:
         metadata={
             "help": "dense: ordinary safetensors; gguf: llama.cpp, also where OUT is a file NAME.gguf; "
             "compressed-tensors, gptq, awq, bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and "
-            "vLLM; mxfp4: gpt-oss as it is published; exl2: ExLlamaV2; draft heads: speculators: vLLM; "
+            "vLLM; mxfp4: gpt-oss as it is published; exl2: ExLlamaV2; mlx: mlx-lm on Macs; draft heads: "
+            "speculators: vLLM; "
             "deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
             "choices": FORMATS,
         },
@@ -61,7 +65,7 @@ class ExportSettings:
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "dense: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
+            "help": "dense, mlx: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
             "file with quantized blocks; float32 keeps their decoded values exactly",
             "choices": DTYPES,
         },
@@ -70,15 +74,20 @@ class ExportSettings:
         default="auto",
         metadata={
             "help": "gguf: a mix or one type: Q4_K_M, Q6_K, Q8_0, F16 ...; auto: what the checkpoint "
-            "holds, its codes untouched, dense tensors as they are"
+            "holds, its codes untouched, dense tensors as they are; mlx: mxfp4 or nvfp4 for what is dense"
         },
     )
     bits: float = field(
         default=0.0,
         metadata={
             "help": "gguf, exl2: average stored bits a weight; each tensor's type is chosen by its measured "
-            "sensitivity. 0: off"
+            "sensitivity. 0: off; mlx: bits of what is dense, 2, 3, 4, 5, 6 or 8; 0: 4 for a dense "
+            "checkpoint, else it stays dense"
         },
+    )
+    group_size: int = field(
+        default=0,
+        metadata={"help": "mlx: inputs that share a scale; 0: 64", "choices": (0, 32, 64, 128)},
     )
     size: str = field(
         default="", metadata={"help": "gguf: the same with the size of the file, such as 4.5GB; empty: off"}
@@ -196,7 +205,8 @@ class ExportSettings:
     @property
     def calibration_rows(self) -> int:
         """Calibration sequences that are run through the model; 0: none."""
-        reads = self.format == "exl2" or self.rounding != "nearest" or self.bits or self.size
+        sized = self.format != "mlx" and (self.bits or self.size)
+        reads = self.format == "exl2" or self.rounding != "nearest" or sized
         return self.samples if reads else self.importance_rows
 
     @property
@@ -212,18 +222,40 @@ class ExportSettings:
             if self.imatrix not in ("auto", "none", ""):
                 raise SettingsError("imatrix", self.imatrix, f"auto with format {self.format}: it is gguf's")
             for name, default in gguf.items():
-                if getattr(self, name) != default:
+                if getattr(self, name) != default and (self.format, name) != ("mlx", "type"):
                     raise SettingsError(
                         name, getattr(self, name), f"unset with format {self.format}: it is gguf's"
                     )
-        if self.format not in ("gguf", "exl2") and self.bits:
-            raise SettingsError("bits", self.bits, f"0 with format {self.format}: it is gguf's and exl2's")
+        if self.format not in ("gguf", "exl2", "mlx") and self.bits:
+            raise SettingsError(
+                "bits", self.bits, f"0 with format {self.format}: it is gguf's, exl2's and mlx's"
+            )
+        self._check_mlx()
         if self.target and self.format not in HEAD_FORMATS:
             raise SettingsError("target", self.target, f"unset with format {self.format}: it is draft heads'")
         if self.format == "exl2" and not self.bits:
             raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
         if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:
             raise SettingsError("type", self.type, "one of type, bits and size alone")
+
+    def _check_mlx(self) -> None:
+        """Refuse what MLX has no kernel for."""
+        if self.format != "mlx":
+            if self.group_size:
+                raise SettingsError(
+                    "group_size", self.group_size, f"0 with format {self.format}: it is mlx's"
+                )
+            return
+        allowed = {"type": ("auto", *MLX_TYPES), "bits": (0, *MLX_BITS), "group_size": (0, *MLX_GROUPS)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise SettingsError(
+                    name, getattr(self, name), f"{', '.join(map(str, values))} with format mlx"
+                )
+        if self.group_size and self.type != "auto":
+            raise SettingsError(
+                "group_size", self.group_size, f"unset with type {self.type}, which has its own"
+            )
 
 
 def output_defaults(given: dict[str, Any], out: str | Path, dense: Callable[[], bool]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     bitsandbytes, modelopt           codes of a quantized checkpoint, untouched     (packed.py)
     mxfp4                            experts of gpt-oss, untouched                  (mxfp4.py)
     exl2                             ExLlamaV2, rounded here                        (exl2.py)
+    mlx                              mlx-lm: codes untouched, or rounded here       (mlx.py)
     speculators, deepspec, eagle,
     medusa                           draft heads                                    (draft_head.py)
 
@@ -57,6 +58,7 @@ WRITERS = {
     "modelopt": "packed",
     "mxfp4": "mxfp4",
     "exl2": "exl2",
+    "mlx": "mlx",
     **dict.fromkeys(HEAD_FORMATS, "draft_head"),
 }
 
