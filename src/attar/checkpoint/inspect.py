@@ -139,10 +139,12 @@ def _quantization(
     stated = config.get("quantization_config")
     if not isinstance(stated, dict) or (container and not counted.quantized_tensors):
         return None
+    trellis = stated.get("quant_method") == "exl3"
+    form = stated.get("codebook", "trellis") if trellis else stated.get("format")
     return {
         "method": stated.get("quant_method", "unknown"),
-        "format": container["file_type"] if container else stated.get("format"),
-        "schemes": [] if container else _schemes(stated),
+        "format": container["file_type"] if container else form,
+        "schemes": [] if container or trellis else _schemes(stated),
         "ignore": stated.get("ignore") or stated.get("modules_to_not_convert") or [],
         "tensors": counted.quantized_tensors,
         "parameters": counted.quantized.parameters,

@@ -24,7 +24,7 @@ from attar.checkpoint.weight_files import more, same_bytes
 EMPTY = ("text_config", "quantization_config")
 """Keys that mean nothing where they are null or empty."""
 TIE = "tie_word_embeddings"
-METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "mxfp4")
+METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "exl3", "mxfp4")
 """Of :data:`attar.formats.readers.READERS` in folders: their codes are known by their names and types."""
 
 _WRAPPERS = ("module.", "base_model.model.", "language_model.")
@@ -32,7 +32,7 @@ _WRAPPERS = ("module.", "base_model.model.", "language_model.")
 _INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """The same, anywhere in a name."""
 _ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.")
-_LEAVES = r"\.(weight|qweight|q_weight|weight_packed)$"
+_LEAVES = r"\.(weight|qweight|q_weight|weight_packed|trellis)$"
 _HEAD = re.compile(
     r"(^|\.)(lm_head|embed_out|output_layer|lm_head\.decoder|cls\.predictions\.decoder)" + _LEAVES
 )
@@ -40,7 +40,9 @@ _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings)" + _LEAVES
 )
 _LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
-_CODES = re.compile(r"\.(qweight|q_weight|weight_packed|weight\.SCB|SCB|weight_format|B)$|(_blocks|_scales)$")
+_CODES = re.compile(
+    r"\.(qweight|q_weight|weight_packed|trellis|weight\.SCB|SCB|weight_format|B)$|(_blocks|_scales)$"
+)
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 
 

@@ -44,7 +44,8 @@ _DERIVED = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
 
 AUXILIARY = re.compile(
     r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output|activation)_(scale|zero_point|global_scale)"
-    r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
+    r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|suh?|svh?|mcg|mul1"
+    r"|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
 )
 """Scales, zero points and the like of a quantized weight."""
 
@@ -130,6 +131,8 @@ def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Calla
         stem, _, last = info.name.rpartition(".")
         if last == "weight_packed" and f"{stem}.weight_shape" in stored:
             return math.prod(int(size) for size in checkpoint.load(f"{stem}.weight_shape").tolist())
+        if last == "trellis" and len(info.shape) == 3:
+            return math.prod(info.shape[:2]) * 256
         if last in ("weight_packed", "qweight") and info.dtype == "I32":
             return numbers * 32 // bits
         if info.dtype == "U8" and (

@@ -2,8 +2,8 @@
 
     PackedLinear    codes on an even grid: y = x W^T in the compiled library, rows of x rounded to int16 or
                     int8 with a scale for each group of inputs; in torch, and unrounded, without the library
-    DecodedLinear   any other layout (FP8, NF4, EXL2): the stored tensors stay in memory, and are decoded for
-                    each product, one weight at a time
+    DecodedLinear   any other layout (FP8, NF4, EXL2, EXL3): the stored tensors stay in memory, and are
+                    decoded for each product, one weight at a time
 
 Both return the dtype of their input. The activations of W8A8 are those of PackedLinear; other rounding of
 activations that a scheme asks for is not done (``dtype="float32"`` loads a model that does it).
