@@ -61,7 +61,9 @@ def matrices(file):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "BF16"])
+@pytest.mark.parametrize(
+    "name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "NVFP4", "BF16"]
+)
 def test_every_type_stays_near_the_model_and_loads(wide, tmp_path, name):
     exported = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
     assert exported.path.is_dir() and open_checkpoint(tmp_path / f"{name}.gguf").card.stage == "export"
@@ -278,6 +280,29 @@ def test_codes_are_carried_over(tmp_path, scheme, group, wanted):
         assert torch.equal(actual[f"blk.2.ffn_{name}.weight"].to(weight.dtype), weight)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["mixtral", "llama3"])
+def test_nvfp4_is_carried_with_the_scale_of_each_weight_beside_it(tmp_path, family):
+    folder = save(tmp_path / "dense", family, num_hidden_layers=2)
+    source = pack(folder, tmp_path / "packed", scheme="NVFP4A16")[1]
+    exported = export(source, tmp_path / "out.gguf", settings())
+    stored = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "out.gguf").tensors}
+    whole = torch.from_numpy(stored["blk.1.attn_v.scale"].data.copy())
+    module = "model.layers.1.self_attn.v_proj"
+    assert torch.equal(whole, 1.0 / source.load(f"{module}.weight_global_scale"))
+    value = stored["blk.1.attn_v.weight"]
+    theirs = torch.from_numpy(dequantize(value.data, value.tensor_type)) * whole
+    assert torch.allclose(theirs, Decoded(source).load(f"{module}.weight").float(), rtol=2**-8)
+    assert torch.equal(theirs, Decoded(exported).load(f"{module}.weight"))
+    wanted, got = Decoded(source), Decoded(exported)
+    for name in wanted.tensors:
+        assert torch.allclose(got.load(name).float(), wanted.load(name).float(), rtol=2**-8), name
+    if family == "mixtral":
+        experts = stored["blk.1.ffn_up_exps.scale"].data
+        assert len(experts) == tiny_models.EXPERTS and len(set(experts.tolist())) > 1
+    assert open_checkpoint(tmp_path / "out.gguf").nbytes < 1.4 * source.nbytes
+
+
 def test_codes_without_a_type_are_decoded_and_reported(tmp_path):
     source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="FP8_DYNAMIC")[1]
     exported = export(source, tmp_path / "out.gguf", settings())
@@ -395,7 +420,7 @@ def test_few_bits_rounded_to_nearest_name_the_better_rounding(wide, tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["Q4_K_M", "Q4_1", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q4_1", "IQ4_XS", "MXFP4", "NVFP4"])
 def test_auto_keeps_the_blocks_of_a_gguf_file(wide, tmp_path, name):
     """Also of types that no layout of integers holds, and of rows that rotary embedding reorders."""
     first = export(wide, tmp_path / "a.gguf", settings(type=name, imatrix="none"))

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from attar.deployment.gguf_codes import GGUFBlocks, grid_of
 from attar.errors import NumericsError
 from attar.formats.gguf.blocks import LAYOUTS, check_blocks, dequantize, pack, unpack
 from attar.formats.gguf.types import TYPES, UNREAD, row_bytes
-from attar.quantization.grids import GGML, MXFP4Grid
+from attar.quantization.grids import GGML
 from attar.quantization.methods.rtn import rtn
 
 pytestmark = pytest.mark.peers
@@ -123,11 +124,16 @@ def test_weights_of_any_bytes(ggml, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_bytes_are_read_as_our_grid_decodes_them(ggml, kind, weight, importance):
-    grid = GGML[kind] if kind in GGML else MXFP4Grid()
+    grid = grid_of(kind)
     quantized = rtn(weight, grid, grid.choose(weight, importance=importance))
-    data = pack(kind, quantized.codes, quantized.parameters.stored)
+    made = GGUFBlocks(quantized)
+    data = pack(kind, made.codes, made.stored)
     assert valid(ggml, kind, data)
-    assert torch.equal(read(ggml, kind, data), quantized.dequantize())
+    if made.whole_scale is None:
+        assert torch.equal(read(ggml, kind, data), quantized.dequantize())
+    else:
+        scaled = read(ggml, kind, data) * made.whole_scale
+        assert torch.allclose(scaled, quantized.dequantize(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "llama-cpp" / "bin" / "python
 if "ATTAR_PEERS" not in os.environ or not PYTHON.exists():
     pytest.skip("no $ATTAR_PEERS/llama-cpp", allow_module_level=True)
 
-MIXES = [name for name in DEFAULTS if name not in ("MXFP4", "F16")]  # F16 is what is quantized
+MIXES = [name for name in DEFAULTS if name not in ("MXFP4", "NVFP4", "F16")]  # F16 is what is quantized
 QUANTIZE = textwrap.dedent(
     """
     import ctypes, json, sys

@@ -40,6 +40,7 @@ from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
 from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.provenance import provenance_metadata
+from attar.formats.gguf.reader import scale_name
 from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
@@ -189,7 +190,7 @@ def _write(
     """Fill the first process's file, each process with some of the tensors; the digest of each tensor's
     bytes, as they are in memory."""
     shapes = {placement.gguf: placement.file_shape for placement in placed}
-    slots = [GGUFTensorInfo(name, kinds.of[name], shape) for name, shape in shapes.items()]
+    slots = [slot for name, shape in shapes.items() for slot in _slots(name, kinds.of[name], shape)]
     writer = GGUFWriter(
         processes.of_first(file),
         metadata,
@@ -203,7 +204,16 @@ def _write(
         for placement in written:
             kind = kinds.of[placement.gguf]
             floats = kind in FLOATS
-            data = _floats(placement, kind, view, codes.norms) if floats else _blocks(placement, kind, codes)
+            if floats:
+                data, whole = _floats(placement, kind, view, codes.norms), None
+            else:
+                data, whole = _blocks(placement, kind, codes)
+            if whole is not None:
+                writer.add(
+                    scale_name(placement.gguf),
+                    whole if placement.expert is None else whole[0],
+                    placement.expert,
+                )
             digests[placement.piece] = pool.submit(_digest, data)
             writer.add(placement.gguf, data, placement.expert)
             task.advance()
@@ -238,11 +248,19 @@ def _floats(placement: Any, kind: str, view: Any, norms: Mapping[str, Tensor]) -
     return data
 
 
-def _blocks(placement: Any, kind: str, codes: GGUFCodes) -> Tensor:
-    """A tensor of blocks."""
+def _slots(name: str, kind: str, shape: tuple[int, ...]) -> list[GGUFTensorInfo]:
+    """A tensor of the file, and the scale of the whole weight beside it, where its type has one."""
+    own = [GGUFTensorInfo(name, kind, shape)]
+    experts = shape[0] if len(shape) > 2 else 1
+    return [*own, GGUFTensorInfo(scale_name(name), "F32", (experts,))] if kind == "NVFP4" else own
+
+
+def _blocks(placement: Any, kind: str, codes: GGUFCodes) -> tuple[Tensor, Tensor | None]:
+    """A tensor of blocks, and the scale of the whole weight, where its type has one."""
     rounded = codes(placement, kind)
     with one_thread():
-        return blocks.pack(kind, rounded.codes, rounded.stored).view(*placement.shape[:-1], -1)
+        packed = blocks.pack(kind, rounded.codes, rounded.stored).view(*placement.shape[:-1], -1)
+    return packed, rounded.whole_scale if kind == "NVFP4" else None
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:

@@ -19,14 +19,22 @@ from attar.deployment.gguf_types import FLOATS, TensorTypes, stored_codes
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
-from attar.formats.gguf.codes import to_blocks
+from attar.formats.gguf.codes import e4m3_of, to_blocks
 from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.reader import GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
-from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, QuantizedTensor, TileParameters
+from attar.quantization.grids import (
+    GGML,
+    GGMLGrid,
+    Grid,
+    MXFP4Grid,
+    NVFP4Grid,
+    QuantizedTensor,
+    TileParameters,
+)
 from attar.quantization.grids.ggml_search import HALF_LARGEST, HALF_SMALLEST
 from attar.quantization.hessian import all_finite
 from attar.quantization.schemes import QuantizationScheme
@@ -61,10 +69,19 @@ class GGUFBlocks:
     @property
     def stored(self) -> Mapping[str, Tensor]:
         """What the file holds besides the codes."""
+        parameters = self.quantized.parameters
         if isinstance(self.quantized.grid, MXFP4Grid):
-            exponent = torch.frexp(self.quantized.parameters.scale).exponent.to(torch.int16) - 1 + 127
+            exponent = torch.frexp(parameters.scale).exponent.to(torch.int16) - 1 + 127
             return {"exponent": exponent.to(torch.uint8)}
-        return self.quantized.parameters.stored
+        if isinstance(self.quantized.grid, NVFP4Grid):
+            return {"e4m3": e4m3_of(parameters.scale, parameters.stored["global_scale"])}
+        return parameters.stored
+
+    @property
+    def whole_scale(self) -> Tensor | None:
+        """NVFP4: what all weights are multiplied with, float32 (1,)."""
+        above = self.quantized.parameters.stored.get("global_scale")
+        return None if above is None else 1.0 / above
 
 
 @dataclass
@@ -89,7 +106,9 @@ class GGUFCodes:
 
 def grid_of(kind: str) -> Grid:
     """The grid of a type."""
-    return MXFP4Grid(storage=torch.float32) if kind == "MXFP4" else GGML[kind]
+    if kind in ("MXFP4", "NVFP4"):
+        return MXFP4Grid() if kind == "MXFP4" else NVFP4Grid()
+    return GGML[kind]
 
 
 def quantized_codes(
@@ -251,13 +270,18 @@ class _Maker:
         mine = packed.same_blocks(placement) if isinstance(packed, GGUFReader) else None
         if mine is not None:  # its rows are in the file's order already
             rows, (codes, stored) = None, packed.blocks(mine)
+            above = torch.tensor([1.0 / packed.whole_scale(packed.placements[mine])])
         else:
             coded = stored_codes(packed, self.view.tensors[placement.stored].stored, placement)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
+            above = coded[0].global_scale
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
             parameters = TileParameters(torch.exp2(stored["exponent"].float() - 127.0))
+        elif isinstance(grid, NVFP4Grid):
+            local = stored["e4m3"].view(torch.float8_e4m3fn).float()
+            parameters = TileParameters(local / above, stored={"global_scale": above})
         else:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
         quantized = QuantizedTensor(grid, codes, parameters)
@@ -301,6 +325,9 @@ def check_range(name: str, weight: Tensor, quantized: QuantizedTensor) -> None:
 def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     """The same codes with row i taken from ``rows[i]``."""
     parameters = quantized.parameters.map(lambda value: value[rows])
-    stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
+    stored = {
+        name: value if name == "global_scale" else value[rows]
+        for name, value in quantized.parameters.stored.items()
+    }
     parameters = TileParameters(parameters.scale, parameters.zero, parameters.minimum, stored)
     return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)

@@ -19,6 +19,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HALVES = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
     "IQ4_XS": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "MXFP4": (),
+    "NVFP4": (),
 }  # fmt: skip
 """Where a block has float16 numbers."""
 
@@ -34,6 +35,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
         view[:, at : at + 2] = scale.view(torch.uint8)
     if kind == "MXFP4":
         view[:, 0] = view[:, 0] % 8 + 118
+    if kind == "NVFP4":
+        view[:, :4] = view[:, :4] % 16 + 8
     return data
 
 

@@ -20,7 +20,7 @@ KINDS = list(LAYOUTS)
 N, K = 5, 512
 BITS = {
     "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5,
-    "Q6_K": 6, "IQ4_NL": 4, "IQ4_XS": 4, "MXFP4": 4,
+    "Q6_K": 6, "IQ4_NL": 4, "IQ4_XS": 4, "MXFP4": 4, "NVFP4": 4,
 }  # fmt: skip
 # name: tiles of a block, smallest, largest
 WHOLE = {
@@ -31,12 +31,13 @@ WHOLE = {
     "Q6_K": {"scale_codes": (16, -128, 127)},
     "IQ4_XS": {"scale_codes": (8, 0, 63)},
     "MXFP4": {"exponent": (1, 0, 255)},
+    "NVFP4": {"e4m3": (4, 0, 255)},
 }
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS"), ("d",)),
     **dict.fromkeys(("Q4_1", "Q5_1"), ("d", "m")),
     **dict.fromkeys(("Q2_K", "Q4_K", "Q5_K"), ("d", "dmin")),
-    "MXFP4": (),
+    **dict.fromkeys(("MXFP4", "NVFP4"), ()),
 }
 
 
@@ -137,7 +138,7 @@ def test_extreme_blocks_are_the_gguf_packages(kind, half, byte):
     data = extreme(kind, half, byte)
     with np.errstate(over="ignore"):
         assert same_bits(dequantize(kind, data, K), theirs(kind, data))
-    if half == 0 and kind != "MXFP4":
+    if half == 0 and kind not in ("MXFP4", "NVFP4"):
         assert (dequantize(kind, data, K) == 0).all()
 
 
@@ -147,6 +148,15 @@ def test_every_exponent_of_mxfp4_is_the_gguf_packages():
     data[:, 1:] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2)
     with np.errstate(over="ignore"):
         assert same_bits(dequantize("MXFP4", data, 32), theirs("MXFP4", data))
+
+
+def test_every_scale_of_nvfp4_is_the_gguf_packages():
+    data = torch.zeros((256, 36), dtype=torch.uint8)
+    data[:, :4] = torch.arange(256)[:, None]
+    data[:, 4:] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 4)
+    assert same_bits(dequantize("NVFP4", data, 64), theirs("NVFP4", data))
+    with pytest.raises(NumericsError, match="w: e4m3 of NVFP4 is NaN or infinite, 8 times"):
+        check_blocks("NVFP4", data, "w")
 
 
 def half(raw, at):

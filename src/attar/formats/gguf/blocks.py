@@ -7,12 +7,15 @@ ggml, ``ggml-common.h`` (the structs) and ``ggml-quants.c`` (``dequantize_row_*`
     w = s * T[q] ,          s = d * (c - k)                        (IQ4_XS)
                             s = d                                  (IQ4_NL)
                             s = 2^(e - 128)                        (MXFP4)
+                            s = e4m3(c) / 2                        (NVFP4)
 
 Letters: q code of a weight, h the code of zero; s, m scale and minimum of a tile of 16 or 32 weights; c, c_m
 their codes, k the code of zero among c; d, d_m float16; T sixteen uneven levels; e exponent.
 
-A row is cut into blocks of 32 or 256 weights, each a struct: the float16 numbers, c and c_m, and q in planes
-of bits (planes.py). Everything little-endian.
+NVFP4 has another scale of the whole weight, a tensor of its own beside the blocks (reader.py).
+
+A row is cut into blocks of 32, 64 or 256 weights, each a struct: the float16 numbers, c and c_m, and q in
+planes of bits (planes.py). Everything little-endian.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ LAYOUTS = {
         levels=IQ4_LEVELS,
     ),
     "MXFP4": BlockLayout((Plane(1, 4, 16),), {}, 1, ("exponent",), (Plane(0, 8, 1),), levels=FP4_DOUBLED),
+    "NVFP4": BlockLayout((Plane(4, 4, 8),), {}, 4, ("e4m3",), (Plane(0, 8, 4),), levels=FP4_DOUBLED),
 }
 """Every type that is stored in blocks."""
 
@@ -109,7 +113,7 @@ def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
         codes: q, whole numbers (N, K), int8 for Q8_0, from 0 on for the others; for a float type the weights.
         stored: the other fields of the file by name: "d", "dmin", "m" float16 (N, K / block); "scale_codes"
             and "minimum_codes" (N, tiles), c with its k (0 to 63 for Q3_K and IQ4_XS), int8 for Q6_K; for
-            MXFP4 "exponent" uint8 (N, K / 32).
+            MXFP4 "exponent" uint8 (N, K / 32), for NVFP4 "e4m3" uint8 (N, K / 16), its sign 0.
 
     Raises:
         ModelError: K is no multiple of the block.
@@ -215,6 +219,8 @@ def _not_finite(kind: str, data: Tensor) -> dict[str, Tensor]:
     blocks = data.reshape(-1, TYPES[kind].size)
     if kind == "MXFP4":
         return {"exponent": _overflow(blocks)}
+    if kind == "NVFP4":
+        return {"e4m3": blocks[:, :4] & 127 == 127}
     return {name: ~torch.isfinite(_half(blocks, at)) for name, at in LAYOUTS[kind].halves.items()}
 
 
@@ -309,6 +315,8 @@ def _scales(layout: BlockLayout, stored: Mapping[str, Tensor]) -> tuple[Tensor, 
     """s and m, float32 (B, tiles)."""
     if "exponent" in stored:
         return _power(stored["exponent"]), None
+    if "e4m3" in stored:
+        return _unsigned_e4m3(stored["e4m3"]) * 0.5, None
     scale = stored["d"].float()
     if "scale_codes" in stored:
         scale = scale * (stored["scale_codes"].float() - layout.bias)
@@ -320,6 +328,12 @@ def _scales(layout: BlockLayout, stored: Mapping[str, Tensor]) -> tuple[Tensor, 
 def _power(exponent: Tensor) -> Tensor:
     """2^(e - 128), float32."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - 128)
+
+
+def _unsigned_e4m3(octets: Tensor) -> Tensor:
+    """Numbers of e4m3, float32. ggml passes over the sign; byte 127 is 0 there, and byte 255 is 480."""
+    numbers = (octets & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=480.0)
+    return numbers.masked_fill_(octets == 127, 0.0)
 
 
 def _look_up_levels(codes: Tensor, levels: tuple[int, ...]) -> Tensor:

@@ -5,12 +5,14 @@ To and from integer and MXFP4 codes:
     w = s (q - z)        Q4_0  d (q' - 8)      Q5_0  d (q' - 16)     Q8_0  d q'       z = 0,  d = s
                          Q4_1  d q' + m        Q5_1  d q' + m                         d = s,  m = -s z
                          MXFP4 2^e t(q)                                               e of s
+                         NVFP4 e4m3(c) t(q) / a                                       c of a s
 
 Letters: q signed code, q' stored code of b bits, s scale, z zero point of a group; d, m float16, of 32
-inputs. A group of more inputs repeats its scale. Blocks hold codes exactly where s (and s z) are float16
-numbers and groups are multiples of 32 neighbouring inputs; anything else would round a second time and is
-refused with the reason. Codes of Q4_1 and Q5_1 are exact where m is a multiple of d that a code can be: z =
--m / d - 2^(b-1). k-quants have scales of scales, which no integer layout has.
+inputs; a global scale of a weight, whose reciprocal is a tensor beside the blocks. A group of more inputs
+repeats its scale. Blocks hold codes exactly where s (and s z) are float16 numbers and groups are multiples of
+32 neighbouring inputs; anything else would round a second time and is refused with the reason. Codes of Q4_1
+and Q5_1 are exact where m is a multiple of d that a code can be: z = -m / d - 2^(b-1). k-quants have scales
+of scales, which no integer layout has.
 
 To a uniform grid, from every block type:
 
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from attar.formats.coded import Coded, UniformWeight
 from attar.formats.gguf.blocks import LAYOUTS, scales, unpack
+from attar.formats.gguf.types import TYPES
 from attar.formats.rules import WeightRule
 
 BLOCK = 32
@@ -40,6 +43,7 @@ BITS = {
     "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8,
     "Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6,
 }  # fmt: skip
+NVFP4_RULE = WeightRule("float", 4, "tensor_group", 16)
 INTEGERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 ZERO = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 """The stored code of zero."""
@@ -51,7 +55,7 @@ def exact_type(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
     if why := _misfit(coded, rule):
         return None, why
     if rule.kind == "float":
-        return "MXFP4", ""
+        return ("MXFP4" if coded.global_scale is None else "NVFP4"), ""
     if not _is_half(coded.scale):
         return None, "its scales are no float16 numbers"
     if rule.symmetric:
@@ -66,13 +70,15 @@ def exact_type(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
 def _misfit(coded: Coded, rule: WeightRule) -> str:
     """Why no type has groups like these; "" where one has."""
     columns = coded.codes.shape[1]
-    if columns % BLOCK:
-        return f"its {columns} inputs are no multiple of {BLOCK}"
+    nvfp4 = rule == NVFP4_RULE
+    block = TYPES["NVFP4"].block if nvfp4 else BLOCK
+    if columns % block:
+        return f"its {columns} inputs are no multiple of {block}"
     if coded.g_idx is not None:
         return "its groups are not neighbouring inputs (act-order group)"
     if rule.kind == "float":
         fp4 = rule.bits == 4 and rule.strategy == "group" and rule.group_size == BLOCK
-        return "" if fp4 and coded.global_scale is None else "llama.cpp has no type for this float format"
+        return "" if fp4 or nvfp4 else "llama.cpp has no type for this float format"
     if rule.kind != "int" or rule.block:
         return f"llama.cpp has no type for {rule.kind} codes of this layout"
     if rule.strategy == "group" and rule.group_size % BLOCK:
@@ -86,6 +92,8 @@ def to_blocks(kind: str, coded: Coded, rule: WeightRule) -> tuple[Tensor, dict[s
     if kind == "MXFP4":
         exponent = torch.frexp(coded.scale).exponent.to(torch.int16) - 1 + 127
         return coded.codes.to(torch.uint8), {"exponent": exponent.to(torch.uint8)}
+    if kind == "NVFP4":
+        return coded.codes.to(torch.uint8), {"e4m3": e4m3_of(coded.scale, coded.global_scale)}
     stored = {"d": _per_block(coded.scale, coded).half()}
     if kind in ZERO:
         codes = coded.codes.to(torch.int16) + ZERO[kind]
@@ -93,6 +101,12 @@ def to_blocks(kind: str, coded: Coded, rule: WeightRule) -> tuple[Tensor, dict[s
     low = -(2 ** (rule.bits - 1))
     stored["m"] = _per_block(_minimum(coded, rule), coded).half()
     return (coded.codes.to(torch.int16) - low).to(torch.uint8), stored
+
+
+def e4m3_of(scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """The bytes of NVFP4's scales."""
+    assert global_scale is not None, "NVFP4 has a global scale"
+    return (scale * global_scale).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _minimum(coded: Coded, rule: WeightRule) -> Tensor:
@@ -113,19 +127,23 @@ def _is_half(values: Tensor) -> bool:
     return bool((values.half().float() == values.float()).all())
 
 
-def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRule] | None:
-    """Codes and rule of a weight in blocks; None where no integer or MXFP4 layout holds it exactly.
+def from_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0) -> tuple[Coded, WeightRule] | None:
+    """Codes and rule of a weight in blocks; None where no integer or FP4 layout holds it exactly.
 
     Args:
         data: uint8 (N, row bytes).
         columns: K.
+        whole: NVFP4: the scale of the whole weight.
 
     Raises:
         CheckpointError: the bytes are not rows of K weights.
     """
-    if kind not in (*INTEGERS, "MXFP4"):
+    if kind not in (*INTEGERS, "MXFP4", "NVFP4"):
         return None
     codes, stored = unpack(kind, data, columns)
+    if kind == "NVFP4":
+        scale = scales(kind, stored)[0] * 2.0 * whole
+        return Coded(codes, scale, global_scale=torch.tensor([1.0 / whole])), NVFP4_RULE
     if kind == "MXFP4":
         exponent = stored["exponent"].int() - 127
         scale = torch.ldexp(torch.ones(exponent.shape), exponent)
@@ -178,13 +196,14 @@ def with_positive_scales(weight: Coded, rule: WeightRule) -> tuple[Coded, Weight
     return positive, replace(rule, symmetric=False)
 
 
-def uniform_of_blocks(kind: str, data: Tensor, columns: int) -> UniformWeight:
+def uniform_of_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0) -> UniformWeight:
     """A weight in blocks on its uniform grid.
 
     Args:
         kind: its type, one of :data:`attar.formats.gguf.blocks.LAYOUTS`.
         data: uint8 (N, row bytes).
         columns: K.
+        whole: a scale of the whole weight.
 
     Raises:
         CheckpointError: the bytes are not rows of K weights.
@@ -192,6 +211,7 @@ def uniform_of_blocks(kind: str, data: Tensor, columns: int) -> UniformWeight:
     layout = LAYOUTS[kind]
     codes, stored = unpack(kind, data, columns)
     scale, minimum = scales(kind, stored)
+    scale = scale if whole == 1.0 else scale * whole
     width = columns // scale.shape[1]
     if layout.levels is not None:
         levels = torch.tensor(layout.levels, dtype=torch.int8)

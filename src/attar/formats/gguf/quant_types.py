@@ -30,8 +30,9 @@ a ``weight``, and norms, routers and the other small tensors in :data:`KEPT`, st
 does not divide K is replaced by one of 32 weights, or by F16; each such case is a sentence in the notes.
 
 Differs from llama.cpp: tensors that are never quantized are F32 (there: unchanged); overrides also
-apply to the mixes F32, F16 and BF16; ``MXFP4`` is a mix of our own, with every matrix of a block in MXFP4
-and embedding and output in Q8_0, because MXFP4_MOE has no MXFP4 tensor in a model without experts.
+apply to the mixes F32, F16 and BF16; ``MXFP4`` and ``NVFP4`` are mixes of our own, with every matrix of a
+block in that type and embedding and output in Q8_0, because MXFP4_MOE has no MXFP4 tensor in a model without
+experts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DEFAULTS = {
     "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1",
     "Q2_K": "Q2_K", "Q2_K_S": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K",
     "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K",
-    "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS", "MXFP4_MOE": "MXFP4", "MXFP4": "MXFP4",
+    "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS", "MXFP4_MOE": "MXFP4", "MXFP4": "MXFP4", "NVFP4": "NVFP4",
 }  # fmt: skip
 """The type of most tensors of each mix."""
 
@@ -80,8 +81,9 @@ FALLBACK = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
+    "NVFP4": "IQ4_NL",
 }
-"""Replacements of types of 256 weights where K is no multiple of 256."""
+"""Replacements of types whose block does not divide K."""
 
 ROLES = (
     ("attn_v", ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")),
@@ -291,7 +293,7 @@ def _wanted(model: _MixInput, what: str, name: str, shape: tuple[int, ...], i: i
     if model.name == "MXFP4_MOE":
         return "MXFP4" if len(shape) > 2 and shape[0] > 1 else "Q8_0"
     if what == "token_embd":
-        return "Q8_0" if model.name == "MXFP4" else default
+        return "Q8_0" if model.name in ("MXFP4", "NVFP4") else default
     if what == "attn_v":
         return _values(model, i, default)
     if what == "attn_k":
@@ -304,7 +306,7 @@ def _wanted(model: _MixInput, what: str, name: str, shape: tuple[int, ...], i: i
 
 def _output(model: _MixInput, default: str) -> str:
     """The output, and a tied embedding."""
-    return "Q8_0" if default in ("Q8_0", "MXFP4") or model.falcon else "Q6_K"
+    return "Q8_0" if default in ("Q8_0", "MXFP4", "NVFP4") or model.falcon else "Q6_K"
 
 
 def _values(model: _MixInput, i: int, default: str) -> str:

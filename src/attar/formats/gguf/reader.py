@@ -28,6 +28,9 @@ from attar.formats.gguf.placement import Placement
 from attar.formats.rules import WeightRule
 
 METHOD = "gguf"
+BESIDE = (".scale", ".input_scale")
+"""Ends of the names of the numbers beside a weight in NVFP4, one for each expert: of the weight, and of its
+inputs, which are not rounded here."""
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
 
 
@@ -43,7 +46,14 @@ class GGUFReader:
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        shaped = {name: replace(info, shape=info.weight_shape) for name, info in checkpoint.tensors.items()}
+        scaled = {
+            name.partition(".weight")[0] for name, info in checkpoint.tensors.items() if info.block == "NVFP4"
+        }
+        shaped = {
+            name: replace(info, shape=info.weight_shape)
+            for name, info in checkpoint.tensors.items()
+            if not (name.endswith(BESIDE) and name.rpartition(".")[0] in scaled)
+        }
         with errors_name_file(checkpoint.source):
             placements = file_placements(checkpoint.config, shaped)
         self.placements: dict[str, Placement] = {placement.piece: placement for placement in placements}
@@ -88,7 +98,8 @@ class GGUFReader:
         if not info.block:
             return tensor  # type: ignore[no-any-return]
         rows, columns = _rows(tensor), info.weight_shape[-1]
-        return blocks.dequantize(info.block, rows, columns).reshape(info.weight_shape)
+        weight = blocks.dequantize(info.block, rows, columns).reshape(info.weight_shape)
+        return weight if info.block != "NVFP4" else weight.mul_(self.whole_scale(self.placements[name]))
 
     def check(self, name: str) -> None:
         """Raise where weights or the scales of blocks are not finite.
@@ -112,7 +123,8 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        decoded = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        whole = self.whole_scale(placement)
+        decoded = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], whole)
         if decoded is None or placement.rows is None:
             return decoded
         order, (weight, rule) = torch.argsort(placement.rows), decoded
@@ -156,12 +168,21 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        weight = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        whole = self.whole_scale(placement)
+        weight = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], whole)
         if placement.rows is None:
             return weight
         order = torch.argsort(placement.rows)
         zero = None if weight.zero is None else weight.zero[order]
         return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero)
+
+    def whole_scale(self, placement: Placement) -> float:
+        """What all weights of a stored matrix in NVFP4 are multiplied with; 1 where the file has no such
+        number."""
+        name = scale_name(placement.gguf)
+        if self._info(placement.piece).block != "NVFP4" or name not in self.checkpoint.tensors:
+            return 1.0
+        return float(self.checkpoint.load(name).flatten()[placement.expert or 0])
 
     def _matrix(self, name: str) -> tuple[Placement | None, TensorInfo]:
         """The placement of a stored matrix in blocks; None for other tensors."""
@@ -216,6 +237,11 @@ def errors_name_file(file: Path) -> Iterator[None]:
             f"{file}: its metadata make no sense ({type(error).__name__}: {error})",
             hint="convert the model again",
         ) from error
+
+
+def scale_name(weight: str) -> str:
+    """The tensor with the scale of a whole weight (or of each expert)."""
+    return f"{weight.removesuffix('.weight')}.scale"
 
 
 def _rows(tensor: Tensor) -> Tensor:
