@@ -26,7 +26,9 @@ from attar.checkpoint.mtp import JOINTS
 from attar.checkpoint.open import Checkpoint
 from attar.errors import ModelError
 from attar.formats.readers import Decoded
+from attar.models.anatomy.discover import discover
 from attar.models.fake_quant import CACHES, cache_argument
+from attar.models.hidden_states import recording_states
 from attar.models.loading.load import load_model
 
 _LAYER = re.compile(r"^(.*?\.|)layers\.(\d+)\.")
@@ -63,10 +65,11 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         self._cache = cache_argument(block) or CACHES[0]
 
     def forward(self, e: Tensor, h: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """h' (T, H) of embeddings and states (T, H) behind the entries of a cache, which grows."""
+        """h' (T, H) of embeddings and states (T, H) behind the entries of a cache, which grows; None: behind
+        none."""
         inputs = [self.norms[0](e), self.norms[1](h)]
         x = self.joint(torch.cat(inputs[::-1] if self.state_first else inputs, -1))
-        given = {self._cache: cache, "position_ids": positions[None], "use_cache": True}
+        given = {self._cache: cache, "position_ids": positions[None], "use_cache": cache is not None}
         out: Tensor = self.block(inputs_embeds=x[None], **given).last_hidden_state[0]
         return out
 
@@ -74,6 +77,25 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         """What is in the place of the next state."""
         out: Tensor = self.norm(h) if self.feeds_normed else h
         return out
+
+
+class ModelWithHead(nn.Module):  # type: ignore[misc]
+    """A model whose head runs on its states, row by row, whenever it runs."""
+
+    def __init__(self, model: Any, head: MtpHead) -> None:
+        super().__init__()
+        self.model, self.head = model, head.to(model.device)
+        self.device = model.device
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> None:
+        """Token ids (B, S) through both; nothing comes of it but what hooks see."""
+        last = len(discover(self.model).blocks)
+        with recording_states(self.model, [last]) as states:
+            self.model(input_ids=input_ids, use_cache=use_cache)
+        embeddings = self.model.get_input_embeddings()(input_ids[:, 1:])
+        positions = torch.arange(input_ids.shape[1] - 1, device=self.device)
+        for e, h in zip(embeddings, states[0], strict=True):
+            self.head(e, h[:-1], positions, None)
 
 
 def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:

@@ -22,6 +22,8 @@ from attar.checkpoint.shards import TensorSpec
 from attar.errors import ModelError, SettingsError
 from attar.models.loading.device import pick_device
 from attar.models.loading.load import load_model
+from attar.models.mtp_head import ModelWithHead, load_mtp_head
+from attar.progress import Progress
 from attar.pruning.experts.grouping import SCORES, ExpertGroups, firsts, keep_best, merge_similar
 from attar.pruning.experts.mixtures import (
     ExpertTensor,
@@ -55,13 +57,16 @@ def prune_experts(task: PruneTask) -> None:
         raise SettingsError("ratio", options.ratio, "large enough to remove an expert, or --active")
     criterion = "reap" if options.criterion == "auto" else options.criterion
     model = load_model(source, dtype=torch.float32, device=pick_device(task.settings.device))
-    modules = expert_modules(model)
-    tensors = expert_tensors(source.tensors, sizes.experts, len(modules))
+    layers = len(expert_modules(model))
+    tensors = expert_tensors(source.tensors, sizes.experts, layers)
+    head = expert_tensors(source.mtp, sizes.experts)
+    measured = _with_head(model, source, task.progress) if head else model
+    modules = expert_modules(measured)
     batches = task.batches()
     groups = [keep_best(torch.zeros(sizes.experts), sizes.experts)] * len(modules)
     if keep < sizes.experts:
         statistics = collect_statistics(
-            model,
+            measured,
             sizes.experts,
             batches,
             norms=criterion in ("reap", "output"),
@@ -77,13 +82,9 @@ def prune_experts(task: PruneTask) -> None:
             )
     config = sizes.changed(source.config, keep, active)
     atomic.write_json(output.folder / "config.json", config)
-    head = expert_tensors(source.mtp, sizes.experts)
-    if head:
-        task.progress.log(
-            "note: of the multi-token prediction head the experts stay that the last layer keeps"
-        )
-        groups = [*groups, firsts(groups[-1])]
-    tensors |= {name: replace(part, layer=len(modules)) for name, part in head.items()}
+    if head and len(groups) == layers:
+        groups.append(firsts(groups[-1]))
+    tensors |= {name: replace(part, layer=layers) for name, part in head.items()}
     steps = cut_steps(source, tensors, groups)
     stream_steps(
         steps,
@@ -104,7 +105,17 @@ def prune_experts(task: PruneTask) -> None:
     }
     if criterion != "cluster" and active == sizes.active:
         result = load_model(output.folder, dtype=torch.float32)
-        _check(model, result, groups[: len(modules)], sizes.experts, batches)
+        _check(model, result, groups[:layers], sizes.experts, batches)
+
+
+def _with_head(model: Any, source: Any, progress: Progress) -> Any:
+    """The model with its multi-token prediction head, whose experts are measured too; the model alone where
+    the head is of a form that cannot be run."""
+    try:
+        return ModelWithHead(model, load_mtp_head(source))
+    except ModelError as error:
+        progress.log(f"note: {error.message}: its experts stay that the last layer keeps")
+        return model
 
 
 def kept_experts(count: int, options: Any) -> int:
