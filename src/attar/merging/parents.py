@@ -17,13 +17,14 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
-from attar.formats.readers import Decoded, quant_method
+from attar.formats.readers import quant_method
 from attar.merging.adapters.apply import AdaptedCheckpoint
 from attar.merging.config.documents import MergeDocument, read_configs
 from attar.merging.config.schema import ModelReference
 from attar.merging.planning.model import ModelView
 from attar.models.loading.adapter_files import CONFIG, WEIGHTS
 from attar.models.loading.fit import fitting
+from attar.models.loading.single_experts import decoded_view
 
 
 @dataclass
@@ -72,7 +73,7 @@ class ParentModels:
         view: ModelView = self._checkpoint(reference.model)
         if quant_method(view) is not None:
             self.notes.append(f"{reference.model} is quantized: its decoded weights are merged")
-            view = Decoded(view)
+            view = decoded_view(view, exact=True)
         if reference.lora is None:
             return view
         adapter = open_adapter(reference.lora)

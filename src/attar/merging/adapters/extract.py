@@ -34,14 +34,13 @@ from attar.checkpoint.processes import Processes
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
-from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapters.differences import ModelPair, TensorPair, pair_models, saved_modules
 from attar.merging.adapters.low_rank import low_rank
 from attar.merging.adapters.settings import VERSION, ExtractSettings
-from attar.merging.planning.model import ModelView
 from attar.models.loading.adapter_files import CONFIG, WEIGHTS
 from attar.models.loading.fit import admit
+from attar.models.loading.single_experts import decoded_view
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def extract(
         OutputError: ``out`` exists or cannot be written.
     """
     tuned, start = admit(model, progress), admit(base, progress)
-    models = pair_models(_dense(tuned), _dense(start))
+    models = pair_models(decoded_view(tuned, exact=True), decoded_view(start, exact=True))
     with produce(out, "extract", settings, VERSION, [tuned, start], force=force, key=key) as output:
         output.command = output.command.replace(" --model ", " --base ", 1)
         rows = _compute(models, settings, output.shared, output.processes, progress)
@@ -87,10 +86,6 @@ def extract(
         copy_companions(tuned.path, output.folder)
         output.details["extraction"] = _details(rows, settings)
     return Path(out)
-
-
-def _dense(checkpoint: Checkpoint) -> ModelView:
-    return checkpoint if quant_method(checkpoint) is None else Decoded(checkpoint)
 
 
 def _compute(

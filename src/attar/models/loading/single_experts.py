@@ -301,13 +301,17 @@ def stacked_state(checkpoint: Any) -> dict[str, Tensor]:
     return {slot[0]: read.decode(name) for name, slot in slots.items() if slot is not None}
 
 
-def decoded_view(checkpoint: Any) -> Any:
+def decoded_view(checkpoint: Any, *, exact: bool = False) -> Any:
     """A checkpoint as ``export --format dense`` writes it. A packed one is decoded tensor by tensor as it is
-    read: experts in the stacks of their family, blocks of GGUF as bfloat16. A dense one is itself."""
+    read: experts in the stacks of their family, blocks of GGUF as bfloat16. A dense one is itself.
+
+    Args:
+        exact: blocks of GGUF stay float32, as they decode.
+    """
     if quant_method(checkpoint) is None:
         return checkpoint
     blocks = any(info.block for info in checkpoint.tensors.values())
-    dtype = stored_precision(checkpoint) if blocks else None
+    dtype = stored_precision(checkpoint) if blocks and not exact else None
     return Decoded(checkpoint, read=stacked_reader(reader(checkpoint.with_mtp), checkpoint), dtype=dtype)
 
 
