@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+import attar
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.inspect import inspect
 from attar.errors import NumericsError
@@ -60,6 +61,26 @@ def test_a_block_may_reach_beyond_the_rows_and_an_output_have_a_scale(dense, tmp
     config["quantization_config"]["weight_block_size"] = None
     (folder / "config.json").write_text(json.dumps(config))
     assert torch.equal(Decoded(open_checkpoint(folder)).load(name), (codes * rows).bfloat16())
+
+
+def test_blocks_of_one_output_with_exponents_are_carried_as_mxfp8(dense, tmp_path):
+    folder = quantized_sources.to_fp8(dense, tmp_path / "fp8")
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        rows, columns = tensors[name.removesuffix("_scale_inv")].shape
+        exponents = torch.randint(115, 120, (rows, columns // 32), generator=generator)
+        tensors[name] = exponents.to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    (folder / "config.json").write_text(json.dumps(config))
+    judge = Fp8Dequantize(None)._dequantize_one(tensors[NAME], tensors[f"{NAME}_scale_inv"], torch.bfloat16)
+    assert torch.equal(Decoded(open_checkpoint(folder)).load(NAME), judge)
+    out = attar.quantize(folder, tmp_path / "out", scheme="MXFP8", method="rtn", check_tokens=0)
+    assert all(row["carried"] for row in out.card.details["layers"])
+    assert torch.equal(out.load(f"{NAME}_scale"), tensors[f"{NAME}_scale_inv"])
+    assert torch.equal(out.load(NAME).float(), tensors[NAME].float())
 
 
 @pytest.mark.parametrize(("blocks", "inverse"), [(True, "weight_scale_inv"), (False, "weight_scale")])

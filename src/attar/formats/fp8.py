@@ -6,7 +6,8 @@ For a weight (N, K):
     weight             float8_e4m3fn (N, K)
     weight_scale_inv   *multiplies* the codes, despite its name (AutoFP8: weight_scale): (ceil(N / h), K / w)
                        for ``weight_block_size: [h, w]``, (N,) or (N, 1) for outputs, () or (1,) for the
-                       weight; a float type, or exponents of two: float8_e8m0fnu, and uint8 (2^(byte - 127))
+                       weight; a float type, or exponents of two: float8_e8m0fnu, and uint8 (2^(byte - 127));
+                       blocks of 1 x 32 with them are MXFP8
     activation_scale   () or (1,): static scale of the inputs (AutoFP8: input_scale)
 
 Inputs with ``activation_scheme: dynamic`` get scales by runs of w inputs, or by token. A decoded weight is
@@ -24,10 +25,10 @@ from torch import Tensor
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError
 from attar.formats import compressed_tensors, layouts
-from attar.formats.coded import Coded
+from attar.formats.coded import MX_BIAS, Coded
 from attar.formats.compressed_tensors import ConfigGroup
 from attar.formats.packed_reader import FLOATS, PackedReader, check_codes, check_scales, weight_dtype
-from attar.formats.rules import FLOAT, ActivationRule, WeightRule, one_of
+from attar.formats.rules import FLOAT, MX_GROUP, ActivationRule, WeightRule, one_of
 
 METHOD = "fp8"
 WEIGHT = "weight"
@@ -36,7 +37,6 @@ INPUT_SCALES = ("activation_scale", "input_scale")
 AUXILIARY = (*SCALES, *INPUT_SCALES, "k_scale", "v_scale", "kv_scale", "output_scale")
 """Last parts of the names of tensors that belong to a weight or an activation."""
 EXPONENTS = ("F8_E8M0", "U8")
-BIAS = 127  # of exponents
 
 
 class FP8Reader(PackedReader):
@@ -58,7 +58,8 @@ class FP8Reader(PackedReader):
         self.block = _block(config.get("weight_block_size"))
         dynamic = one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
         if self.block:
-            self.activations = ActivationRule("float", 8, "group", group_size=self.block[1])
+            mx = self.block == (1, MX_GROUP) and config.get("scale_fmt") == "ue8m0"
+            self.activations = ActivationRule("float", 8, "group", group_size=self.block[1], mx=mx)
         else:
             self.activations = ActivationRule("float", 8, "token" if dynamic else "tensor", dynamic)
 
@@ -84,7 +85,11 @@ class FP8Reader(PackedReader):
         return Coded(self.checkpoint.load(name), self._scale(name)), self.rule(name)
 
     def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
-        return (self.rule(name), torch.float32) if self.is_coded(name) else None
+        if not self.is_coded(name):
+            return None
+        rule = self.rule(name)
+        powers = self.stored(self._scale_name(name)).dtype in EXPONENTS
+        return None if rule.strategy == "group" and not powers else (rule, torch.float32)
 
     def rule(self, name: str) -> WeightRule:
         """The rule of a coded weight, by the shapes of its tensors.
@@ -100,6 +105,8 @@ class FP8Reader(PackedReader):
             if scale.shape in ((rows,), (rows, 1)) and not self.block:
                 return WeightRule("float", 8, "channel")
             rule = WeightRule("float", 8, "block", block=self.block)
+            if self.block and self.block[0] == 1:
+                rule = WeightRule("float", 8, "group", self.block[1])
             if self.block and columns % self.block[1] == 0 and scale.shape == rule.tiles((rows, columns)):
                 return rule
         blocks = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "no blocks"
@@ -124,7 +131,7 @@ class FP8Reader(PackedReader):
         """The scales of a weight, float32 (P, G)."""
         rule, stored = self.rule(name), self.checkpoint.load(self._scale_name(name))
         rows, columns = self.checkpoint.tensors[name].shape
-        scale = torch.exp2(stored.float() - BIAS) if stored.dtype == torch.uint8 else stored.float()
+        scale = torch.exp2(stored.float() - MX_BIAS) if stored.dtype == torch.uint8 else stored.float()
         return scale.reshape(rule.tiles((rows, columns)))
 
 

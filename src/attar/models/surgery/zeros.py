@@ -69,9 +69,9 @@ def stated_zeros(checkpoint: Checkpoint, stored: str = STORED) -> dict[str, Any]
 
 def _quantized(checkpoint: Checkpoint) -> bool:
     """Whether the weights are rounded, or were once."""
-    return quant_method(as_stored(checkpoint)) is not None or any(
-        record.stage == "quantize" for record in _history(checkpoint)
-    )
+    stored = as_stored(checkpoint)
+    packed = quant_method(stored) is not None or any(info.block for info in stored.tensors.values())
+    return packed or any(record.stage == "quantize" for record in _history(checkpoint))
 
 
 def _sets_zeros(record: Card | Parent) -> bool:
