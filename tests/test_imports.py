@@ -97,6 +97,7 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.distillation.signals.alignment.uld",
     "attar.errors",
     "attar.kernels.precision",
+    "attar.formats.coded",
     "attar.kernels.threads",
     "attar.models.anatomy.parts",
     "attar.progress",
