@@ -99,12 +99,13 @@ def test_experts():
     assert list(actual.values()) == ["F32", "MXFP4", "Q8_0", "Q8_0", "Q8_0"]
 
 
-def test_mxfp4_of_a_model_without_experts():
+def test_fp4_of_a_model_without_experts():
     dense = types("MXFP4_MOE")
     assert dense.kinds["blk.0.attn_q.weight"] == "Q8_0" and "for experts" in dense.notes[0]
-    ours = types("MXFP4").kinds
-    assert ours["blk.0.attn_q.weight"] == ours["blk.2.ffn_down.weight"] == "MXFP4"
-    assert ours["token_embd.weight"] == ours["output.weight"] == "Q8_0"
+    for kind in ("MXFP4", "NVFP4"):
+        ours = types(kind).kinds
+        assert ours["blk.0.attn_q.weight"] == ours["blk.2.ffn_down.weight"] == kind
+        assert ours["token_embd.weight"] == ours["output.weight"] == "Q8_0"
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -130,7 +131,7 @@ def test_inputs_that_blocks_do_not_divide():
 
 def test_a_type_that_does_not_fit_gives_way():
     given = [("Q2_K", "Q4_0"), ("Q3_K", "Q4_0"), ("Q4_K", "Q5_0"), ("Q5_K", "Q5_1"), ("Q6_K", "Q8_0")]
-    for kind, smaller in [*given, ("IQ4_XS", "IQ4_NL")]:
+    for kind, smaller in [*given, ("IQ4_XS", "IQ4_NL"), ("NVFP4", "IQ4_NL")]:
         assert (fitting(kind, 512), fitting(kind, 96), fitting(kind, 80)) == (kind, smaller, "F16")
     assert (fitting("Q4_0", 96), fitting("Q4_0", 80), fitting("BF16", 80)) == ("Q4_0", "F16", "BF16")
 

@@ -28,7 +28,7 @@ from attar.formats.gguf.placement import Placement
 from attar.formats.rules import WeightRule
 
 METHOD = "gguf"
-BESIDE = (".scale", ".input_scale")
+SCALE_ENDS = (".scale", ".input_scale")
 """Ends of the names of the numbers beside a weight in NVFP4, one for each expert: of the weight, and of its
 inputs, which are not rounded here."""
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
@@ -52,7 +52,7 @@ class GGUFReader:
         shaped = {
             name: replace(info, shape=info.weight_shape)
             for name, info in checkpoint.tensors.items()
-            if not (name.endswith(BESIDE) and name.rpartition(".")[0] in scaled)
+            if not (name.endswith(SCALE_ENDS) and name.rpartition(".")[0] in scaled)
         }
         with errors_name_file(checkpoint.source):
             placements = file_placements(checkpoint.config, shaped)
