@@ -210,7 +210,7 @@ def test_a_merge_keeps_that_of_its_first_model(models, tmp_path, capsys):
 def test_gguf_leaves_it_out_and_says_so(models, tmp_path, capsys):
     file, options = tmp_path / "out.gguf", ["--format", "gguf", "--type", "F16"]
     assert call(["export", str(models["glm4_moe"]), "-o", str(file), *options]) == 0
-    assert "prediction head is left out: attar writes no nextn blocks" in capsys.readouterr().err
+    assert "prediction head is left out: attar writes none to gguf" in capsys.readouterr().err
     assert open_checkpoint(file).config["num_hidden_layers"] == 3
 
 

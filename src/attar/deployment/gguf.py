@@ -23,7 +23,6 @@ from torch import Tensor
 from attar.checkpoint import atomic
 from attar.checkpoint.licences import hub_tags
 from attar.checkpoint.lineage import duties_of
-from attar.checkpoint.mtp import LEFT_OUT
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.processes import Processes
 from attar.checkpoint.readme import HUB_NAME, MODELFILE
@@ -147,7 +146,6 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     coded = [TWICE.format(quant_method(source))] if quant_method(source) and again else []
     output.details["notes"] = [*coded, *kinds.notes, *importance.notes, *missing, *checked]
     output.details["limits"] = [
-        *([LEFT_OUT.format("attar writes no nextn blocks")] if source.mtp else []),
         *architecture_notes(view.config),
         *tokenizer_differences(tokenizer, metadata),
     ]

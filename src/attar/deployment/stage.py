@@ -30,6 +30,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_file
+from attar.checkpoint.mtp import LEFT_OUT
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.readme import FILE as README
@@ -131,6 +132,9 @@ def _write(
             settings = _recorded(source, settings, output, progress)
         details: dict[str, Any] = output.details
         details["checks"] = writer.write(source, settings, output, progress)
+        if source.mtp and settings.format in ("gguf", "mlx"):
+            why = f"attar writes none to {settings.format}"
+            details["notes"] = [*details.get("notes", ()), LEFT_OUT.format(why)]
         for note in (*details.get("notes", ()), *details.get("limits", ())):
             progress.log(note)
 
