@@ -9,7 +9,7 @@ import torch
 from attar.checkpoint.processes import SHARD, rank
 from attar.data.examples import Examples
 from attar.data.packing import PADDING
-from attar.distillation.feature_settings import FeatureSettings
+from attar.distillation.feature_settings import StudentFeatureSettings
 from attar.distillation.features.probe import make_features
 from attar.distillation.learn import divided
 from attar.distillation.loss import DistillationLoss
@@ -81,7 +81,7 @@ def learn(case, work=None, stop=None, steps=SETTINGS.steps):
         teacher = tiny_models.build("smollm", num_hidden_layers=4).float().requires_grad_(False)
         signal = OnlineTeacher(teacher, OBJECTIVES["kl"], 1.0, head_of(teacher))
     if case == "features":  # of a state in the middle: the blocks after it, and the head, get no gradient
-        middle = FeatureSettings(features=("hidden",), feature_map="1:2", prediction_weight=0.0)
+        middle = StudentFeatureSettings(features=("hidden",), feature_map="1:2")
         features = make_features(model, teacher, middle, "causal", 0)
     if case == "bf16":
         round_frozen(teacher)
