@@ -19,6 +19,7 @@ import attar
 import attar.verbs
 from attar.cli.main import VERBS
 from attar.cluster.settings import ClusterSettings
+from attar.measure.settings import VerifySettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
@@ -74,6 +75,7 @@ def page() -> str:
         parts.append(_section(verb, stage.settings_class()))
     parts.append(_section("extract", load(EXTRACT_SETTINGS)))
     parts.append(_section("evaluate", load(EVALUATE_SETTINGS)))
+    parts.append(_section("verify", VerifySettings))
     parts.append(_section("generate", TextSettings))
     parts.append(_section("chat", ChatSettings))
     parts.append(_section("bench", BenchSettings))

@@ -50,6 +50,7 @@ VERB_WORDS = {
     "sweep": ["--set", "stages.a.b=1,2"],
     "serve": [],
     "upload": ["s3://b/m"],
+    "verify": ["--against", "attar:tiny"],
     "extract": ["--base", "attar:tiny", "-o", "OUT"],
     "distill": ["--steps", "1", "-o", "OUT"],
     "generate": ["text"],

@@ -25,6 +25,7 @@ from attar.errors import RecipeError as RecipeError
 from attar.errors import SettingsError as SettingsError
 from attar.errors import UsageError as UsageError
 from attar.measure.evaluate import Measurements as Measurements
+from attar.measure.verification import Verification as Verification
 from attar.progress import Progress as Progress
 from attar.progress import Terminal as Terminal
 from attar.quantization.settings import QuantizeSettings as QuantizeSettings

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.checkpoint import atomic, remote
 from attar.checkpoint.processes import Processes
-from attar.errors import UsageError
+from attar.checkpoint.readme import FILE as README
+from attar.checkpoint.readme import with_new_readme
+from attar.errors import NumericsError, UsageError
 from attar.progress import Progress, shown
 from attar.recipe.stages import STAGES, load, settings_classes
 from attar.settings import PythonOrigin, parse
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from attar.collection.collect import CollectionResult
     from attar.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
+    from attar.measure.verification import Verification
     from attar.quantization.settings import QuantizeSettings
     from attar.recipe.run import RunResult
     from attar.recipe.sweep import SweepOutcome
@@ -485,12 +488,36 @@ def run_extract(
     return adapter
 
 
-def upload(model: ModelSource, address: str) -> None:
+def run_verify(
+    model: ModelSource, against: ModelSource, settings: Any, *, progress: Progress | bool | None = None
+) -> Verification:
+    """Call the verification with settings that are checked already."""
+    model, against = source_of(model), source_of(against)
+    function = load("attar.measure.verification:verify")
+    verified: Verification = function(model, against, settings, progress=shown(progress))
+    return verified
+
+
+def upload(
+    model: ModelSource,
+    address: str,
+    *,
+    against: ModelSource | None = None,
+    progress: Progress | bool | None = None,
+) -> str | None:
     """Upload a checkpoint to a store (``s3://...``) or the hub (``hf://org/name``), its card last.
 
     Files that an earlier call uploaded are not sent again.
 
+    Args:
+        against: the model that it was made from: the checkpoint is verified against it first, and its card
+            and README get the figures. None: it is not verified.
+
+    Returns:
+        The verdict.
+
     Raises:
+        NumericsError: the checkpoint is not fit; nothing is uploaded.
         UsageError: not an address.
         OutputError: the store refuses.
     """
@@ -499,7 +526,17 @@ def upload(model: ModelSource, address: str) -> None:
     checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
     if checkpoint.source.is_file():
         raise UsageError(f"{model}: is a single file", hint="upload the folder of a model")
+    verified = None if against is None else run_verify(model, against, None, progress=progress)
+    if verified is not None:
+        if verified.faults:
+            raise NumericsError(
+                f"{model}: {verified.verdict}", hint="without --against it is uploaded all the same"
+            )
+        if checkpoint.card is not None:
+            measured = checkpoint.card.with_measurements(**verified.measurements.to_dict())
+            with_new_readme(measured, checkpoint.path / README).write(checkpoint.path)
     remote.upload(checkpoint.path, address.rstrip("/"))
+    return None if verified is None else verified.verdict
 
 
 def run_evaluate(

@@ -104,6 +104,10 @@ def with_new_readme(card: Card, file: Path) -> Card:
 
 def _with_measurements(text: str, card: Card) -> str:
     """A README with the section of a card's measurements behind how the model is run."""
+    front, separator, body = text.removeprefix("---\n").partition("\n---\n")
+    if text.startswith("---\n") and separator:
+        fields = {**yaml.safe_load(front), **_model_index(card)}
+        text = f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---\n{body}"
     sections = text.rstrip("\n").split("\n\n## ")
     sections = [section for section in sections if not section.startswith("Measurements\n")]
     usage = next((i for i, part in enumerate(sections) if part.startswith("Run it\n")), len(sections) - 1)
@@ -146,7 +150,25 @@ def _front(card: Card, folder: Path) -> dict[str, Any]:
     if draft_head_of(_config(folder)) is None:
         front["pipeline_tag"] = _head(folder)[1]
     front["tags"] = ["attar", card.stage, *([_format(folder)] if _format(folder) else [])]
-    return front
+    return {**front, **_model_index(card)}
+
+
+def _model_index(card: Card) -> dict[str, Any]:
+    """The figures that the hub shows: those that compare with the original; empty without a KL."""
+    if card.measurements.get("kl_mean") is None:
+        return {}
+    metrics = [
+        {"type": name, "name": _MEASURES[name], "value": value}
+        for name, value in _numbers(card.measurements)
+        if name in _MEASURES
+    ]
+    text = str(card.measurements.get("data", "held-out text"))
+    result = {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": "text", "name": text},
+        "metrics": metrics,
+    }
+    return {"model-index": [{"name": card.name, "results": [result]}]}
 
 
 def _summary(card: Card) -> str:

@@ -47,10 +47,12 @@ class Answer:
     Args:
         data: for ``--json``, or a function that returns it.
         text: for people, or a function that prints it.
+        exit_code: of the command; 1 where the answer is no.
     """
 
     data: dict[str, Any] | Callable[[], dict[str, Any]]
     text: str | Callable[[], None]
+    exit_code: int = 0
 
     def show(self, *, as_json: bool) -> None:
         """Print it on stdout."""
@@ -138,6 +140,8 @@ def build_command(
                 answer = act(values, progress)
             if not rank():
                 answer.show(as_json=as_json)
+                if answer.exit_code:
+                    raise typer.Exit(answer.exit_code)
 
     callback.__signature__ = inspect.Signature([*parameters, *_common_options()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

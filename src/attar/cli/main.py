@@ -38,6 +38,7 @@ VERBS: dict[str, tuple[str, str]] = {
     },
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.stage:build_extract"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build_evaluate"),
+    "verify": ("Check a finished model against its original.", "attar.cli.verify:build_verify"),
     "upload": ("Upload a checkpoint to an object store or the hub.", "attar.cli.upload:build_upload"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build_generate"),
     "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),

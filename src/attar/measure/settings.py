@@ -117,3 +117,24 @@ class EvaluateSettings:
         for name in ("kv_dtype", "activations"):
             if self.runner in ("transformers", "blocks") and getattr(self, name) != "auto":
                 raise SettingsError(name, getattr(self, name), f"auto with --runner {self.runner}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings:
+    """On which text a finished model is measured, and how far from the original it may be."""
+
+    data: str = data_field()
+    bos: str = bos_field()
+    tokens: int = field(default=4096, metadata={"help": "held-out tokens to measure on"})
+    max_kl: float = field(
+        default=0.5, metadata={"help": "mean KL to the original, nats, above which a model is not fit"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the choice of text"})
+    device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})
+
+    def __post_init__(self) -> None:
+        check_text(self)
+        if self.tokens < 2:
+            raise SettingsError("tokens", self.tokens, "at least 2")
+        if not self.max_kl > 0:
+            raise SettingsError("max_kl", self.max_kl, "above 0")

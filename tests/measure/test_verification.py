@@ -1,0 +1,114 @@
+"""A finished model beside its original: what is not fit is named, the hub gets the figures."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from attar import verbs
+from attar.checkpoint import open_checkpoint, remote
+from attar.checkpoint.card import Card
+from attar.cli.main import call
+from attar.errors import NumericsError
+from attar.measure.settings import VerifySettings
+from attar.measure.verification import verify
+from attar.quantization.settings import quantize_settings
+from attar.quantization.stage import quantize
+from tests import tiny_models
+
+SETTINGS = VerifySettings(tokens=128)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A dense model with a chat template and its quantized copy."""
+    folder = tmp_path_factory.mktemp("verify")
+    base = tiny_models.save(
+        tiny_models.build("llama3", num_hidden_layers=1), folder / "base", dtype=torch.bfloat16
+    )
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    settings = quantize_settings(method="rtn", scheme="W8A16", group_size=32, check_tokens=0)
+    quantize(str(base), folder / "w8", settings)
+    return base, folder / "w8"
+
+
+@pytest.fixture
+def copy(pair, tmp_path):
+    """The quantized copy without its card, to be spoilt."""
+    target = tmp_path / "copy"
+    target.mkdir()
+    for file in pair[1].iterdir():
+        if file.is_file() and file.name != "attar.json":
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def change(file, **fields):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_sound_model_is_fit(pair):
+    verified = verify(pair[1], pair[0], SETTINGS)
+    measured = verified.measurements
+    assert verified.faults == () and verified.to_dict()["fit"]
+    assert 0 < measured.kl_mean < 0.05 and measured.kl_noise_floor > 0
+    assert verified.verdict.startswith("fit: KL 0.0") and " won, answers of " in verified.verdict
+
+
+def test_what_engines_and_users_would_meet_is_named(pair, copy):
+    quantization = json.loads((copy / "config.json").read_text())["quantization_config"]
+    change(copy / "config.json", quantization_config={**quantization, "ignore": []})
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    change(copy / "generation_config.json", eos_token_id=7)
+    verified = verify(copy, pair[0], VerifySettings(tokens=128, max_kl=1e-9))
+    assert verified.faults[:3] == (
+        "config.json: ignore lacks lm_head, which is stored dense (1 in all)",
+        "its chat template is another one",
+        "generation_config.json: eos_token_id is 7, the original's 0",
+    )
+    assert "is above 1e-09 (--max-kl)" in verified.faults[3]
+    assert verified.verdict.startswith("not fit: config.json: ignore lacks lm_head")
+
+
+def test_zero_scales_are_named(pair, copy):
+    from safetensors.torch import load_file, save_file
+
+    file = next(copy.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    tensors[name][0] = 0
+    save_file(tensors, file, {"format": "pt"})
+    assert any(name in fault for fault in verify(copy, pair[0], SETTINGS).faults)
+
+
+def test_the_command_ends_with_the_verdict(pair, copy, capsys):
+    words = ["--against", str(pair[0]), "--tokens", "128", "-q"]
+    assert call(["verify", str(pair[1]), *words]) == 0
+    assert capsys.readouterr().out.startswith("fit: KL ")
+    assert call(["verify", str(copy), *words, "--max-kl", "1e-9", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["fit"] and "--max-kl" in answer["faults"][0]
+    assert call(["verify", str(copy)]) == 2
+
+
+def test_upload_verifies_first_and_the_hub_gets_the_figures(pair, monkeypatch):
+    sent = []
+    monkeypatch.setattr(remote, "upload", lambda folder, address: sent.append(address))
+    verdict = verbs.upload(pair[1], "hf://me/small", against=pair[0], progress=False)
+    assert verdict.startswith("fit: ") and sent == ["hf://me/small"]
+    text = (pair[1] / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    (result,) = front["model-index"][0]["results"]
+    figures = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert figures["kl_mean"] == Card.read(pair[1]).measurements["kl_mean"]
+    assert {"kl_noise_floor", "tokens_lost", "tokens_won", "answers_length"} <= figures.keys()
+    assert "## Measurements" in text and front["library_name"]
+    open_checkpoint(pair[1])  # the card knows the new README
+
+
+def test_what_is_not_fit_is_not_uploaded(pair, copy, monkeypatch):
+    monkeypatch.setattr(remote, "upload", lambda folder, address: pytest.fail("it was uploaded"))
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(NumericsError, match="not fit: its chat template is missing"):
+        verbs.upload(copy, "hf://me/small", against=pair[0], progress=False)
