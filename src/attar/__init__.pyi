@@ -249,6 +249,7 @@ def export(
         "modelopt",
         "mxfp4",
         "exl2",
+        "exl3",
         "mlx",
         "speculators",
         "deepspec",

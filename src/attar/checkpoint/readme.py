@@ -241,8 +241,8 @@ def _commands(card: Card, folder: Path, single: str) -> Iterator[str]:
                 "Ollama", f"ollama create {ollama_name(name)} -f {file}\nollama run {ollama_name(name)}"
             )
         return
-    if kind == "exl2":
-        yield "ExLlamaV2 loads the folder as it is."
+    if kind in ("exl2", "exl3"):
+        yield f"ExLlamaV{kind[-1]} loads the folder as it is."
         return
     loads = card.details.get("loads_in", {})
     yield _with_transformers(name, kind, str(loads.get("transformers", "yes")), loader)

@@ -27,6 +27,7 @@ FORMATS = (
     "modelopt",
     "mxfp4",
     "exl2",
+    "exl3",
     "mlx",
     "speculators",
     "deepspec",
@@ -43,6 +44,7 @@ GGUF_OPTIONS = ("type", "size", "rounding", "effort", "overrides", "pretokenizer
 """Options of format gguf alone."""
 MLX_TYPES = ("mxfp4", "nvfp4")
 MLX_BITS, MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+EXL3_BITS = tuple(range(1, 9))
 USUAL_TYPE = "Q4_K_M"
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 
@@ -56,8 +58,8 @@ class ExportSettings:
         metadata={
             "help": "dense: ordinary safetensors; gguf: llama.cpp, also where OUT is a file NAME.gguf; "
             "compressed-tensors, gptq, awq, bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and "
-            "vLLM; mxfp4: gpt-oss as it is published; exl2: ExLlamaV2; mlx: mlx-lm on Macs; draft heads: "
-            "speculators: vLLM; "
+            "vLLM; mxfp4: gpt-oss as it is published; exl2, exl3: ExLlamaV2 and V3; mlx: mlx-lm on Macs; "
+            "draft heads: speculators: vLLM; "
             "deepspec: vLLM, SGLang, llama.cpp; eagle: SGLang, vLLM, EAGLE; medusa: Medusa",
             "choices": FORMATS,
         },
@@ -81,8 +83,8 @@ class ExportSettings:
         default=0.0,
         metadata={
             "help": "gguf, exl2: average stored bits a weight; each tensor's type is chosen by its measured "
-            "sensitivity. 0: off; mlx: bits of what is dense, 2, 3, 4, 5, 6 or 8; 0: 4 for a dense "
-            "checkpoint, else it stays dense"
+            "sensitivity. 0: off; exl3: bits of every Linear, 1 to 8; mlx: bits of what is dense, 2, 3, 4, "
+            "5, 6 or 8; 0: 4 for a dense checkpoint, else it stays dense"
         },
     )
     group_size: int = field(
@@ -140,7 +142,9 @@ class ExportSettings:
             "here"
         },
     )
-    head_bits: int = field(default=6, metadata={"help": "exl2: bits of the head", "choices": (6, 8, 16)})
+    head_bits: int = field(
+        default=6, metadata={"help": "exl2, exl3: bits of the head", "choices": (6, 8, 16)}
+    )
     samples: int = field(default=128, metadata={"help": "calibration sequences, where a rounding needs them"})
     sequence_length: int = field(
         default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
@@ -206,7 +210,7 @@ class ExportSettings:
     def calibration_rows(self) -> int:
         """Calibration sequences that are run through the model; 0: none."""
         sized = self.format != "mlx" and (self.bits or self.size)
-        reads = self.format == "exl2" or self.rounding != "nearest" or sized
+        reads = self.format in ("exl2", "exl3") or self.rounding != "nearest" or sized
         return self.samples if reads else self.importance_rows
 
     @property
@@ -226,15 +230,17 @@ class ExportSettings:
                     raise SettingsError(
                         name, getattr(self, name), f"unset with format {self.format}: it is gguf's"
                     )
-        if self.format not in ("gguf", "exl2", "mlx") and self.bits:
+        if self.format not in ("gguf", "exl2", "exl3", "mlx") and self.bits:
             raise SettingsError(
-                "bits", self.bits, f"0 with format {self.format}: it is gguf's, exl2's and mlx's"
+                "bits", self.bits, f"0 with format {self.format}: it is gguf's, exl2's, exl3's and mlx's"
             )
         self._check_mlx()
         if self.target and self.format not in HEAD_FORMATS:
             raise SettingsError("target", self.target, f"unset with format {self.format}: it is draft heads'")
         if self.format == "exl2" and not self.bits:
             raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
+        if self.format == "exl3" and self.bits not in EXL3_BITS:
+            raise SettingsError("bits", self.bits, f"{', '.join(map(str, EXL3_BITS))} with format exl3")
         if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:
             raise SettingsError("type", self.type, "one of type, bits and size alone")
 

@@ -6,6 +6,7 @@
     bitsandbytes, modelopt           codes of a quantized checkpoint, untouched     (packed.py)
     mxfp4                            experts of gpt-oss, untouched                  (mxfp4.py)
     exl2                             ExLlamaV2, rounded here                        (exl2.py)
+    exl3                             ExLlamaV3, rounded here                        (exl3.py)
     mlx                              mlx-lm: codes untouched, or rounded here       (mlx.py)
     speculators, deepspec, eagle,
     medusa                           draft heads                                    (draft_head.py)
@@ -59,6 +60,7 @@ WRITERS = {
     "modelopt": "packed",
     "mxfp4": "mxfp4",
     "exl2": "exl2",
+    "exl3": "exl3",
     "mlx": "mlx",
     **dict.fromkeys(HEAD_FORMATS, "draft_head"),
 }
@@ -90,7 +92,7 @@ def export(
     writer = _writer(settings.format)
     if settings.format not in HEAD_FORMATS:
         _refuse_head(source, settings.format)
-        causal, anew = settings.format == "gguf", settings.format == "exl2"
+        causal, anew = settings.format == "gguf", settings.format in ("exl2", "exl3")
         source = admit(source, progress, causal=causal, dense=anew)
     if WRITERS[settings.format] in ("dense", "packed"):
         source = source.with_mtp  # the multi-token prediction head is converted like the model

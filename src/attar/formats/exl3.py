@@ -30,16 +30,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.tensors import TORCH, tensor_bytes
 from attar.errors import CheckpointError, NumericsError
+from attar.formats.coded import WeightLayout
 from attar.formats.packed_reader import PackedReader, check_codes
 
 METHOD = "exl3"
+VERSION = "1.6.5"  # of ExLlamaV3, whose layout this is
 TRELLIS, INPUTS, OUTPUTS = "trellis", "suh", "svh"
 SIGNS = {INPUTS: "su", OUTPUTS: "sv"}
 """Names of signs in older files, by the scales that they stand for."""
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 """Codebooks that a tensor names, with the number in it."""
 CODEBOOKS = ("3inst", *MULTIPLIERS)
+CODEBOOK = "mul1"  # that is written, as by ExLlamaV3
 LEAVES = (TRELLIS, INPUTS, OUTPUTS, *SIGNS.values(), *MULTIPLIERS)
 BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
 BLOCK = 128  # inputs and outputs are multiples of it
@@ -136,11 +140,12 @@ def values(trellis: Tensor, name: str, bits: float) -> Tensor:
     return result
 
 
-def decode(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The weight (N, K) of a Linear, float16, with what fills it up.
+def decode(tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> Tensor:
+    """The weight (N, K) of a Linear, float16.
 
     Args:
         tensors: by the last part of their names.
+        shape: N and K; None: with what fills them up.
 
     Raises:
         ValueError: the tensors do not fit together.
@@ -148,12 +153,13 @@ def decode(tensors: Mapping[str, Tensor]) -> Tensor:
     name, bits = stored_codebook(tensors), stored_bits(tensors[TRELLIS])
     if bits % 1 and name != "mul1":
         raise ValueError(f"{bits} bits are of codebook mul1, and this is {name}")
-    shape = (tensors[TRELLIS].shape[0] * TILE, tensors[TRELLIS].shape[1] * TILE)
+    sizes = [size * TILE for size in tensors[TRELLIS].shape[:2]]
     scales = [_scales(tensors, leaf) for leaf in (INPUTS, OUTPUTS)]
-    if any(scale.shape != (size,) for scale, size in zip(scales, shape, strict=True)):
+    if [scale.shape for scale in scales] != [(size,) for size in sizes]:
         raise ValueError("scales do not fit the trellis")
     weight = over_inputs(values(tensors[TRELLIS], name, bits).float()) * scales[0][:, None]
-    return (over_outputs(weight) * scales[1]).T.half().contiguous()
+    rows, columns = shape or (sizes[1], sizes[0])
+    return (over_outputs(weight) * scales[1]).T[:rows, :columns].half().contiguous()
 
 
 def stored_bits(trellis: Any) -> float:
@@ -192,6 +198,45 @@ def _scales(tensors: Mapping[str, Tensor], leaf: str) -> Tensor:
         return tensors[leaf].float()
     signs = tensors[SIGNS[leaf]].to(torch.int32)[:, None] >> torch.arange(16) & 1
     return 1.0 - 2.0 * signs.flatten().float()
+
+
+def layout(shape: tuple[int, int], bits: int) -> WeightLayout:
+    """Type and shape of the tensors that attar writes for a weight (N, K)."""
+    outputs, inputs = (size + -size % BLOCK for size in shape)
+    return {
+        TRELLIS: ("I16", (inputs // TILE, outputs // TILE, 16 * bits)),
+        INPUTS: ("F16", (inputs,)),
+        OUTPUTS: ("F16", (outputs,)),
+        CODEBOOK: ("I32", ()),
+    }
+
+
+def quantization_config(bits: int, head_bits: int, calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json.
+
+    Args:
+        bits: of the Linears without the head.
+        head_bits: of the head; 16: it is dense.
+        calibration: ``rows``, ``length`` and ``dataset`` of the text.
+    """
+    config = {"quant_method": METHOD, "version": VERSION, "bits": bits, "head_bits": head_bits}
+    return {**config, "calibration": dict(calibration), "out_scales": "always", "codebook": CODEBOOK}
+
+
+def storage(base: str, parts: WeightLayout) -> dict[str, Any]:
+    """What ``tensor_storage`` says of a weight, in ExLlamaV3's quantization_config.json."""
+    stored = {
+        f"{base}.{leaf}": {
+            "shape": list(shape),
+            "n_bytes": tensor_bytes(kind, shape),
+            "dtype": f"torch.{TORCH[kind]}",
+            "torch_dtype": TORCH[kind],
+        }
+        for leaf, (kind, shape) in parts.items()
+    }
+    bits = parts[TRELLIS][1][-1] // 16
+    multiplier = {f"{CODEBOOK}_multiplier": MULTIPLIERS[CODEBOOK]}
+    return {"stored_tensors": stored, "quant_format": METHOD, "bits_per_weight": bits, **multiplier}
 
 
 def true_width(stored: int, widths: Iterable[int]) -> int:
@@ -266,9 +311,9 @@ class EXL3Reader(PackedReader):
     def weight(self, name: str) -> Tensor:
         base = name.rpartition(".")[0]
         tensors = self.load_present(f"{base}.", LEAVES)
-        outputs, inputs = self._shape(base)
+        shape = self._shape(base)
         try:
-            return decode(tensors)[:outputs, :inputs].contiguous()
+            return decode(tensors, shape)
         except (ValueError, RuntimeError) as error:
             raise self.unfit(base, error) from error
 

@@ -295,7 +295,7 @@ def _exporting(settings: ExportSettings) -> Work:
     if not tokens:
         return tuning
     text = _text(settings.data, tokens)
-    if settings.format != "exl2" and settings.rounding == "nearest":
+    if settings.format not in ("exl2", "exl3") and settings.rounding == "nearest":
         return Work(blocks=2 * tokens, text=text) + tuning
     cost = METHOD_COSTS.get(settings.rounding, EXL2_COST)
     iterations = AutoRoundSettings.iterations if settings.rounding == "autoround" else 0
