@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -52,6 +53,9 @@ def test_an_encoder_is_loaded_by_its_own_class(tmp_path):
 def test_the_front_is_what_the_hub_reads(tmp_path):
     write_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "compressed-tensors"}})
     head, body = front(render_readme(CARD, tmp_path))
+    (model,) = head.pop("model-index")
+    (result,) = model["results"]
+    assert model["name"] == "small" and 0.0123456 in [metric["value"] for metric in result["metrics"]]
     assert head == {
         "base_model": ["org/base"],
         "base_model_relation": "quantized",
@@ -75,6 +79,12 @@ def test_the_front_is_what_the_hub_reads(tmp_path):
     ):
         assert line in body, line
     assert "/home" not in body
+
+
+def test_the_hub_sees_no_folder_of_the_text(tmp_path):
+    card = replace(CARD, measurements={**CARD.measurements, "data": "whole:/home/me/test.txt"})
+    head, _ = front(render_readme(card, tmp_path))
+    assert head["model-index"][0]["results"][0]["dataset"]["name"] == "test.txt"
 
 
 def test_licences_that_the_hub_does_not_know_are_other(tmp_path):

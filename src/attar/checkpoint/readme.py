@@ -162,7 +162,7 @@ def _model_index(card: Card) -> dict[str, Any]:
         for name, value in _numbers(card.measurements)
         if name in _MEASURES
     ]
-    text = str(card.measurements.get("data", "held-out text"))
+    text = _bare(str(card.measurements.get("data", "held-out text")).removeprefix("whole:"))
     result = {
         "task": {"type": "text-generation"},
         "dataset": {"type": "text", "name": text},
