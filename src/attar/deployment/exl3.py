@@ -47,7 +47,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     """Write the folder; returns what was checked, as sentences."""
     shapes, bits = linears(source, "EXL3"), int(settings.bits)
     export = SweptExport(source, settings, output, progress, shapes)
-    swept = export.sweep(_Rounding(shapes, bits, settings.seed), "round")
+    swept = export.sweep(_TrellisRounding(shapes, bits, settings.seed), "round")
     head = export.head(
         lambda weight, H: quantize_layer(weight, H, settings.head_bits, seed=settings.seed).tensors
     )
@@ -89,7 +89,7 @@ def _filled(shapes: dict[str, tuple[int, int]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Rounding(LinearSolver):
+class _TrellisRounding(LinearSolver):
     """Solver that rounds each Linear."""
 
     shapes: dict[str, tuple[int, int]]

@@ -203,13 +203,13 @@ def _write(
             kind = kinds.of[placement.gguf]
             floats = kind in FLOATS
             if floats:
-                data, whole = _floats(placement, kind, view, codes.norms), None
+                data, weight_scale = _floats(placement, kind, view, codes.norms), None
             else:
-                data, whole = _blocks(placement, kind, codes)
-            if whole is not None:
+                data, weight_scale = _blocks(placement, kind, codes)
+            if weight_scale is not None:
                 writer.add(
                     scale_name(placement.gguf),
-                    whole if placement.expert is None else whole[0],
+                    weight_scale if placement.expert is None else weight_scale[0],
                     placement.expert,
                 )
             digests[placement.piece] = pool.submit(_digest, data)
@@ -248,9 +248,9 @@ def _floats(placement: Any, kind: str, view: Any, norms: Mapping[str, Tensor]) -
 
 def _slots(name: str, kind: str, shape: tuple[int, ...]) -> list[GGUFTensorInfo]:
     """A tensor of the file, and the scale of the whole weight beside it, where its type has one."""
-    own = [GGUFTensorInfo(name, kind, shape)]
+    infos = [GGUFTensorInfo(name, kind, shape)]
     experts = shape[0] if len(shape) > 2 else 1
-    return [*own, GGUFTensorInfo(scale_name(name), "F32", (experts,))] if kind == "NVFP4" else own
+    return [*infos, GGUFTensorInfo(scale_name(name), "F32", (experts,))] if kind == "NVFP4" else infos
 
 
 def _blocks(placement: Any, kind: str, codes: GGUFCodes) -> tuple[Tensor, Tensor | None]:

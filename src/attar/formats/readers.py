@@ -167,11 +167,11 @@ class Decoded:
         if dtype is not None:
             self.config["dtype"] = str(dtype).removeprefix("torch.")
             self.config.pop("torch_dtype", None)
-        whole = getattr(checkpoint, "with_mtp", checkpoint)
-        self._reader = reader(whole) if read is None else read
+        complete = getattr(checkpoint, "with_mtp", checkpoint)
+        self._reader = reader(complete) if read is None else read
         self.tensors: dict[str, DecodedInfo] = {}
         self.mtp: dict[str, DecodedInfo] = {}
-        for info in whole.tensors.values():
+        for info in complete.tensors.values():
             header = self._reader.header(info)
             if header is None:
                 continue

@@ -127,13 +127,15 @@ def _is_half(values: Tensor) -> bool:
     return bool((values.half().float() == values.float()).all())
 
 
-def from_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0) -> tuple[Coded, WeightRule] | None:
+def from_blocks(
+    kind: str, data: Tensor, columns: int, global_scale: float = 1.0
+) -> tuple[Coded, WeightRule] | None:
     """Codes and rule of a weight in blocks; None where no integer or FP4 layout holds it exactly.
 
     Args:
         data: uint8 (N, row bytes).
         columns: K.
-        whole: NVFP4: the scale of the whole weight.
+        global_scale: NVFP4: the scale of the whole weight.
 
     Raises:
         CheckpointError: the bytes are not rows of K weights.
@@ -142,8 +144,8 @@ def from_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0) -> tu
         return None
     codes, stored = unpack(kind, data, columns)
     if kind == "NVFP4":
-        scale = scales(kind, stored)[0] * 2.0 * whole
-        return Coded(codes, scale, global_scale=torch.tensor([1.0 / whole])), NVFP4_RULE
+        scale = scales(kind, stored)[0] * 2.0 * global_scale
+        return Coded(codes, scale, global_scale=torch.tensor([1.0 / global_scale])), NVFP4_RULE
     if kind == "MXFP4":
         exponent = stored["exponent"].int() - 127
         scale = torch.ldexp(torch.ones(exponent.shape), exponent)
@@ -196,14 +198,14 @@ def with_positive_scales(weight: Coded, rule: WeightRule) -> tuple[Coded, Weight
     return positive, replace(rule, symmetric=False)
 
 
-def uniform_of_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0) -> UniformWeight:
+def uniform_of_blocks(kind: str, data: Tensor, columns: int, global_scale: float = 1.0) -> UniformWeight:
     """A weight in blocks on its uniform grid.
 
     Args:
         kind: its type, one of :data:`attar.formats.gguf.blocks.LAYOUTS`.
         data: uint8 (N, row bytes).
         columns: K.
-        whole: a scale of the whole weight.
+        global_scale: a scale of the whole weight.
 
     Raises:
         CheckpointError: the bytes are not rows of K weights.
@@ -211,7 +213,7 @@ def uniform_of_blocks(kind: str, data: Tensor, columns: int, whole: float = 1.0)
     layout = LAYOUTS[kind]
     codes, stored = unpack(kind, data, columns)
     scale, minimum = scales(kind, stored)
-    scale = scale if whole == 1.0 else scale * whole
+    scale = scale if global_scale == 1.0 else scale * global_scale
     width = columns // scale.shape[1]
     if layout.levels is not None:
         levels = torch.tensor(layout.levels, dtype=torch.int8)

@@ -123,8 +123,8 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        whole = self.whole_scale(placement)
-        decoded = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], whole)
+        global_scale = self.whole_scale(placement)
+        decoded = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], global_scale)
         if decoded is None or placement.rows is None:
             return decoded
         order, (weight, rule) = torch.argsort(placement.rows), decoded
@@ -168,8 +168,8 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        whole = self.whole_scale(placement)
-        weight = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], whole)
+        global_scale = self.whole_scale(placement)
+        weight = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1], global_scale)
         if placement.rows is None:
             return weight
         order = torch.argsort(placement.rows)

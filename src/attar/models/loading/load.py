@@ -145,11 +145,11 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     for name, module in linears.items():
         group = scheme.group(name, "Linear")
         if group and group.activations:
-            own = (above,) if f"{name}.{above}" in stored else leaves
-            known = next((path for leaf in own if (path := stored.get(f"{name}.{leaf}"))), None)
+            leaf_names = (above,) if f"{name}.{above}" in stored else leaves
+            known = next((path for leaf in leaf_names if (path := stored.get(f"{name}.{leaf}"))), None)
             zero, scale = _loaded(checkpoint, stored.get(f"{name}.{asymmetric}")), _loaded(checkpoint, known)
             divides = group.activations.strategy == "tensor_group"
-            if divides and own is leaves and scale is not None:  # ModelOpt's multiplies
+            if divides and leaf_names is leaves and scale is not None:  # ModelOpt's multiplies
                 scale = 1.0 / scale.float()
             missing = f"{name}.{above if divides else compressed_tensors.INPUT_SCALE}"
             scale = _needed(checkpoint, missing, group.activations, scale)
