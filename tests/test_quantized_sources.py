@@ -18,6 +18,7 @@ from attar.models.loading.load import load_model
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from tests import quantized_sources, tiny_models, tiny_mtp
+from tests.cases import mostly_slow
 
 TEXT = {"data": str(Path(json.__file__).parent), "sequence_length": 32, "batch_size": 2}
 FEW = {**TEXT, "samples": 2}
@@ -61,7 +62,7 @@ def test_rounded_and_pruned_as_the_dense_copy_is(kind, tmp_path):
     assert same(tmp_path / "rounded-0", tmp_path / "rounded-1")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", mostly_slow(VERBS, [verb for verb in VERBS if verb != "exl2"]))
 def test_every_verb_does_as_on_the_dense_copy(verb, tmp_path):
     """Those of FP8 in blocks, whose inputs are rounded where it is evaluated, and nowhere here."""
     source = quantized_sources.make("fp8", tmp_path)

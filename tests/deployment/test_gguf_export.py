@@ -116,6 +116,7 @@ def test_numbers_of_blocks_and_norms_are_tuned_at_the_same_bytes(wide, tmp_path,
     assert (tmp_path / "fast.gguf").stat().st_size == (tmp_path / "good.gguf").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_tuned_to_what_it_computes(wide, tmp_path):
     export(wide, tmp_path / "q4.gguf", settings(type="Q4_K_S"))
     tuned = settings(type="Q3_K_S", effort="good", **CALIBRATION)
