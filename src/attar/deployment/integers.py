@@ -83,6 +83,7 @@ def refuse_source(source: Checkpoint, target: str) -> None:
 
 
 def rounds_activations(source: Checkpoint) -> bool:
+    """Whether a checkpoint's config rounds what products take, or keys and values."""
     quantization = source.config.get("quantization_config") or {}
     groups = (quantization.get("config_groups") or {}).values()
     return any(group.get("input_activations") for group in groups) or bool(
