@@ -34,10 +34,12 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         start = time.monotonic()
-        log_fields = scope.setdefault("state", {}).setdefault("log_fields", {})
+        state = scope.setdefault("state", {})
+        log_fields = state.setdefault("log_fields", {})
+        state["request_id"] = _request_id(scope)
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "id": _request_id(scope),
+            "id": state["request_id"],
         }
         line |= {"method": scope["method"], "path": scope["path"][:200], "status": 500}
         body: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The application: middleware, routes, and errors in OpenAI's shape.
+"""The application: middleware, routes, and errors in the form of their path's API.
 
     access log → unexpected errors → checks of host and API key → body limit → routes → endpoints
 
@@ -32,6 +32,7 @@ from attar.serving.http.embeddings.embedders import Embedder
 from attar.serving.http.embeddings.endpoint import embeddings, rerank, score
 from attar.serving.http.endpoints import complete
 from attar.serving.http.engine_state import add_state
+from attar.serving.http.error_forms import error_response
 from attar.serving.http.errors import ApiError, ErrorBody
 from attar.serving.http.lora_adapters import LoadedAdapter, LoraTable, add_lora
 from attar.serving.http.metrics import CONTENT_TYPE, Metrics, metrics_text
@@ -42,7 +43,6 @@ from attar.serving.http.middleware import (
     allowed_hosts,
     check_host,
     check_key,
-    error_response,
 )
 from attar.serving.http.model_table import (
     MemoryBudget,
@@ -171,14 +171,14 @@ def _answers(tokenizer: ServerTokenizer, answers: TemplateSettings) -> AnswerFor
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:
-    """Answer every error in OpenAI's shape."""
+    """Answer every error in the form of its path's API."""
 
     async def attar_error(request: Request, error: Any) -> JSONResponse:
-        return error_response(service.error_for(error))
+        return error_response(service.error_for(error), request.scope)
 
     async def http_error(request: Request, error: Any) -> JSONResponse:
         message = f"{error.detail}: {request.method} {request.url.path[:100]}"
-        response = error_response(service.error_for(ApiError(error.status_code, message)))
+        response = error_response(service.error_for(ApiError(error.status_code, message)), request.scope)
         response.headers.update(error.headers or {})
         return response
 

@@ -80,9 +80,9 @@ class BodyBuilder:
             return []
         return [self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
 
-    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, Any]:
         """The chunk of an error."""
-        return error
+        return error.body
 
     def _complete_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head(self.body_kind) | {"choices": choices, "usage": self._usage()}

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 
 from attar.serving.http.api_keys import ApiKey, client_address
+from attar.serving.http.error_forms import error_response
 from attar.serving.http.errors import ApiError
 from attar.serving.http.settings import ServerSettings
 
@@ -61,7 +61,7 @@ class UnexpectedErrorMiddleware:
             if started:
                 raise
             logging.getLogger(LOGGER).error("a request failed", exc_info=error)
-            await error_response(self._error_for(error))(scope, receive, send)
+            await error_response(self._error_for(error), scope)(scope, receive, send)
 
 
 class RequestMiddleware:
@@ -80,7 +80,7 @@ class RequestMiddleware:
             return await self._app(scope, receive, send)
         for check in self._checks:
             if (error := check(scope)) is not None:
-                return await error_response(error)(scope, receive, send)
+                return await error_response(error, scope)(scope, receive, send)
         with ExitStack() as leases:
             scope["state"]["leases"] = leases
             return await self._app(scope, receive, send)
@@ -131,8 +131,7 @@ def check_key(scope: ASGIScope, keys: Sequence[ApiKey]) -> ApiError | None:
     """
     caller = ApiKey(name=client_address(scope.get("client")))
     if keys and scope["path"] not in OPEN_PATHS:
-        kind, _, value = Headers(scope=scope).get("authorization", "").partition(" ")
-        sent = value.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+        sent = _sent_key(Headers(scope=scope)).encode("latin-1", "replace")
         # every key is compared, so that the time reveals nothing
         matches = [key for key in keys if hmac.compare_digest(sent, key.key.encode())]
         if not matches:
@@ -142,6 +141,12 @@ def check_key(scope: ASGIScope, keys: Sequence[ApiKey]) -> ApiError | None:
         scope["state"]["log_fields"]["key"] = caller.name
     scope["state"]["caller"] = caller
     return None
+
+
+def _sent_key(headers: Headers) -> str:
+    """The key of a request: the bearer's; without one, that of Anthropic's header ``x-api-key``."""
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    return (value if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
 class BodyLimitMiddleware:
@@ -159,7 +164,7 @@ class BodyLimitMiddleware:
         if declared.isdecimal() and int(declared[:20]) > self._max_body:
             if "expect" not in Headers(scope=scope):  # else the client waits for an answer before it sends
                 await _drop_body(receive)
-            return await error_response(too_large)(scope, receive, send)
+            return await error_response(too_large, scope)(scope, receive, send)
         received = 0
 
         async def receive_and_count() -> ASGIMessage:
@@ -191,9 +196,3 @@ async def _drop_body(receive: ASGIReceive) -> None:
                 remaining -= len(message.get("body", b""))
                 if not message.get("more_body"):
                     return
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    """The response to a refused request; a connection whose body was not read is closed."""
-    headers = error.headers | ({"Connection": "close"} if error.status == 413 else {})
-    return JSONResponse(error.body, status_code=error.status, headers=headers)

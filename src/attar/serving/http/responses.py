@@ -43,8 +43,8 @@ class ResponseBuilder(Protocol):
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunks after the last event."""
 
-    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The chunk of an error, from the body of its response."""
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The chunk of an error."""
 
     def write(self, chunk: dict[str, Any]) -> bytes:
         """A chunk as a server-sent event."""
@@ -109,7 +109,7 @@ async def _sse_chunks(
     except Exception as error:
         if not isinstance(error, AttarError | ApiError):
             logging.getLogger(LOGGER).error("request %s failed", handler.id, exc_info=error)
-        yield builder.write(builder.failure(handler.service.error_for(error).body))
+        yield builder.write(builder.failure(handler.service.error_for(error)))
     finally:
         await handler.close()
     if builder.done:

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from attar.runtime.results import Event
 from attar.serving.http.answer import AnswerForm, AnswerParser
+from attar.serving.http.errors import ApiError
 from attar.serving.http.request_handler import RequestHandler
 from attar.serving.http.responses import dump_json
 from attar.serving.http.tool_calls.parts import AnswerPiece
@@ -83,11 +84,10 @@ class ResponseOutput:
         self._finished(response)
         return [*chunks, self._event(f"response.{self._status}", response=response)]
 
-    def failure(self, error: dict[str, Any]) -> Chunk:
+    def failure(self, error: ApiError) -> Chunk:
         """The event of an error after the first one."""
-        detail = error["error"]
         self._status = "failed"
-        response = self._response() | {"error": {"code": "server_error", "message": detail["message"]}}
+        response = self._response() | {"error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=response)
 
     def write(self, chunk: Chunk) -> bytes:
