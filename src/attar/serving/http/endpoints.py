@@ -19,7 +19,7 @@ from attar.serving.http.bodies import FinishReasonBody, token_sources
 from attar.serving.http.errors import ApiError
 from attar.serving.http.protocol import CompletionRequest, SamplingRequest
 from attar.serving.http.request_handler import RequestHandler
-from attar.serving.http.responses import DONE, respond, sse_event
+from attar.serving.http.responses import ALIVE, DONE, SSE, respond, sse_event
 from attar.serving.http.sampling_params import completion_params
 from attar.serving.http.service import Service
 from attar.serving.http.tokenizer import ServerTokenizer
@@ -66,7 +66,7 @@ class BodyBuilder:
 
     body_kind: str
     chunk_kind: str
-    done = DONE
+    alive, done, media_type = ALIVE, DONE, SSE
     write = staticmethod(sse_event)
 
     def __init__(self, body: SamplingRequest, handler: RequestHandler) -> None:

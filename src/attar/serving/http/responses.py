@@ -1,4 +1,4 @@
-"""From a request's events to its HTTP response: one JSON body, or server-sent events.
+"""From a request's events to its HTTP response: one JSON body, or a stream in the form of its builder.
 
     data: JSON          for each chunk; the usage in a last one without choices, where it was requested
     : alive             a comment, after a silence
@@ -26,6 +26,7 @@ from attar.serving.http.request_handler import ChoiceEvents, ClientDisconnectedE
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"
+SSE = "text/event-stream"
 _DISCONNECTED = 499  # the status in the log
 _INLINE_LOGPROBS = 32  # tokens with log-probabilities that the event loop writes itself
 _LEVELS = 5  # of JSON above the entries of log-probabilities
@@ -47,11 +48,19 @@ class ResponseBuilder(Protocol):
         """The chunk of an error."""
 
     def write(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event."""
+        """A chunk as bytes of the stream."""
+
+    @property
+    def alive(self) -> bytes:
+        """What a stream sends after a silence."""
 
     @property
     def done(self) -> bytes:
         """The end of a stream."""
+
+    @property
+    def media_type(self) -> str:
+        """Of a stream."""
 
 
 async def respond(
@@ -72,7 +81,8 @@ async def respond(
         try:
             if stream:
                 events = handler.events(service.settings.alive_s)
-                response = EventStreamResponse(_sse_chunks(handler, await anext(events), events, builder))
+                chunks = _stream_chunks(handler, await anext(events), events, builder)
+                response = EventStreamResponse(chunks, builder.media_type)
                 stack.pop_all()  # the response closes the handler
                 return response
             choices: list[list[Event]] = [[] for _ in range(handler.choices)]
@@ -87,7 +97,7 @@ async def respond(
             raise api_error(error, service.admission.retry_s()) from error
 
 
-async def _sse_chunks(
+async def _stream_chunks(
     handler: RequestHandler,
     first: ChoiceEvents,
     events: AsyncGenerator[ChoiceEvents, None],
@@ -118,7 +128,7 @@ async def _sse_chunks(
 
 def _write_chunks(events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
     if not events:
-        return ALIVE
+        return builder.alive
     return b"".join(builder.write(data) for choice, event in events for data in builder.chunks(choice, event))
 
 
@@ -138,10 +148,9 @@ class EventStreamResponse(Response):
         chunks: watches for the client's disconnect itself.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str = SSE) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._chunks = chunks
 

@@ -18,7 +18,7 @@ from attar.runtime.results import Event
 from attar.serving.http.answer import AnswerForm, AnswerParser
 from attar.serving.http.errors import ApiError
 from attar.serving.http.request_handler import RequestHandler
-from attar.serving.http.responses import dump_json
+from attar.serving.http.responses import ALIVE, SSE, dump_json
 from attar.serving.http.tool_calls.parts import AnswerPiece
 
 Chunk = dict[str, Any]
@@ -33,7 +33,7 @@ class ResponseOutput:
         finished: called with the response once it is complete.
     """
 
-    done = b""
+    alive, done, media_type = ALIVE, b"", SSE
 
     def __init__(
         self,
