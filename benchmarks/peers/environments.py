@@ -58,6 +58,7 @@ PEERS = {
         Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),
         Peer("mergekit", "mergekit_run.py"),  # 0.1.5 runs with transformers 5.23.0, offline on local folders
         Peer("trl", "trl_run.py"),
+        Peer("tensorboard", "", ("mlflow", "trackio", "wandb")),  # for tests/peers/test_trackers.py alone
         Peer("mlx-lm", "", ("mlx[cpu]",)),  # for tests/peers/test_mlx.py alone
     )
 }

@@ -2,8 +2,9 @@
 
 The verbs are functions: :func:`collect`, :func:`distill`, :func:`train_head`, :func:`prune`, :func:`recover`,
 :func:`quantize`, :func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`,
-:func:`inspect`, :func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :class:`LLM` runs a model in this
-process. Names are loaded when first used, so ``import attar`` costs nothing.
+:func:`inspect`, :func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :func:`track` tells trackers of a
+run; :class:`LLM` runs a model in this process. Names are loaded
+when first used, so ``import attar`` costs nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from attar.recipe.schema import Recipe, load_recipe
     from attar.runtime.llm import LLM
     from attar.runtime.sampling.params import SamplingParams
+    from attar.tracking.events import TrackEvent
+    from attar.tracking.track import track
     from attar.verbs import (
         collect,
         demo,
@@ -68,6 +71,7 @@ __all__ = [
     "SamplingParams",
     "SettingsError",
     "Terminal",
+    "TrackEvent",
     "UsageError",
     "collect",
     "demo",
@@ -86,6 +90,7 @@ __all__ = [
     "report",
     "run",
     "sweep",
+    "track",
     "train_head",
 ]
 
@@ -95,6 +100,8 @@ _HOMES = {
     "attar.recipe.schema": ("Recipe", "load_recipe"),
     "attar.runtime.llm": ("LLM",),
     "attar.runtime.sampling.params": ("SamplingParams",),
+    "attar.tracking.events": ("TrackEvent",),
+    "attar.tracking.track": ("track",),
 }
 _HOME = {name: "attar.errors" if name.endswith("Error") else "attar.verbs" for name in __all__}
 _HOME |= {name: home for home, names in _HOMES.items() for name in names}

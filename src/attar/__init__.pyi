@@ -36,6 +36,8 @@ from attar.recipe.sweep import SweepOutcome as SweepOutcome
 from attar.runtime.llm import LLM as LLM
 from attar.runtime.results import Result as Result
 from attar.runtime.sampling.params import SamplingParams as SamplingParams
+from attar.tracking.events import TrackEvent as TrackEvent
+from attar.tracking.track import track as track
 from attar.verbs import ModelSource as ModelSource
 from attar.version import __version__ as __version__
 
@@ -56,6 +58,7 @@ __all__ = [
     "SamplingParams",
     "SettingsError",
     "Terminal",
+    "TrackEvent",
     "UsageError",
     "collect",
     "demo",
@@ -74,6 +77,7 @@ __all__ = [
     "report",
     "run",
     "sweep",
+    "track",
     "train_head",
 ]
 

@@ -21,7 +21,8 @@ from attar.checkpoint.readme import with_new_readme
 from attar.errors import NumericsError, UsageError
 from attar.progress import Progress, shown
 from attar.recipe.stages import STAGES, load, settings_classes
-from attar.settings import PythonOrigin, parse
+from attar.settings import PythonOrigin, parse, plain
+from attar.tracking.track import stage_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,9 +156,7 @@ def quantize(
     checked = _settings("quantize", settings)
     source = _sized(model, checked)
     check_output(out, force)
-    function = STAGES["quantize"].run()
-    checkpoint: Checkpoint = function(source, Path(out), checked, progress=shown(progress), force=force)
-    return checkpoint
+    return _call("quantize", source, Path(out), checked, progress, force=force)
 
 
 def merge(
@@ -361,11 +360,28 @@ def run_stage(
     if verb == "quantize":
         model = _sized(model, settings)
     load("attar.recipe.memory_needs:check_memory")(verb, model, settings)
-    function = STAGES[verb].run()
     with remote.output(out, force) as (folder, replace):
-        checkpoint: Checkpoint = function(
-            model, folder, settings, **teacher_option, progress=shown(progress), force=replace
-        )
+        return _call(verb, model, folder, settings, progress, force=replace, **teacher_option)
+
+
+def _call(
+    verb: str,
+    model: Any,
+    folder: Path,
+    settings: Any,
+    progress: Progress | bool | None,
+    *,
+    force: bool,
+    **teacher: Any,
+) -> Checkpoint:
+    """Call a stage function with an open output; tracked where ``progress`` is."""
+    function, bar = STAGES[verb].run(), shown(progress)
+    models = {"model": model, **teacher}
+    inputs = {name: str(getattr(value, "spelling", value)) for name, value in models.items()}
+    with stage_run(bar, verb, {**inputs, **plain(settings)}, folder) as finish:
+        checkpoint: Checkpoint = function(model, folder, settings, **teacher, progress=bar, force=force)
+        if checkpoint.card is not None:
+            finish({"bytes": checkpoint.nbytes, **checkpoint.card.measurements, **checkpoint.card.details})
     return checkpoint
 
 

@@ -85,10 +85,12 @@ def add(
         state = output.work / "steps.json"
         done = json.loads(state.read_text()) if state.exists() else 0
         CALLS.append(f"{name} {out.name} from step {done}")
-        for step in range(done, settings.steps):
-            state.write_text(json.dumps(step + 1))
-            if out.name in FAULTS:
-                raise FAULTS.pop(out.name)
+        with progress.task(name, settings.steps, done) as task:
+            for step in range(done, settings.steps):
+                state.write_text(json.dumps(step + 1))
+                task.advance(loss=1 / (step + 1))
+                if out.name in FAULTS:
+                    raise FAULTS.pop(out.name)
         tensors = load_file(source.weight_files[0])
         changed = {
             key: value + np.float32(settings.amount * settings.steps) for key, value in tensors.items()

@@ -33,6 +33,7 @@ from attar.settings import (
     settings_of,
     short,
 )
+from attar.tracking.track import TRACKERS, track
 
 _LINE = "attar.line"
 MODEL_HELP = "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
@@ -134,7 +135,10 @@ def build_command(
     def callback(**values: Any) -> None:
         quiet, as_json, debug = (values.pop(flag) for flag in ("quiet", "json", "debug"))
         progress: Progress = SILENT if quiet or rank() else Terminal()
+        trackers = values.pop("track", None)
         with exit_on_error(debug=debug, resumes=resumes):
+            if trackers and not rank():
+                progress = track(*trackers, progress=progress)
             # output of libraries must not mix with the data
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = act(values, progress)
@@ -190,6 +194,12 @@ def many_option(
         default, *spellings, help=help + "; may be repeated", metavar=metavar, show_default=False
     )
     return _parameter(name, list[str], info)
+
+
+def track_option() -> inspect.Parameter:
+    """``--track``: :func:`build_command` gives the verb a progress that trackers follow."""
+    help = "tell a tracker of settings, steps and results"
+    return many_option("track", "--track", help=help, metavar="|".join(TRACKERS))
 
 
 def flag(name: str, *spellings: str, help: str) -> inspect.Parameter:

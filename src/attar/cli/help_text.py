@@ -21,7 +21,7 @@ _HEADINGS = {
     "What is learned": "objective alpha teacher_top teacher_samples alignment for_drafting head",
     "Training": "steps batch_size accumulate learning_rate optimizer warmup min_lr_ratio weight_decay "
     "precision gradient_checkpointing evaluate_every checkpoint_every patience adapter_rank adapter_init "
-    "keep_zeros",
+    "keep_zeros track",
     "Where it runs": "device launch shard on jobs cpus gpus memory_gb",
 }
 _OF_VERB = {

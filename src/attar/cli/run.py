@@ -16,6 +16,7 @@ from attar.cli.command import (
     read_settings,
     settings_options,
     text_option,
+    track_option,
 )
 from attar.cluster.settings import ClusterSettings
 from attar.printable import printable
@@ -73,6 +74,7 @@ def _parameters(folder: str) -> list[inspect.Parameter]:
         many_option("changes", "--set", help=setting, metavar="KEY=VALUE"),
         flag("fresh", "--fresh", help="remove what an earlier run made in the folder, and start over"),
         flag("dry_run", "--dry-run", help="show the plan with about what it takes, and stop"),
+        track_option(),
         *settings_options(ClusterSettings),
     ]
 

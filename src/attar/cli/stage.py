@@ -17,6 +17,7 @@ from attar.cli.command import (
     read_settings,
     settings_options,
     text_option,
+    track_option,
 )
 from attar.cli.launch import launch_if_asked
 from attar.errors import UsageError
@@ -71,6 +72,7 @@ def stage_parameters(verb: str, *, out: bool) -> list[Any]:
         parameters.append(text_option("teacher", "--teacher", help=help, metavar="MODEL"))
     parameters += settings_options(stage.settings_class())
     parameters += launch_options(shard=verb in ("distill", "train-head", "recover"))
+    parameters.append(track_option())
     parameters.append(flag("force", "--force", help="replace an existing checkpoint"))
     return parameters
 

@@ -15,6 +15,7 @@ from attar.cli.command import (
     read_settings,
     settings_options,
     text_option,
+    track_option,
 )
 from attar.cluster.settings import ClusterSettings
 from attar.errors import SweepError
@@ -35,6 +36,7 @@ def build_sweep(verb: str) -> Any:
             help="values of the recipe, several by commas: key=3,4,5",
             metavar="KEY=VALUE,...",
         ),
+        track_option(),
         flag("fresh", "--fresh", help="remove what an earlier sweep made in the folder, and start over"),
         *settings_options(ClusterSettings),
     ]

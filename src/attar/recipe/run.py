@@ -16,6 +16,8 @@ from __future__ import annotations
 import gc
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,8 @@ from attar.recipe.runfolder import (
 from attar.recipe.schema import ORIGINAL, Recipe
 from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
+from attar.settings import plain
+from attar.tracking.track import stage_run, untracked
 
 if TYPE_CHECKING:
     import pandas
@@ -196,15 +200,34 @@ class RecipeRun:
         """Make and measure the checkpoint of a stage, whose inputs are there; measure the original."""
         plan = self.plan
         if name == ORIGINAL:
-            evaluation_key = plan.original_evaluation_key
-            estimated = plan.original_time.plain
-            self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, evaluation_key, estimated)
+            with self.tracked(ORIGINAL_RECEIPT, "evaluate", {"model": plan.recipe.model}, plan.original_key):
+                evaluation_key = plan.original_evaluation_key
+                estimated = plan.original_time.plain
+                self.evaluate(
+                    ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, evaluation_key, estimated
+                )
             return
         step = plan.step(name)
-        self.make(step)
-        self.evaluate(
-            step.folder.name, step.folder, step.key, step.evaluation_key, step.evaluation_time.plain
-        )
+        inputs = {"model": plan.recipe.model, "source": step.entry.source, "teacher": step.entry.teacher}
+        with self.tracked(step.folder.name, step.entry.stage, inputs | plain(step.entry.settings), step.key):
+            self.make(step)
+            self.evaluate(
+                step.folder.name, step.folder, step.key, step.evaluation_key, step.evaluation_time.plain
+            )
+
+    @contextmanager
+    def tracked(self, name: str, verb: str, settings: dict[str, Any], key: str) -> Iterator[None]:
+        """Within it a stage's receipt changes; what it says then is told to trackers."""
+        out = self.plan.out
+        before = read_receipt(out, name)
+        with stage_run(
+            self.progress, verb, settings, out / name, group=out.absolute().name, key=key
+        ) as finish:
+            yield
+            receipt = read_receipt(out, name)
+            if receipt is not None and receipt != before:
+                work = {"seconds": receipt.seconds, "peak_rss_bytes": receipt.peak_rss_bytes}
+                finish({**receipt.measurements, **(work if receipt.finished else {})})
 
     def finish(self) -> RunResult:
         """Write ``run.json`` and the report of a run whose stages are all done."""
@@ -287,11 +310,12 @@ class RecipeRun:
         """Evaluate a checkpoint, and its seconds; makes the reference at the first call."""
         recipe = self.plan.recipe
         evaluate, make_reference = load(self.tools.evaluate), load(self.tools.make_reference)
+        progress = untracked(self.progress)
         try:
             if self.reference is None:
-                self.reference = make_reference(recipe.model, recipe.evaluate, progress=self.progress)
+                self.reference = make_reference(recipe.model, recipe.evaluate, progress=progress)
             start = time.monotonic()
-            results = evaluate(model, recipe.evaluate, reference=self.reference, progress=self.progress)
+            results = evaluate(model, recipe.evaluate, reference=self.reference, progress=progress)
         except SettingsError as error:
             raise RecipeError(f"{recipe.path}: in evaluate, {error.message}", hint=error.hint) from error
         measurements: dict[str, Any] = jsonable(results.to_dict())

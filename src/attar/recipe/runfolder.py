@@ -96,6 +96,7 @@ def remove_own(run: Path) -> None:
                 shutil.rmtree(path)
     for name in (*names, ORIGINAL_RECEIPT):
         (run / RECEIPTS / f"{name}.json").unlink(missing_ok=True)
+        hidden(run / name, "track").unlink(missing_ok=True)
     for name in (RUN, RECIPE, REPORT):
         (run / name).unlink(missing_ok=True)
     shutil.rmtree(run / SIGNAL, ignore_errors=True)

@@ -7,6 +7,7 @@ driver's would be another checkpoint, and is refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +21,19 @@ from attar.recipe.run import RecipeRun, Tools
 from attar.recipe.runfolder import RECIPE, SIGNAL
 from attar.recipe.schema import ORIGINAL, parse_recipe
 from attar.recipe.stages import load
+from attar.tracking.track import TrackedProgress, untracked
+from attar.tracking.track import track as follow
 
 TOOLS = Tools()
 FUNCTION = "attar.recipe.step_task:make_step"
 
 
-def arguments(plan: RecipePlan, stage: str, *, quiet: bool) -> dict[str, Any]:
-    """The arguments of :func:`make_step` for a stage of a plan, or for "original"."""
+def arguments(plan: RecipePlan, stage: str, progress: Progress, group: str = "") -> dict[str, Any]:
+    """The arguments of :func:`make_step` for a stage of a plan, or for "original".
+
+    Args:
+        group: of a sweep's runs where they are tracked.
+    """
     key = plan.original_key if stage == ORIGINAL else plan.step(stage).key
     return {
         "recipe": plan.recipe.to_yaml(),
@@ -35,16 +42,30 @@ def arguments(plan: RecipePlan, stage: str, *, quiet: bool) -> dict[str, Any]:
         "stage": stage,
         "key": key,
         "folder": str(Path.cwd()),
-        "quiet": quiet,
+        "quiet": untracked(progress) is SILENT,
+        "track": progress.names if isinstance(progress, TrackedProgress) else [],
+        "group": group,
     }
 
 
-def make_step(*, recipe: str, name: str, out: str, stage: str, key: str, folder: str, quiet: bool) -> None:
+def make_step(
+    *,
+    recipe: str,
+    name: str,
+    out: str,
+    stage: str,
+    key: str,
+    folder: str,
+    quiet: bool,
+    track: Sequence[str] = (),
+    group: str = "",
+) -> None:
     """Make and measure the checkpoint of a stage, unless that is done.
 
     Args:
         recipe: as YAML with all defaults; ``name`` is its file in errors.
         folder: of the driver; relative paths of the recipe start there.
+        track: names of trackers.
 
     Raises:
         OutputError: this machine does not see the run's folder, or would make another checkpoint.
@@ -62,7 +83,10 @@ def make_step(*, recipe: str, name: str, out: str, stage: str, key: str, folder:
         hint = "the same version of attar, the same text and the same model on all machines"
         raise OutputError(f"{stage}: {os.uname().nodename} would make another checkpoint", hint=hint)
     tools = replace(TOOLS, make_reference=f"{__name__}:reference_of")
-    run = RecipeRun(plan, SILENT if quiet else Terminal(), tools, signal=f"{SIGNAL}/{stage}")
+    progress: Progress = SILENT if quiet else Terminal()
+    if track:
+        progress = follow(*track, progress=progress, group=group)
+    run = RecipeRun(plan, progress, tools, signal=f"{SIGNAL}/{stage}")
     run.make_and_measure(stage)
     if run.reference is not None and not run.reference.kept:
         _kept.cache_clear()

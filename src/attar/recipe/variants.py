@@ -40,6 +40,7 @@ from attar.recipe.runfolder import (
 )
 from attar.recipe.schema import ORIGINAL, Recipe
 from attar.recipe.step_task import FUNCTION, arguments
+from attar.tracking.track import TrackedProgress
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def run_variants(
     Raises:
         AttarError: a plan cannot be made, or a folder is in use or holds other files.
     """
+    if isinstance(progress, TrackedProgress):
+        progress.check_names_only()
     for variant in variants:
         check_folder(variant.out, variant.recipe.model, fresh=fresh)
     with ExitStack() as stack:
@@ -104,7 +107,7 @@ def run_variants(
             runs.append(_planned(variant, progress))
         for run in runs:
             RecipeRun(run.plan, progress, tools or Tools()).begin()
-        tasks = tasks_of(runs, settings.resources, quiet=progress is SILENT)
+        tasks = tasks_of(runs, settings.resources, progress, journal.absolute().name)
         outcomes: dict[str, TaskOutcome] = {}
         if tasks:
             lines = TaskJournal(journal / JOURNAL)
@@ -154,16 +157,22 @@ def _planned(variant: RunVariant, progress: Progress) -> PlannedRun:
     return PlannedRun(variant, plan)
 
 
-def tasks_of(runs: Sequence[PlannedRun], resources: Resources, *, quiet: bool) -> list[ClusterTask]:
+def tasks_of(
+    runs: Sequence[PlannedRun], resources: Resources, progress: Progress, group: str
+) -> list[ClusterTask]:
     """A task for each stage that is not done and measured in any run, the first time that its key occurs.
 
     A stage that is measured in another way than an equal one comes after it, and measures alone.
+
+    Args:
+        group: of the runs where they are tracked.
     """
     done = {identity for run in runs for identity in _done(run)}
     first: dict[tuple[str, str], str] = {}
     makers: dict[str, str] = {}
     tasks: list[ClusterTask] = []
     for run in runs:
+        shared = group if run.variant.name else ""
         for stage in _stages(run):
             identity = _identity(run.plan, stage)
             if identity in done or identity in first:
@@ -175,7 +184,7 @@ def tasks_of(runs: Sequence[PlannedRun], resources: Resources, *, quiet: bool) -
             makers.setdefault(identity[0], name)
             needed = tuple(dict.fromkeys(needs))
             tasks.append(
-                ClusterTask(name, FUNCTION, arguments(run.plan, stage, quiet=quiet), needed, resources)
+                ClusterTask(name, FUNCTION, arguments(run.plan, stage, progress, shared), needed, resources)
             )
     return tasks
 

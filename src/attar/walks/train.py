@@ -164,7 +164,9 @@ def _steps(
             history.step += 1
             history.tokens += tokens
             history.unlogged.append(value)
-            numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
+            rate = optimizers.rate(history.step - 1, settings)
+            speed = (history.step - first) / (time.monotonic() - start)
+            numbers = {"loss": value, "learning rate": rate, "steps/s": speed}
             last = history.step == settings.steps
             if last or history.step % _log_every(settings) == 0:
                 mean = sum(history.unlogged) / len(history.unlogged)

@@ -1,0 +1,1 @@
+"""Experiment trackers: what a run reports anyway goes to them too."""
