@@ -25,7 +25,7 @@ class FakeTokenizer:
         template: the words of a chat template.
     """
 
-    longest = 4
+    longest, infill = 4, {}
     has_chat_template = tells_roles = True
 
     def __init__(self, template=""):
@@ -33,6 +33,9 @@ class FakeTokenizer:
 
     def special_token(self, text):
         return None
+
+    def token(self, text):
+        return self.infill.get(text)
 
     def encode(self, text, special=True):
         return [256] * special + list(text.encode())

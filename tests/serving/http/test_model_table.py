@@ -138,6 +138,30 @@ def test_each_model_is_loaded_by_its_first_request_and_answers_by_its_name():
     assert all(backend.closed for backend in models.backends.values())
 
 
+def test_nobody_closes_what_another_caller_keeps():
+    models = Models("b")
+    keys = [{"Authorization": f"Bearer {key * 16}"} for key in "xy"]
+    with serving(models, api_key=("x" * 16, "y" * 16)) as (url, server):
+        table = server.config.app.state.models
+
+        def keep(caller, seconds):
+            body = {"model": "b", "messages": [], "keep_alive": seconds}
+            return HTTP.post(f"{url}/api/chat", json=body, headers=keys[caller]).raise_for_status().json()
+
+        assert keep(0, "1h")["done_reason"] == "load"
+        assert keep(1, 0)["done_reason"] == "unload" and table.loaded_service("b") is not None
+        assert 3500 < table.kept_s("b") <= 3600
+        said(ask(url, "b", headers=keys[1]))
+        assert keep(0, 0) and table.kept_s("b") == float("inf"), "the other caller said no time"
+        assert keep(1, 0.05)["done_reason"] == "load"
+        until(lambda: table.loaded_service("b") is None)
+        assert models.backends["b"].closed and models.loads == ["b"]
+        for number in range(1000):
+            table._slots["b"].keep(str(number), 10**9 + number)
+        assert len(table._slots["b"].kept_until) <= 257 and table._slots["b"].expires == 10**9 + 999
+        assert said(ask(url, "b", headers=keys[0])) == "I am b" and models.loads == ["b", "b"]
+
+
 def test_metrics_have_every_loaded_model_and_each_family_once():
     models = Models("b", "c")
     with serving(models) as (url, _):

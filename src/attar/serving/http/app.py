@@ -50,6 +50,7 @@ from attar.serving.http.model_table import (
     NamedModel,
     ServedModel,
 )
+from attar.serving.http.ollama.routes import add_running, make_ollama_routes
 from attar.serving.http.page import add_page
 from attar.serving.http.request_body import BodyRoute
 from attar.serving.http.responses_api.endpoint import delete, respond_to, retrieve
@@ -90,6 +91,7 @@ def create_app(
     budget: MemoryBudget | None = None,
     lora: LoraSettings | None = None,
     adapters: Sequence[LoadedAdapter] = (),
+    source: str = "",
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -106,6 +108,7 @@ def create_app(
         budget: bytes of all models.
         lora: whether the first model may have adapters, and from where.
         adapters: the adapters that the model has already.
+        source: folder, file or hub id of the model.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -116,7 +119,7 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
-    service.embedder = embedder
+    service.embedder, service.source = embedder, source
     service.defaults = dict(defaults or {})
     service.answers = _answers(tokenizer, answers)
 
@@ -127,6 +130,7 @@ def create_app(
             tokenizer=model.tokenizer,
             embedder=model.embedder,
             model=model.name,
+            source=model.source,
             admission=admission.of(model.backend),
             metrics=Metrics(model.backend, model.name, model.facts),
             facts=dict(model.facts),
@@ -150,6 +154,7 @@ def create_app(
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service, app.state.models = service, models
     app.include_router(make_routes(models, second))
+    add_running(app.router, page=settings.page)
     if settings.page:
         add_page(app.router, key_required=bool(keys))
     _handle_errors(app, service)
@@ -200,6 +205,7 @@ def make_routes(models: ModelTable, second: Service | None = None) -> APIRouter:
     _add_models(router, models)
     _add_tokenizer(router, models)
     _add_state(router, models)
+    router.include_router(make_ollama_routes(models))
     add_state(router, models.first, second.model if second is not None else None)
     if second is not None:
         add_compare(router, models.first, second)

@@ -58,13 +58,19 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
 
 
 async def start_chat(
-    service: Service, body: ChatRequest, request: Request, prefix: str, start: float
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    prefix: str,
+    start: float,
+    before: Sequence[int] = (),
 ) -> RunningChat:
     """Submit a conversation to the engine.
 
     Args:
         prefix: of the request's id.
         start: time of arrival.
+        before: token ids before the conversation.
     """
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = chat_params(body, service.defaults)
@@ -77,6 +83,7 @@ async def start_chat(
         keep = service.kept_tokens(body.truncate_prompt_tokens, params)
         options = chat_options(body, tools, service.answers)
         ids = await service.encode_chat(body.messages, options, keep)
+        ids = service.check_prompt([*before, *ids]) if before else ids
         prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
         guided = params.guide is not None
         if guided and not options.continued and service.answers.begins_reasoning(prompt_end):

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from attar.serving.http.anthropic import errors as anthropic
 from attar.serving.http.errors import ApiError
+from attar.serving.http.ollama import errors as ollama
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ErrorForm:
 
 FORMS = (
     ErrorForm("/v1/messages", anthropic.error_answer),
+    ErrorForm("/api", ollama.error_answer),
     ErrorForm("/v1/models", anthropic.error_answer, header=anthropic.VERSION_HEADER),
 )
 

@@ -73,7 +73,7 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
             kept = f" beside the {bytes_text(budget.kept)} of what is always loaded"
             message = f"{name} takes {bytes_text(size)}{kept}, which never fits within {budget}"
             raise ModelError(message, hint="a larger --model-memory, or fewer --kv-tokens")
-        models.append(NamedModel(name, size, partial(load_model_of, command, name, path)))
+        models.append(NamedModel(name, size, partial(load_model_of, command, name, path), path))
         command.show(f"{'on request':<12}{name}: {path}, {bytes_text(size)}")
     return models, budget
 
@@ -99,7 +99,7 @@ def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:
         encoder = load_encoder(command, path)
         thread = EncoderThread(encoder)
         words = ServerTokenizer(encoder.tokenizer, special=special)
-        return ServedModel(name, thread, words, encoder_facts(encoder), thread)
+        return ServedModel(name, thread, words, encoder_facts(encoder), thread, source=path)
     llm = LLM(path, embeddings=command.embeddings.of_causal is not None, **_options(command))
     if llm.tokenizer is None:
         raise ModelError(f"{path} has no tokenizer, so it cannot be served")
@@ -109,7 +109,7 @@ def load_model_of(command: ServeCommand, name: str, path: str) -> ServedModel:
     backend = EngineBackend(llm.streams())
     embedder = engine_embedder(llm, backend, command.embeddings)
     words = ServerTokenizer(llm.tokenizer, special=special)
-    return ServedModel(name, backend, words, llm.describe().to_dict(), embedder, defaults)
+    return ServedModel(name, backend, words, llm.describe().to_dict(), embedder, defaults, path)
 
 
 def first_options(command: ServeCommand) -> dict[str, Any]:

@@ -6,6 +6,9 @@
 
 A model is idle while no request uses it or waits for it. Bytes are estimates from the models' headers
 (``runtime/model_bytes.py``). Loads run one after the other, in the order of their first requests.
+
+A request may say how long its caller keeps the model afterwards (Ollama's ``keep_alive``); without a word a
+caller keeps it. An idle model that no caller keeps is closed: nobody closes what another one keeps.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +39,7 @@ from attar.serving.http.tokenizer import ServerTokenizer
 RETRY_S = 5  # after a load that failed, until the next one
 _GRACE_S = 2.0  # for a load that runs while the server ends
 _NAMED = 10  # names in an error message, at most
+_KEEPERS = 256  # callers of a model whose times are known
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class ServedModel:
 
     Args:
         defaults: of sampling parameters that a request does not have; None: those of the first model.
+        source: folder, file or hub id; empty: not known.
     """
 
     name: str
@@ -51,6 +57,7 @@ class ServedModel:
     facts: Mapping[str, Any] = field(default_factory=dict)
     embedder: Embedder | None = None
     defaults: Mapping[str, Any] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,13 @@ class NamedModel:
     Args:
         bytes: that it takes in memory, estimated.
         load: opens the model; called in a separate thread, again after the model was closed.
+        source: as of :class:`ServedModel`.
     """
 
     name: str
     bytes: int
     load: Callable[[], ServedModel]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,8 @@ class _Slot:
         users: requests that use it or wait for it.
         last_use: number of its latest use; the smallest one is closed first.
         retry_at: time from which a load is tried again.
+        kept_until: time until which each caller keeps it, since its load.
+        timer: closes it then.
     """
 
     model: NamedModel
@@ -104,6 +115,19 @@ class _Slot:
     last_use: int = 0
     loads: int = 0
     retry_at: float = float("-inf")
+    kept_until: dict[str, float] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+    def keep(self, caller: str, until: float) -> None:
+        """A caller keeps the model until some time; of many callers only the last time is known."""
+        self.kept_until[caller] = until
+        if len(self.kept_until) > _KEEPERS:
+            self.kept_until = {"": self.expires}
+
+    @property
+    def expires(self) -> float:
+        """Time from which no caller keeps the model."""
+        return max(self.kept_until.values(), default=math.inf)
 
 
 class ModelTable:
@@ -140,7 +164,7 @@ class ModelTable:
         for adapter in [] if lora is None else lora.adapters:
             if adapter.name in self.names:
                 raise SettingsError("lora", adapter.name, "a name that no model has")
-        self._turn = asyncio.Lock()
+        self._turn, self._closing = asyncio.Lock(), set[asyncio.Task[None]]()
         self._uses, self._failure_logged = 0, False
 
     @property
@@ -153,6 +177,20 @@ class ModelTable:
     def names(self) -> list[str]:
         """Of all models."""
         return [*self._kept, *self._slots]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Folder, file or hub id of each model and adapter's model; empty where it is not known."""
+        always = {name: service.source for name, service in self._kept.items()}
+        adapters = [] if self.lora is None else self.lora.adapters
+        lent = {adapter.name: self.first.source for adapter in adapters}
+        return always | {name: slot.model.source for name, slot in self._slots.items()} | lent
+
+    def loaded_service(self, name: str) -> Service | None:
+        """The service of a model or adapter, if it is loaded."""
+        if name in self._slots:
+            return self._slots[name].service
+        return self._kept.get(name, self.first)
 
     @property
     def waiting_to_load(self) -> list[str]:
@@ -200,8 +238,11 @@ class ModelTable:
         message = f"The model {name[:200]!r} does not exist; this server has {listed}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def use(self, name: str | None, request: Request) -> Service:
+    async def use(self, name: str | None, request: Request, keep_s: float = math.inf) -> Service:
         """The service of a model, which stays loaded until the request has been answered.
+
+        Args:
+            keep_s: seconds for which the caller keeps a named model afterwards.
 
         Raises:
             ApiError: 404, there is no such model; 503, it cannot be loaded now; 429, too many requests wait
@@ -217,6 +258,9 @@ class ModelTable:
         leases.enter_context(self._used(slot))
         if slot.service is None:
             await self._wait(slot, request)
+        caller = self.first.caller(request).name
+        slot.keep(caller, math.inf)
+        leases.callback(lambda: slot.keep(caller, self._clock() + keep_s))
         assert slot.service is not None, "a model that is used stays loaded"
         return slot.service
 
@@ -238,12 +282,31 @@ class ModelTable:
     async def close(self) -> None:
         """End all engines. A load that runs is waited for, but not long."""
         loading = [slot.loading for slot in self._slots.values() if slot.loading is not None]
-        if loading:
+        if loading := [*loading, *self._closing]:
             await asyncio.wait(loading, timeout=_GRACE_S)
         if self.lora is not None:
             await self.lora.close()
         for service in self.loaded:
             await service.backend.close()
+
+    def let_go(self, name: str, request: Request) -> None:
+        """The caller keeps a named model no longer.
+
+        Raises:
+            ApiError: 404, there is no such model; 400, it is always loaded.
+        """
+        self.check_name(name)
+        if name not in self._slots:
+            message = f"the model {name!r} is always loaded; those of --named-model can be unloaded"
+            raise ApiError(400, message, param="keep_alive", code="invalid_value")
+        slot = self._slots[name]
+        slot.keep(self.first.caller(request).name, self._clock())
+        self._close_later(slot)
+
+    def kept_s(self, name: str) -> float:
+        """Seconds for which a caller keeps a loaded model; infinite without an end."""
+        slot = self._slots.get(name)
+        return math.inf if slot is None else max(slot.expires - self._clock(), 0.0)
 
     @contextmanager
     def _used(self, slot: _Slot) -> Iterator[None]:
@@ -253,6 +316,29 @@ class ModelTable:
             yield
         finally:
             slot.users -= 1
+            self._close_later(slot)
+
+    def _close_later(self, slot: _Slot) -> None:
+        """Close a model once it is idle and no caller keeps it."""
+        if slot.timer is not None:
+            slot.timer.cancel()
+        if slot.service is not None and not slot.users and slot.expires < math.inf:
+            delay = max(slot.expires - self._clock(), 0.0)
+            slot.timer = asyncio.get_running_loop().call_later(delay, self._close_expired, slot)
+
+    def _close_expired(self, slot: _Slot) -> None:
+        task = asyncio.create_task(self._close_unkept(slot))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_unkept(self, slot: _Slot) -> None:
+        async with self._turn:  # a load of the same model would take its memory twice
+            if slot.service is None or slot.users:
+                return
+            if slot.expires <= self._clock():
+                await _close(slot)
+            else:
+                self._close_later(slot)
 
     async def _wait(self, slot: _Slot, request: Request) -> None:
         """Wait until a model is loaded, with all others who do."""
@@ -290,7 +376,7 @@ class ModelTable:
                 slot.retry_at = self._clock() + RETRY_S
                 logging.getLogger(LOGGER).error("the model %r cannot be loaded: %s", slot.model.name, error)
                 raise self._load_failed(slot) from None
-            slot.service, slot.loads = self._serve(served), slot.loads + 1
+            slot.service, slot.loads, slot.kept_until = self._serve(served), slot.loads + 1, {}
 
     async def _make_room(self, slot: _Slot) -> None:
         """Close idle models until a model fits.

@@ -28,9 +28,9 @@ IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
 MAX_ALL_VALUES = 1 << 16  # with them
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
-_UNCOUNTED = ("prompt", "tokens", "schema", "parameters")
+_UNCOUNTED = ("prompt", "tokens", "context", "schema", "parameters")
 _SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
-_IDS = ("prompt", "tokens")  # whose type has two levels
+_IDS = ("prompt", "tokens", "context")  # whose type has two levels at most
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -49,7 +49,8 @@ class BodyRoute(APIRoute):
             body, ignored = await read_body(request, model)
             response: Response = await self.endpoint(body=body, request=request)
             if ignored:
-                response.headers[IGNORED_HEADER] = ", ".join(ignored)
+                noted = response.headers.get(IGNORED_HEADER)
+                response.headers[IGNORED_HEADER] = ", ".join([*([noted] if noted else []), *ignored])
             return response
 
         return handle
@@ -67,7 +68,7 @@ async def read_body(request: Request, model: type[BodyModel]) -> tuple[BodyModel
         raise ApiError(499, "the client has disconnected") from None
     if not raw:
         raise ApiError(400, "the body is missing")
-    if not _is_json(request.headers):
+    if not (_is_json(request.headers) or getattr(model, "ANY_MEDIA_TYPE", False)):
         raise ApiError(400, "the body is not a JSON object; send one with Content-Type: application/json")
     service, max_ids = request.app.state.service, request.app.state.models.context or MAX_IDS
     if len(raw) <= SMALL:
@@ -97,7 +98,8 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
         if name not in model.model_fields:
             data.pop(name, None)
     try:
-        return model.model_validate(data), ignored
+        body = model.model_validate(data)
+        return body, [*ignored, *getattr(body, "ignored_fields", ())]
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         raise validation_error(errors) from None
@@ -146,7 +148,7 @@ def _check_count(values: int, limit: int = MAX_VALUES) -> None:
 
 def _check_ids(data: dict[str, Any], limit: int) -> None:
     """Raise ApiError for a list of token ids longer than the context."""
-    for name in ("prompt", "tokens", "input"):
+    for name in (*_IDS, "input"):
         ids = data.get(name)
         if not isinstance(ids, list) or (name == "input" and not _is_ids(ids[:1])):
             continue

@@ -283,6 +283,7 @@ def _run(
         budget=budget,
         lora=command.lora,
         adapters=adapters,
+        source=command.model,
     )
     run(app, settings, command.show, command.transport, command.bound)
 

@@ -103,7 +103,7 @@ async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:
 
 @dataclass
 class Service:
-    """One model of a server."""
+    """One model of a server; ``source`` is its folder, file or hub id, where that is known."""
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -116,6 +116,7 @@ class Service:
     answers: AnswerForm = field(default_factory=lambda: AnswerForm.of(""))
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     embedder: Embedder | None = None
+    source: str = ""
     threads: ThreadPools = field(default_factory=ThreadPools)
 
     def caller(self, request: Request) -> ApiKey:

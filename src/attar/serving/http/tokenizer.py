@@ -140,6 +140,16 @@ class ServerTokenizer:
         """The id of a special token, whose text a completion leaves out; None: the text is none."""
         return self._special_ids.get(text)
 
+    def token(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary, special or not; None: there is none."""
+        if not text:
+            return None
+        if self._fast is not None:
+            id: int | None = self._fast.token_to_id(text)
+            return id
+        known = self._tokenizer.get_vocab().get(text)
+        return None if known is None else int(known)
+
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = _DEFAULT) -> list[int]:
         """Tokens of a conversation up to where the answer begins.
 

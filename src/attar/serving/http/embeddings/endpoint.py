@@ -48,7 +48,7 @@ class TextWork:
             ids = await self.service.encode_text(text, self.keep)
         else:
             ids = text if self.keep is None else text[-self.keep :]
-        return self.service.check_ids(ids, self._longest)
+        return self.service.check_ids(ids, self.longest)
 
     async def embed(self, texts: Sequence[str | list[int]]) -> list[Vector]:
         """Embeddings of length 1, a slice at a time."""
@@ -74,7 +74,7 @@ class TextWork:
         return "log_probability", await self._log_probabilities(pairs)
 
     @property
-    def _longest(self) -> int | None:
+    def longest(self) -> int | None:
         embedder, context = self.service.embedder, self.service.backend.context
         if embedder is not None:
             return embedder.longest
@@ -84,7 +84,7 @@ class TextWork:
         scores: list[float] = []
         for start in range(0, len(pairs), SLICE):
             rows = [await self.service.encode_pair(*pair) for pair in pairs[start : start + SLICE]]
-            ids = [self.service.check_ids(list(tokens), self._longest) for tokens, _ in rows]
+            ids = [self.service.check_ids(list(tokens), self.longest) for tokens, _ in rows]
             scores += [float(score[0]) for score in await encoder.score(ids, [types for _, types in rows])]
             self.tokens += sum(map(len, ids))
         return scores
@@ -103,7 +103,7 @@ class TextWork:
             for first, second in pairs[start : start + SLICE]:
                 before = await self.service.encode_text(first, None)
                 after = await self.service.encode_text(second, None, special=False)
-                rows.append(self.service.check_ids([*before, *after], self._longest))
+                rows.append(self.service.check_ids([*before, *after], self.longest))
                 counts.append(len(after))
             job = TextJob(f"{self.job.id}-{start}", self.job.priority, self.job.deadline_s, self.job.salt)
             for events, count in zip(
@@ -120,7 +120,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     """Embed texts."""
     texts = body.texts
     _check_count("input", len(texts))
-    async with _working(service, body, request, len(texts)) as work:
+    async with working(service, body, request, len(texts)) as work:
         vectors = await work.embed(texts)
     size = len(vectors[0])
     if body.dimensions is not None:
@@ -139,7 +139,7 @@ async def score(service: Service, body: ScoreRequest, request: Request) -> Respo
     pairs = body.pairs()
     if not pairs:
         raise ApiError(400, "text_1 is one text, or as many as text_2", param="text_1", code="invalid_value")
-    async with _working(service, body, request, len(pairs)) as work:
+    async with working(service, body, request, len(pairs)) as work:
         method, scores = await work.score(pairs)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     answer = {"id": work.job.id, "object": "list", "created": int(time.time()), "model": service.model}
@@ -152,7 +152,7 @@ async def rerank(service: Service, body: RerankRequest, request: Request) -> Res
     texts = body.texts
     causal = service.embedder is None and not isinstance(service.backend, EncoderThread)
     pairs = [(text, body.query) if causal else (body.query, text) for text in texts]
-    async with _working(service, body, request, len(pairs)) as work:
+    async with working(service, body, request, len(pairs)) as work:
         method, scores = await work.score(pairs)
     best = sorted(range(len(texts)), key=lambda index: (-scores[index], index))
     best = best if body.top_n is None else best[: body.top_n]
@@ -173,7 +173,7 @@ def normalized(vector: Vector) -> Vector:
 
 
 @asynccontextmanager
-async def _working(service: Service, body: Any, request: Request, texts: int) -> AsyncIterator[TextWork]:
+async def working(service: Service, body: Any, request: Request, texts: int) -> AsyncIterator[TextWork]:
     """Admit a request of some texts; it ends when its client leaves, or the server shuts down."""
     caller, begun = service.caller(request), time.monotonic()
     keep = body.truncate_prompt_tokens
@@ -188,7 +188,7 @@ async def _working(service: Service, body: Any, request: Request, texts: int) ->
     priority = service.priority_of(body.priority, caller)
     work = TextWork(service, TextJob(id, priority, service.settings.request_s or None, caller.salt), keep)
     if keep == -1:
-        work.keep = work._longest
+        work.keep = work.longest
     count, reason = min(texts, SLICE), ""
 
     def end(why: str) -> None:
