@@ -6,7 +6,7 @@ _HEADINGS = {
     "Address": "host port tls_cert tls_key cors_origin allowed_host page",
     "Callers": "api_key keys limits log_prompts",
     "Models and adapters": "name named_model model_memory compare lora lora_folder",
-    "Conversations and answers": "chat_template generation_config tool_parser reasoning_parser "
+    "Conversations and answers": "chat_template generation_config tool_parser reasoning_parser volatile_line "
     "pooling system chat",
     "Limits of requests": "waiting waiting_tokens",
     "Services": "role target_endpoint draft_endpoint grpc_port service_ca",

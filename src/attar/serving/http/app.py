@@ -23,6 +23,10 @@ from attar.serving.http import bodies, protocol
 from attar.serving.http.access_log import AccessLogMiddleware
 from attar.serving.http.admission_control import AdmissionControl
 from attar.serving.http.answer import AnswerForm
+from attar.serving.http.anthropic import protocol as of_anthropic
+from attar.serving.http.anthropic.endpoint import count_tokens, create_message
+from attar.serving.http.anthropic.errors import VERSION_HEADER
+from attar.serving.http.anthropic.models import model_info, model_list
 from attar.serving.http.api_keys import make_api_keys
 from attar.serving.http.backend import Backend
 from attar.serving.http.chat_endpoint import chat, chat_options
@@ -121,7 +125,7 @@ def create_app(
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
     service.embedder, service.source = embedder, source
     service.defaults = dict(defaults or {})
-    service.answers = _answers(tokenizer, answers)
+    service.answers, service.volatile_lines = _answers(tokenizer, answers), answers.volatile_line
 
     def serve(model: ServedModel) -> Service:
         return replace(
@@ -201,6 +205,7 @@ def make_routes(models: ModelTable, second: Service | None = None) -> APIRouter:
     router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_completions(router, models)
     _add_responses(router, models)
+    _add_anthropic(router, models)
     _add_embeddings(router, models)
     _add_models(router, models)
     _add_tokenizer(router, models)
@@ -240,6 +245,19 @@ def _add_responses(router: APIRouter, models: ModelTable) -> None:
         return delete(models.first, store, id, request)
 
 
+def _add_anthropic(router: APIRouter, models: ModelTable) -> None:
+    form = {"model": of_anthropic.MessagesErrorBody, "description": "An error."}
+    errors: dict[int | str, dict[str, Any]] = {"default": form}
+
+    @router.post("/v1/messages", response_model=of_anthropic.MessageBody, responses=_STREAM | errors)
+    async def messages(body: of_anthropic.MessagesRequest, request: Request) -> Response:
+        return await create_message(await models.use(body.model, request), body, request)
+
+    @router.post("/v1/messages/count_tokens", response_model=of_anthropic.TokenCountBody, responses=errors)
+    async def count_message_tokens(body: of_anthropic.TokenCountRequest, request: Request) -> Response:
+        return await count_tokens(await models.use(body.model, request), body, request)
+
+
 def _add_embeddings(router: APIRouter, models: ModelTable) -> None:
     @router.post("/v1/embeddings", response_model=of_texts.EmbeddingBody)
     async def create_embeddings(body: of_texts.EmbeddingRequest, request: Request) -> Response:
@@ -273,16 +291,20 @@ def _add_models(router: APIRouter, models: ModelTable) -> None:
         base = card(models.first)
         return [base.model_copy(update={"id": adapter.name, "parent": base.id}) for adapter in loaded]
 
-    @router.get("/v1/models")
-    async def list_models() -> bodies.ModelList:
+    @router.get("/v1/models", response_model=bodies.ModelList)
+    async def list_models(request: Request) -> bodies.ModelList | Response:
         names = models.waiting_to_load
-        return bodies.ModelList(data=[*map(card, models.loaded), *map(unloaded, names), *adapters()])
+        cards = [*map(card, models.loaded), *map(unloaded, names), *adapters()]
+        anthropic = VERSION_HEADER in request.headers
+        return JSONResponse(model_list(cards)) if anthropic else bodies.ModelList(data=cards)
 
-    @router.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> bodies.ModelCard:
+    @router.get("/v1/models/{model:path}", response_model=bodies.ModelCard)
+    async def retrieve_model(model: str, request: Request) -> bodies.ModelCard | Response:
         models.check_name(model)
         cards = [*map(card, models.loaded), *adapters()]
-        return next((model_card for model_card in cards if model_card.id == model), None) or unloaded(model)
+        model_card = next((loaded for loaded in cards if loaded.id == model), None) or unloaded(model)
+        anthropic = VERSION_HEADER in request.headers
+        return JSONResponse(model_info(model_card)) if anthropic else model_card
 
 
 def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from attar.runtime.results import Event, Sample, TokenLogprob, gather
 from attar.runtime.sampling.json_schema import UnsupportedSchemaError
+from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.answer import AnswerForm, AnswerParser
 from attar.serving.http.bodies import token_sources
 from attar.serving.http.endpoints import MIN_LOGPROB, BodyBuilder, finish_reasons, sources_of
@@ -29,6 +30,8 @@ from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 from attar.serving.http.tool_calls.parts import AnswerPiece, join_pieces
 from attar.serving.http.tool_calls.tool_use import ToolUse, tool_use
 
+NO_REASONING = "none"  # the effort
+THINKING_VARIABLES = ("enable_thinking", "thinking")  # by which templates turn reasoning on and off
 PROMPT_END = 8  # tokens at the end of a prompt that may have begun the reasoning
 
 
@@ -72,28 +75,56 @@ async def start_chat(
         start: time of arrival.
         before: token ids before the conversation.
     """
+    tools, params = sampling_of(service, body)
+    with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
+        keep, guided = service.kept_tokens(body.truncate_prompt_tokens, params), params.guide is not None
+        ids, prompt_end = await encode_prompt(service, body, tools, guided, keep, before)
+        parser = partial(service.answers.parser, tools, prompt_end, guided)
+        handler = RequestHandler(service, request, prefix, params, [ids], priority=body.priority, start=start)
+        await handler.submit()
+    return RunningChat(handler, tools, parser)  # what fails from here on would leave the handler open
+
+
+def sampling_of(service: Service, body: ChatRequest) -> tuple[ToolUse | None, SamplingParams]:
+    """The tools of a request, and its sampling parameters with the grammar that they ask for.
+
+    Raises:
+        ApiError, SettingsError: a field, or what the fields ask for together, is wrong.
+    """
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = chat_params(body, service.defaults)
     params.fit(service.backend.vocabulary)
     schema = None if params.json_schema is None else str(params.json_schema)
     with naming_tools(tools):
         fields = service.answers.constraints(tools, service.tokenizer.special_token, schema)
-    params = replace(params, **fields)
-    with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
-        keep = service.kept_tokens(body.truncate_prompt_tokens, params)
-        options = chat_options(body, tools, service.answers)
-        ids = await service.encode_chat(body.messages, options, keep)
-        ids = service.check_prompt([*before, *ids]) if before else ids
-        prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
-        guided = params.guide is not None
-        if guided and not options.continued and service.answers.begins_reasoning(prompt_end):
-            ids = service.check_prompt(
-                ids + service.tokenizer.encode(service.answers.no_reasoning, special=False)
-            )
-        parser = partial(service.answers.parser, tools, prompt_end, guided)
-        handler = RequestHandler(service, request, prefix, params, [ids], priority=body.priority, start=start)
-        await handler.submit()
-    return RunningChat(handler, tools, parser)  # what fails from here on would leave the handler open
+    return tools, replace(params, **fields)
+
+
+async def encode_prompt(
+    service: Service,
+    body: ChatRequest,
+    tools: ToolUse | None,
+    guided: bool,
+    keep: int | None = None,
+    before: Sequence[int] = (),
+) -> tuple[list[int], str]:
+    """Token ids of a conversation, and the text of the last of them. Reasoning that the template has begun is
+    ended at once where a grammar holds the answer, or where the request wants none.
+
+    Args:
+        guided: a grammar holds the answer.
+        keep: only this number of last tokens; None: all.
+        before: token ids before the conversation.
+    """
+    answers, options = service.answers, chat_options(body, tools, service.answers)
+    ids = await service.encode_chat(body.messages, options, keep)
+    ids = service.check_prompt([*before, *ids]) if before else ids
+    prompt_end = service.tokenizer.decode(ids[-PROMPT_END:])
+    ends = guided or body.reasoning_effort == NO_REASONING
+    if ends and not options.continued and answers.begins_reasoning(prompt_end):
+        prompt_end = answers.no_reasoning
+        ids = service.check_prompt(ids + service.tokenizer.encode(prompt_end, special=False))
+    return ids, prompt_end
 
 
 @contextmanager
@@ -119,6 +150,9 @@ def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolUse | None, for
     """How the conversation of a request becomes a prompt."""
     variables = dict(body.chat_template_kwargs or {})
     effort = getattr(body, "reasoning_effort", None)
+    if effort == NO_REASONING:
+        variables = dict.fromkeys(THINKING_VARIABLES, False) | variables
+        effort = "low" if form.calls.channels else effort  # gpt-oss reasons in any case
     if effort is not None and form.knows_effort:
         variables.setdefault("reasoning_effort", effort)
     return ChatOptions(

@@ -43,6 +43,7 @@ def error_response(error: ApiError, scope: MutableMapping[str, Any]) -> JSONResp
     """The response to a refused request; a connection whose body was not read is closed."""
     status, body = _form_of(scope)(error, scope["state"]["request_id"])
     headers = error.headers | ({"Connection": "close"} if error.status == 413 else {})
+    headers |= {"request-id": body["request_id"]} if "request_id" in body else {}
     return JSONResponse(body, status_code=status, headers=headers)
 
 

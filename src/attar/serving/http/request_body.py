@@ -28,8 +28,8 @@ IGNORED_HEADER = "X-Ignored-Fields"
 MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
 MAX_ALL_VALUES = 1 << 16  # with them
 MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
-_UNCOUNTED = ("prompt", "tokens", "context", "schema", "parameters")
-_SCHEMAS = ("response_format", "tools", "text")  # fields that hold them
+_UNCOUNTED = ("prompt", "tokens", "context", "schema", "parameters", "input_schema")
+_SCHEMAS = ("response_format", "tools", "text", "output_config")  # fields that hold them
 _IDS = ("prompt", "tokens", "context")  # whose type has two levels at most
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -92,9 +92,9 @@ def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> tuple[B
     _check_values(data)
     _check_ids(data, max_ids)
     _check_levels(data)
-    used = getattr(model, "USED", ())
-    ignored = [name for name in IGNORED if data.get(name) is not None and name not in used]
-    for name in IGNORED:
+    used, names = getattr(model, "USED", ()), getattr(model, "IGNORED", IGNORED)
+    ignored = [name for name in names if data.get(name) is not None and name not in used]
+    for name in names:
         if name not in model.model_fields:
             data.pop(name, None)
     try:

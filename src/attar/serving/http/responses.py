@@ -141,6 +141,11 @@ def sse_event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + dump_json(data).encode() + b"\n\n"
 
 
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event with its type as its name."""
+    return f"event: {data['type']}\n".encode() + sse_event(data)
+
+
 class EventStreamResponse(Response):
     """Sends chunks as they arrive, and closes their generator in any case.
 

@@ -27,6 +27,7 @@ from attar.serving.http.errors import ApiError, api_error
 from attar.serving.http.metrics import Metrics
 from attar.serving.http.settings import ServerSettings
 from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
+from attar.serving.http.volatile_lines import FirstLineWatch, move_volatile
 
 if TYPE_CHECKING:
     from attar.serving.http.embeddings.embedders import Embedder
@@ -117,6 +118,8 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
     embedder: Embedder | None = None
     source: str = ""
+    volatile_lines: tuple[str, ...] = ()  # how those lines of system prompts begin that come last
+    first_lines: FirstLineWatch = field(default_factory=FirstLineWatch)
     threads: ThreadPools = field(default_factory=ThreadPools)
 
     def caller(self, request: Request) -> ApiKey:
@@ -216,8 +219,9 @@ class Service:
             ApiError: 400, it is longer than the context.
             DataError: the chat template refuses it.
         """
-        plain = [message.plain() for message in messages]
-        options = options or ChatOptions()
+        plain, options = [message.plain() for message in messages], options or ChatOptions()
+        plain = move_volatile(plain, self.volatile_lines, options.continued)
+        self.first_lines.see(plain)
         length = sum(len(message["content"]) for message in plain)
         length += sum(len(json.dumps(tool, ensure_ascii=False)) for tool in options.tools)
         if keep is None:

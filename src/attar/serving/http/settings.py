@@ -272,6 +272,17 @@ class TemplateSettings:
         default="auto",
         metadata={"help": "tags around reasoning: think, mistral, seed or none; auto: by the chat template"},
     )
+    volatile_line: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "start of a line of system prompts that changes from request to request, such as "
+            "'Current time:'; such lines come behind the conversation, so that cached prefixes are reused"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not all(start.strip() for start in self.volatile_line):
+            raise SettingsError("volatile_line", "", "the words with which the line begins")
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive

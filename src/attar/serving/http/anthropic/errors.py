@@ -2,8 +2,8 @@
 
 {"type": "error", "error": {"type", "message"}, "request_id"}
 
-The statuses are attar's, except for a full queue: 529, which Anthropic's clients know as an overload. 429 is a
-limit of the caller.
+The statuses are attar's, except for a full queue: 529, which Anthropic's clients know as an overload. 429 is
+a limit of the caller. A prompt beyond the context is "too long", by which agents know to shorten it.
 """
 
 from __future__ import annotations
@@ -30,5 +30,6 @@ def error_answer(error: ApiError, request_id: str) -> tuple[int, dict[str, Any]]
     """Status and body of an error; the body is also the event that ends a stream."""
     status = OVERLOADED if error.code == "queue_full" else error.status
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    detail = {"type": kind, "message": error.message}
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    detail = {"type": kind, "message": too_long + error.message}
     return status, {"type": "error", "error": detail, "request_id": request_id}

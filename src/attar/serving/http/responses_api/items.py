@@ -76,8 +76,7 @@ def chat_request(body: ResponsesRequest, messages: Sequence[ChatMessage]) -> Cha
         "chat_template_kwargs": body.chat_template_kwargs,
         "priority": body.priority,
     }
-    defaults = {name: field.get_default() for name, field in ChatRequest.model_fields.items()}
-    return ChatRequest.model_construct(**{**defaults, **fields})  # every part has been checked
+    return ChatRequest.of_checked(**fields)
 
 
 def _named(tool: ChosenTool) -> NamedTool:

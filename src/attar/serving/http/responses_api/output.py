@@ -16,12 +16,13 @@ from uuid import uuid4
 
 from attar.runtime.results import Event
 from attar.serving.http.answer import AnswerForm, AnswerParser
+from attar.serving.http.answer_items import AnswerItem, AnswerItems, ItemStep
 from attar.serving.http.errors import ApiError
 from attar.serving.http.request_handler import RequestHandler
-from attar.serving.http.responses import ALIVE, SSE, dump_json
-from attar.serving.http.tool_calls.parts import AnswerPiece
+from attar.serving.http.responses import ALIVE, SSE, named_event
 
 Chunk = dict[str, Any]
+_TYPES = {"text": "message", "reasoning": "reasoning"}  # of items
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # item to the type of its part
 
 
@@ -43,11 +44,10 @@ class ResponseOutput:
         repeated: dict[str, Any],
         finished: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._handler, self._form, self._parser, self._finished = handler, form, parser, finished
+        self._handler, self._form, self._finished = handler, form, finished
+        self._answer = AnswerItems(parser)
         self._repeated, self._items = repeated, list[dict[str, Any]]()
-        self._texts: list[str] = []  # of the last item
-        self._number, self._begun, self._open = 0, False, False
-        self._reasoning_tokens = 0
+        self._number, self._begun = 0, False
         self._status = "in_progress"
         self._incomplete: dict[str, str] | None = None
 
@@ -65,21 +65,15 @@ class ResponseOutput:
             self._begun = True
             for name in ("response.created", "response.in_progress"):
                 chunks.append(self._event(name, response=self._response()))
-        pieces = self._parser.add(event.text)
-        if self._parser.reasons:
-            self._reasoning_tokens += len(event.token_ids)
         if event.finished:
-            pieces += self._parser.finish()
             cut = event.finish_reason != "stop"
             self._status = "incomplete" if cut else "completed"
             self._incomplete = {"reason": "max_output_tokens"} if cut else None
-        for piece in pieces:
-            chunks += self._piece(piece)
-        return chunks
+        return chunks + [chunk for step in self._answer.read(event) for chunk in self._step(step)]
 
     def last_chunks(self) -> list[Chunk]:
         """The end of the last item, and of the response."""
-        chunks = self._close()
+        chunks = [chunk for step in self._answer.close() for chunk in self._step(step)]
         response = self._response()
         self._finished(response)
         return [*chunks, self._event(f"response.{self._status}", response=response)]
@@ -92,23 +86,21 @@ class ResponseOutput:
 
     def write(self, chunk: Chunk) -> bytes:
         """A server-sent event with its name."""
-        return f"event: {chunk['type']}\ndata: {dump_json(chunk)}\n\n".encode()
+        return named_event(chunk)
 
-    def _piece(self, piece: AnswerPiece) -> list[Chunk]:
-        if piece.call is not None:
-            chunks = []
-            if piece.call.name:
-                chunks = [*self._close(), self._begin_call(piece.call.name)]
-            if piece.call.arguments:
-                chunks.append(self._delta("response.function_call_arguments.delta", piece.call.arguments))
-            return chunks
-        kind, text = ("reasoning", piece.reasoning) if piece.reasoning else ("message", piece.text)
-        chunks = []
-        if not self._open or self._items[-1]["type"] != kind:
-            chunks = [*self._close(), *self._begin_text(kind)]
-        name = f"response.{_TEXT[kind]}.delta"
+    def _step(self, step: ItemStep) -> list[Chunk]:
+        item = step.item
+        if step.kind == "end":
+            return self._end(item)
+        if item.kind == "call":
+            if step.kind == "begin":
+                return [self._begin_call(item.name)]
+            return [self._of_item("response.function_call_arguments.delta", delta=step.text)]
+        kind = _TYPES[item.kind]
+        if step.kind == "begin":
+            return self._begin_text(kind)
         extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return [*chunks, self._delta(name, text, content_index=0, **extra)]
+        return [self._of_item(f"response.{_TEXT[kind]}.delta", delta=step.text, content_index=0, **extra)]
 
     def _begin_text(self, kind: str) -> list[Chunk]:
         item: dict[str, Any] = {"type": kind, "id": _new_id(kind), "status": "in_progress", "content": []}
@@ -123,16 +115,11 @@ class ResponseOutput:
 
     def _begin(self, item: dict[str, Any]) -> Chunk:
         self._items.append(item)
-        self._texts, self._open = [], True
         return self._event("response.output_item.added", output_index=self._index, item=dict(item))
 
-    def _close(self) -> list[Chunk]:
-        """The end of the item that is open."""
-        if not self._open:
-            return []
-        self._open, item, text = False, self._items[-1], "".join(self._texts)
-        cut = self._status == "incomplete"
-        item["status"] = "incomplete" if cut else "completed"
+    def _end(self, answered: AnswerItem) -> list[Chunk]:
+        item, text = self._items[-1], answered.text
+        item["status"] = "incomplete" if self._status == "incomplete" else "completed"
         if item["type"] == "function_call":
             item["arguments"] = text
             name = "response.function_call_arguments.done"
@@ -145,10 +132,6 @@ class ResponseOutput:
             ends = [self._of_item(name, content_index=0, text=text, **extra)]
             ends.append(self._part("response.content_part.done", part))
         return [*ends, self._event("response.output_item.done", output_index=self._index, item=dict(item))]
-
-    def _delta(self, name: str, text: str, /, **fields: Any) -> Chunk:
-        self._texts.append(text)
-        return self._of_item(name, delta=text, **fields)
 
     def _part(self, name: str, part: dict[str, Any]) -> Chunk:
         return self._of_item(name, content_index=0, part=part)
@@ -186,7 +169,7 @@ class ResponseOutput:
             "input_tokens": handler.prompt_tokens,
             "input_tokens_details": {"cached_tokens": handler.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": handler.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.reasoning_tokens},
             "total_tokens": handler.prompt_tokens + handler.completion_tokens,
         }
 
