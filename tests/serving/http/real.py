@@ -35,7 +35,9 @@ lent = cache(load_tiny)
 
 
 @contextmanager
-def serving(limits=None, before=None, model=None, speculator=None, template=TEMPLATE, **settings):
+def serving(
+    limits=None, before=None, model=None, speculator=None, template=TEMPLATE, answers=None, **settings
+):
     """A server with an engine of its own: its address, the engine (to look at), the server.
 
     Args:
@@ -43,6 +45,7 @@ def serving(limits=None, before=None, model=None, speculator=None, template=TEMP
         before: is given the engine before its thread starts.
         speculator: drafts for it.
         template: for conversations; None: as the model is loaded.
+        answers: how conversations become prompts.
     """
     llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16), speculator=speculator)
     if before is not None:
@@ -51,7 +54,7 @@ def serving(limits=None, before=None, model=None, speculator=None, template=TEMP
     tokenizer = deepcopy(llm.tokenizer)
     tokenizer.chat_template = template or tokenizer.chat_template
     words = ServerTokenizer(tokenizer)
-    app = create_app(EngineBackend(llm.streams()), result, tokenizer=words, model="tiny")
+    app = create_app(EngineBackend(llm.streams()), result, tokenizer=words, model="tiny", answers=answers)
     with running_app(app, result) as (url, server):
         yield url, llm.engine, server
 
