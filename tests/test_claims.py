@@ -138,6 +138,13 @@ def test_every_row_of_what_works_has_a_claim():
         assert any(words in plain(row) for words in claimed(page, title)), row
 
 
+def test_every_cell_of_the_apis_has_a_claim():
+    page, title = "docs/apis.md", "Features by API"
+    rows = re.findall(r"^\| (?!feature).*$", sections(page)[title], flags=re.M)
+    cells = {cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]}
+    assert sorted(cells - {""} - set(claimed(page, title))) == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_strong_words_have_a_claim_in_their_paragraph(page):
     for title, text in sections(page).items():

@@ -47,7 +47,8 @@ def test_lines_come_behind_the_conversation():
         ),
         (
             "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-            "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+            "{{ raise_exception('roles must alternate') }}{% endif %}"
+            "<{{ m.role }}>{{ m.content }}{% endfor %}",
             "Go\n\nTime: 1",
         ),
     ],

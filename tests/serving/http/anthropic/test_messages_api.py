@@ -16,6 +16,7 @@ from attar.serving.http.anthropic.output import input_of
 from attar.serving.http.app import create_app
 from attar.serving.http.settings import ServerSettings
 from tests.serving.http.fake import ANSWER, BUSY, FAIL, SLOW, FakeBackend, FakeTokenizer
+from tests.serving.http.real import serving
 from tests.serving.http.test_live import running_app, until
 
 anthropic = pytest.importorskip("anthropic")
@@ -153,6 +154,15 @@ def test_the_end_tells_why(server, agent):
     assert create(agent[0], thinking={"type": "disabled"}, tools=[TOOL]).content[0].type == "text"
     omitted = {"type": "adaptive", "display": "omitted"}
     assert create(agent[0], thinking=omitted, tools=[TOOL]).content[0].type == "text"
+
+
+def test_a_stop_sequence_is_named():
+    with serving() as (url, _, _):
+        free = create(url, max_tokens=24, extra_body={"temperature": 0}).content[0].text
+        stop = free[4:7]
+        answer = create(url, max_tokens=24, stop_sequences=["@@@", stop], extra_body={"temperature": 0})
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert "".join(block.text for block in answer.content) == free.partition(stop)[0]
 
 
 def test_choices_of_tools_become_grammars(agent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -303,6 +304,22 @@ def test_an_answer_that_a_grammar_holds_is_no_reasoning(template):
         if template == HERMES:
             message = ask(url, messages=THINKS).json()["choices"][0]["message"]
             assert message["reasoning"] == "yes" and not message["content"]
+
+
+def test_reasoning_ends_at_once_where_none_is_wanted():
+    """In all APIs; a template without tags gets the variables alone."""
+    bodies = {
+        "/v1/chat/completions": {"messages": THINKS, "reasoning_effort": "none"},
+        "/v1/responses": {"input": THINKS, "reasoning": {"effort": "none"}},
+        "/v1/messages": {"messages": THINKS, "thinking": {"type": "disabled"}, "max_tokens": 9},
+    }
+    with scripted("yes") as (url, backend, tokenizer):
+        for path, body in bodies.items():
+            text = httpx.post(url + path, json={"model": "tiny", **body}).text
+            assert "yes" in text and not re.search('"(thinking|reasoning_content)":', text), path
+            prompt = bytes(token for token in backend.asked[-1][0] if token < 256)
+            assert prompt.endswith(b"<think>\n\n</think>\n\n"), path
+            assert tokenizer.options.variables["enable_thinking"] is False, path
 
 
 def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text():
