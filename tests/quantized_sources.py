@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nf4": ("llama3", "NF4", {}),
     "int8": ("llama3", "W8A8", {"format": "bitsandbytes"}),
     "gguf": ("llama3", "", {"format": "gguf", "type": "Q8_0"}),
+    "mlx": ("llama3", "", {"format": "mlx"}),
+    "mlx-mxfp4": ("llama3", "", {"format": "mlx", "type": "mxfp4"}),
 }
 
 

@@ -1,10 +1,13 @@
 """MLX's layout against numbers of ``mx.quantize`` and ``mx.dequantize`` (mlx 0.32.4) for one row of 32."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from attar.checkpoint.tensors import TensorInfo, stored_dtype
 from attar.formats.coded import Coded, dequantize
-from attar.formats.mlx import AFFINE, MLXRule, carried_rule, decode, encode, float_rule
+from attar.formats.mlx import AFFINE, MLXReader, MLXRule, affine, carried_rule, decode, encode, float_rule
 from attar.formats.rules import WeightRule
 
 WORDS = {  # weight, scales, biases of (7 i mod 32) / 32 - 1/2, and the first six numbers of mx.dequantize
@@ -64,6 +67,100 @@ def test_integer_codes_are_carried_exactly(bits):
     tensors = encode(weight, rule, target, torch.float32)
     assert torch.allclose(decode(tensors, target), dequantize(weight, 64), rtol=1e-5, atol=2e-5)
     assert tensors["weight"].shape == (6, 128 * target.bits // 32)
+
+
+class StoredWeight:
+    """A checkpoint with one weight."""
+
+    def __init__(self, tensors, rule):
+        self.values = {f"layer.{leaf}": value for leaf, value in tensors.items()}
+        self.config = {"model_type": "llama", "quantization_config": rule.config()}
+        self.tensors = {
+            name: TensorInfo(
+                name, stored_dtype(value.dtype), tuple(value.shape), value.nbytes, Path("file"), 0
+            )
+            for name, value in self.values.items()
+        }
+        self.load, self.path = self.values.__getitem__, Path("file")
+
+
+GRIDS = [
+    *(
+        WeightRule("int", bits, "group", 64, symmetric=symmetric)
+        for bits in (4, 8)
+        for symmetric in (True, False)
+    ),
+    WeightRule("float", 4, "group", 32),
+    WeightRule("float", 8, "group", 32),
+    WeightRule("float", 4, "tensor_group", 16),
+]
+
+
+@pytest.mark.parametrize(
+    "rule", GRIDS, ids=lambda rule: f"{rule.kind}{rule.bits}-{rule.strategy}-{rule.symmetric}"
+)
+def test_codes_come_back_on_the_grid_that_they_had(rule):
+    g = torch.Generator().manual_seed(0)
+    shape, groups = (6, 128), (6, 128 // rule.group_size)
+    integer = torch.randint(-(2 ** (rule.bits - 1)), 2 ** (rule.bits - 1), shape, generator=g)
+    codes = integer.to(torch.int8) if rule.kind == "int" else (integer + 8).to(torch.uint8)
+    codes = (
+        torch.randn(shape, generator=g).to(torch.float8_e4m3fn)
+        if (rule.kind, rule.bits) == ("float", 8)
+        else codes
+    )
+    scale = (
+        torch.randint(1, 200, groups, generator=g) * 0.5
+        if rule.strategy != "group" or rule.kind == "int"
+        else (2.0 ** torch.randint(-8, 8, groups, generator=g))
+    )
+    scale = scale.to(torch.float8_e4m3fn).float() if rule.strategy == "tensor_group" else scale.float()
+    zero = None if rule.symmetric else torch.randint(-3, 4, groups, generator=g).float()
+    target = carried_rule(rule, shape)
+    read = MLXReader(StoredWeight(encode(Coded(codes, scale, zero), rule, target, torch.float32), target))
+    assert read.grid("layer.weight")[0] == rule
+    back, _ = read.codes("layer.weight")
+    assert torch.equal(back.codes.float(), codes.float()) and torch.equal(back.scale, scale)
+    assert zero is None or torch.equal(back.zero, zero)
+    uniform, weight = read.uniform("layer.weight"), read.weight("layer.weight")
+    assert (uniform is None) == (rule.kind == "float" and rule.bits == 8)
+    if uniform is not None:
+        tiled = uniform.codes.float().unflatten(1, (-1, rule.group_size))
+        shift = torch.zeros(groups) if uniform.zero is None else uniform.zero
+        torch.testing.assert_close(((tiled - shift[..., None]) * uniform.scale[..., None]).flatten(1), weight)
+
+
+def test_groups_as_mx_quantize_has_them_are_on_no_other_grid():
+    """Negative scales, and biases between two codes, as ``mx.quantize`` stores bfloat16."""
+    rule, codes = MLXRule(AFFINE, 4, 32), torch.arange(64).view(2, 32) % 16
+    scale, bias = torch.tensor([[-0.191406], [0.236328]]), torch.tensor([[1.53125], [-1.89062]])
+    tensors = affine(codes, scale.bfloat16(), bias.bfloat16(), 4)
+    read = MLXReader(StoredWeight(tensors, rule))
+    read.check("layer.weight")
+    assert read.grid("layer.weight") is None and read.codes("layer.weight") is None
+    wanted = codes * scale.bfloat16().float() + bias.bfloat16().float()
+    assert torch.equal(read.weight("layer.weight"), wanted)
+    uniform = read.uniform("layer.weight")
+    torch.testing.assert_close((uniform.codes - uniform.zero) * uniform.scale, wanted)
+    none = MLXReader(StoredWeight({**tensors, "scales": torch.zeros_like(tensors["scales"])}, rule))
+    assert none.uniform("layer.weight") is None and none.grid("layer.weight") is None
+
+
+def test_a_global_scale_of_experts_multiplies():
+    """``mx.quantize(..., global_scale=g)``: an e2m1 of 6 under a scale of 448 stands for g."""
+    rule = float_rule("nvfp4")
+    tensors = encode(Coded(torch.full((1, 32), 7), torch.full((1, 2), 448.0)), None, rule, torch.float32)
+    read = MLXReader(StoredWeight({**tensors, "global_scale": torch.tensor(2.5)}, rule))
+    torch.testing.assert_close(read.weight("layer.weight"), torch.full((1, 32), 2.5))
+    torch.testing.assert_close(read.codes("layer.weight")[0].global_scale, torch.tensor([2688 / 2.5]))
+
+
+def test_scales_that_are_bytes_tell_the_mode_where_the_config_does_not():
+    tensors = encode(
+        Coded(torch.full((1, 64), 3), torch.full((1, 2), 0.5)), None, float_rule("mxfp4"), torch.float32
+    )
+    stored = StoredWeight(tensors, MLXRule(AFFINE, 8, 64))
+    assert torch.equal(MLXReader(stored).weight("layer.weight"), torch.full((1, 64), 0.75))
 
 
 @pytest.mark.parametrize(

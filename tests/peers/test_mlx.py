@@ -1,4 +1,5 @@
-"""Exports to MLX in mlx-lm, on a CPU: its logits are those of attar's own decode, its greedy tokens too.
+"""Exports to MLX in mlx-lm, on a CPU: its logits are those of attar's own decode, its greedy tokens too. And
+folders that mlx-lm itself has quantized, read by attar.
 
 mlx-lm runs in the environment ``$ATTAR_PEERS/mlx-lm`` (benchmarks/peers/environments.py builds it), in one
 process for all folders: load_mlx.py. Weights are float32, so what is left is the order of sums.
@@ -12,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.tensors import read_tensor
+from attar.checkpoint.weight_files import read_tensors
 from attar.deployment.mlx import MLXPlan, rounded
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
@@ -22,7 +26,7 @@ from attar.formats.readers import quant_method
 from attar.models.loading.experts import unstack
 from attar.models.loading.load import load_model
 from attar.models.loading.stored import stored_names
-from tests import tiny_models
+from tests import quantized_sources, tiny_models
 from tests.quantization.packing import pack
 
 PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "mlx-lm" / "bin" / "python"
@@ -37,6 +41,8 @@ CHANGES = {  # windows that mlx-lm does not know are as wide as the context
     "mistral": {"sliding_window": None},
     "gemma2": {"sliding_window": 64},
     "gemma3": {"num_hidden_layers": 6, "layer_types": None},
+    "granite": {"intermediate_size": 128},  # mlx-lm has groups of 64 for some
+    "granitemoe": {"intermediate_size": 128},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}},
 }
 FAMILIES = (
@@ -50,6 +56,12 @@ ROUNDED = {  # what a dense checkpoint is rounded to: family, settings
     "groups of 64": ("smollm", {}),
     "mxfp4": ("qwen3", {"type": "mxfp4"}),
     "nvfp4": ("mixtral", {"type": "nvfp4"}),
+    "mxfp8": ("llama3", {"type": "mxfp8"}),
+}
+CONVERTED = {  # what mlx_lm.convert quantizes: family, its options
+    **{f"converted {family}": (family, {"q_group_size": 32}) for family in FAMILIES},
+    **{f"converted {mode}": ("qwen3_moe", {"q_mode": mode}) for mode in ("mxfp4", "nvfp4", "mxfp8")},
+    **{f"converted to {bits}": ("llama3", {"q_bits": bits, "q_group_size": 64}) for bits in (2, 3, 5, 6, 8)},
 }
 CARRIED = {  # codes of a quantized checkpoint: family, scheme, settings of the export
     **{scheme: ("llama3", scheme, {}) for scheme in ("W2A16", "W3A16", "W4A16", "W4A16_ASYM", "W8A16")},
@@ -66,14 +78,14 @@ def decoded(source, exported, settings):
     """The logits and greedy tokens of the source with the weights that the export's matrices decode to."""
     model = load_model(source, dtype=torch.float32)
     plan = MLXPlan(source, settings)
-    model = unstack(model)
+    model, written = unstack(model), read_tensors(exported.path)[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     module_of = {stored: name for name, stored in stored_names(model, plan.view).items()}
     for matrix in plan.matrices:
         if matrix.rule is None:
             continue
         leaves = layout(matrix.shape, matrix.rule, "F32")
-        stored = {leaf: exported.load(f"{matrix.name}.{leaf}") for leaf in leaves}
+        stored = {leaf: read_tensor(written[f"{matrix.name}.{leaf}"]) for leaf in leaves}
         for number, part in enumerate(matrix.parts):
             tensors = {leaf: value[number] if matrix.stacked else value for leaf, value in stored.items()}
             weight = decode(tensors, matrix.rule)
@@ -108,7 +120,25 @@ def results(tmp_path_factory):
             assert quant_method(source)
             wanted[name] = answers(load_model(source, dtype=torch.float32))
     np.save(root / "weight.npy", WEIGHT.numpy())
-    job = {"folders": [str(root / name) for name in wanted], "tokens": TOKENS, "new": NEW}
+    names, conversions = [*wanted, *CONVERTED], []
+    for name, (family, options) in CONVERTED.items():
+        stated = json.loads((root / family / "config.json").read_text())
+        config = {key: value for key, value in stated.items() if not key.startswith("quantization")}
+        dense = root / f"{family}.dense"
+        if family == "gpt_oss":  # mlx-lm takes its experts as they are published alone
+            dense = quantized_sources.make("mxfp4", root / "gpt_oss.published")
+            ropes = {key: value for key, value in config.items() if "rope" in key}
+            config = {**json.loads((dense / "config.json").read_text()), **ropes}
+            options = {**options, "dtype": "float32"}
+            config["quantization_config"] = {"quant_method": "mxfp4"}
+        (dense / "config.json").write_text(json.dumps(config))
+        weights = load_file(dense / "model.safetensors")  # GPT-2's published names have no prefix
+        bare = {key.removeprefix("transformer."): value for key, value in weights.items()}
+        save_file(bare, dense / "model.safetensors", metadata={"format": "pt"})
+        folders = {"hf_path": str(dense), "mlx_path": str(root / name)}
+        conversions.append({**folders, "quantize": True, **options})
+    job = {"folders": [str(root / name) for name in names], "tokens": TOKENS, "new": NEW}
+    job["convert"] = conversions
     job |= {"weight": str(root / "weight.npy"), "rules": [rule.config() for rule in RULES]}
     (root / "job.json").write_text(json.dumps(job))
     script = Path(__file__).with_name("load_mlx.py")
@@ -117,16 +147,20 @@ def results(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors, lost = json.loads(done.stdout.splitlines()[-1])
-    return root, dict(zip(wanted, errors, strict=True)), wanted, lost
+    wanted |= {name: answers(load_model(root / name, dtype=torch.float32)) for name in CONVERTED}
+    return root, dict(zip(names, errors, strict=True)), wanted, lost
 
 
-@pytest.mark.parametrize("name", [*ROUNDED, *CARRIED])
+@pytest.mark.parametrize("name", [*ROUNDED, *CARRIED, *CONVERTED])
 def test_mlx_lm_computes_what_attar_decodes(results, name):
     root, errors, wanted, _ = results
     assert errors[name] is None
     logits, tokens = wanted[name]
     got = np.load(root / name / "logits.npy")
-    assert np.abs(got - logits).max() < (1e-3 if name in GELU else 1e-5) * np.abs(logits).max()
+    assert (
+        np.abs(got - logits).max()
+        < (1e-3 if name.removeprefix("converted ") in GELU else 1e-5) * np.abs(logits).max()
+    )
     assert json.loads((root / name / "generated.json").read_text()) == tokens
 
 

@@ -204,6 +204,8 @@ def _only_scheme(stated: dict[str, Any]) -> dict[str, Any]:
         kind, bits, group_size = "float", 4, 32
     elif method == "modelopt":
         kind, bits = "float", 4 if "FP4" in algorithm else 8
+    elif method == "mlx" and stated.get("mode", "affine") != "affine":
+        kind = "float"
     elif method == "bitsandbytes":
         bits = 4 if stated.get("load_in_4bit") else 8
         kind = str(stated.get("bnb_4bit_quant_type", "fp4")) if bits == 4 else "int"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attar.checkpoint import mlx_folder
 from attar.checkpoint.config_numbers import TOKENS, odd_number
 from attar.checkpoint.geometry import geometry
 from attar.checkpoint.mtp import missing_part, mtp_names
@@ -24,7 +25,9 @@ from attar.checkpoint.weight_files import more, same_bytes
 EMPTY = ("text_config", "quantization_config")
 """Keys that mean nothing where they are null or empty."""
 TIE = "tie_word_embeddings"
-METHODS = ("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "exl3", "mxfp4")
+METHODS = (
+    *("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "exl3", "mxfp4", "mlx"),
+)
 """Of :data:`attar.formats.readers.READERS` in folders: their codes are known by their names and types."""
 
 _WRAPPERS = ("module.", "base_model.model.", "language_model.")
@@ -77,6 +80,19 @@ def normal_form(config: dict[str, Any], tensors: dict[str, TensorInfo], folder: 
     for settle in STEPS:
         settle(form)
     return form
+
+
+def _settle_mlx(form: NormalForm) -> None:
+    """mlx-lm's names, stacks and quantization as the family's published checkpoints have them."""
+    if not mlx_folder.is_mlx(form.config, form.tensors):
+        return
+    family = form.config["model_type"]
+    if family not in mlx_folder.FAMILIES:
+        form.oddities.append(oddity("mlx family", family=family, families=", ".join(mlx_folder.FAMILIES)))
+        return
+    tensors = mlx_folder.published(form.tensors, family)
+    form.as_stored = form.as_stored and tensors.keys() == form.tensors.keys()
+    form.config, form.tensors = mlx_folder.with_method(form.config), tensors
 
 
 def _settle_layers(form: NormalForm) -> None:
@@ -236,4 +252,6 @@ def _with_rows(form: NormalForm, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **changed} if changed else config
 
 
-STEPS = (_settle_layers, _settle_names, _settle_mtp, _settle_codes, _settle_tie, _settle_tokens)
+STEPS = (
+    *(_settle_mlx, _settle_layers, _settle_names, _settle_mtp, _settle_codes, _settle_tie, _settle_tokens),
+)

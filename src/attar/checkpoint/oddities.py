@@ -94,6 +94,11 @@ ODDITIES: dict[str, OddityRule] = {
     "config without codes": OddityRule(
         NOTE, "quantization_config names {method}, but no tensor holds codes: read as a dense model"
     ),
+    "mlx family": OddityRule(
+        REFUSED,
+        "is quantized by MLX, which attar does not read of {family}",
+        "attar reads MLX folders of {families}; else start from the published model",
+    ),
     # config.json
     "number": OddityRule(
         REFUSED, "{key} is {value}, but must be {allowed}", "the file is damaged, or made so", "config.json"

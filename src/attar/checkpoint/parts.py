@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.mlx_folder import mlx_name
 from attar.checkpoint.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _DERIVED = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
 
 AUXILIARY = re.compile(
     r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output|activation)_(scale|zero_point|global_scale)"
-    r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|suh?|svh?|mcg|mul1"
+    r"|[qkv]_(scale|zero_point)|qzeros|scales|biases|g_idx|suh?|svh?|mcg|mul1"
     r"|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
 )
 """Scales, zero points and the like of a quantized weight."""
@@ -133,6 +134,9 @@ def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Calla
             return math.prod(int(size) for size in checkpoint.load(f"{stem}.weight_shape").tolist())
         if last == "trellis" and len(info.shape) == 3:
             return math.prod(info.shape[:2]) * 256
+        if last == "weight" and info.dtype == "U32":
+            stated = quantization.get(mlx_name(stem, checkpoint.config["model_type"]))
+            return numbers * 32 // (code_bits(stated) if isinstance(stated, dict) else bits)
         if last in ("weight_packed", "qweight") and info.dtype == "I32":
             return numbers * 32 // bits
         if info.dtype == "U8" and (

@@ -16,7 +16,7 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import Decoded, quant_method, reader
 from attar.models.loading.single_experts import stacked_reader
-from attar.models.loading.stored import stored_precision
+from attar.models.loading.stored import decoded_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -58,9 +58,10 @@ def _dtype(source: Checkpoint, settings: ExportSettings, output: StageOutput) ->
     if settings.dtype != "auto":
         chosen: torch.dtype = getattr(torch, settings.dtype)
         return chosen
-    if not any(info.block for info in source.tensors.values()):
-        return None
-    output.details["notes"] = [
-        "quantized blocks are decoded and stored as bfloat16; --dtype float32 keeps their values exactly"
-    ]
-    return stored_precision(source)
+    dtype = decoded_precision(source)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        output.details["notes"] = [
+            f"codes are decoded and stored as {name}; --dtype float32 keeps their values exactly"
+        ]
+    return dtype

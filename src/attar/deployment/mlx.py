@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,10 +28,11 @@ from transformers.pytorch_utils import Conv1D
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.mlx_folder import FAMILIES, mlx_name
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
-from attar.checkpoint.tensors import stored_dtype
+from attar.checkpoint.tensors import TensorInfo, read_tensor, stored_dtype
+from attar.checkpoint.weight_files import read_tensors
 from attar.deployment.integers import rounds_activations, routers_of
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits, compare
@@ -45,7 +46,7 @@ from attar.models.loading.empty import empty_model
 from attar.models.loading.single_experts import single_experts
 from attar.models.loading.stored import stored_buffers, stored_names, stored_precision
 from attar.progress import Progress
-from attar.quantization.grids import IntGrid, MXFP4Grid, NVFP4Grid
+from attar.quantization.grids import IntGrid, MXFP4Grid, MXFP8Grid, NVFP4Grid
 from attar.quantization.grids.scales import choose_scales
 from attar.walks.stream import WriteStep, stream_steps
 
@@ -63,21 +64,6 @@ LOST = 0.5
 NO_WINDOW = ("gemma2", "mistral", "starcoder2", "phi3")
 """Families that mlx-lm runs without their sliding window."""
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
-
-_SWITCH = ((r"\.experts\.", ".switch_mlp."),)
-_W123 = ((r"\.w1$", ".gate_proj"), (r"\.w2$", ".down_proj"), (r"\.w3$", ".up_proj"))
-FAMILIES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(
-        ("llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "seed_oss", "granite"), ()
-    ),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "starcoder2", "stablelm"), ()),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe"), _SWITCH),
-    "mixtral": (*_SWITCH, *_W123),
-    "gpt_oss": (),
-    "gpt2": ((r"^(transformer\.)?", "model."),),
-}
-"""``model_type`` to the changes, by regular expressions, that make a stored module's name mlx-lm's; mlx-lm
-itself has them in ``tests/peers/test_mlx.py``."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +165,7 @@ class MLXPlan:
                 hint="quantize without --bits, or all experts with one scheme",
             )
         module, _, leaf = name.rpartition(".")
-        for pattern, replacement in FAMILIES[self.source.config["model_type"]]:
-            module = re.sub(pattern, replacement, module)
+        module = mlx_name(module, self.source.config["model_type"])
         shape, turned = tuple(self.view.tensors[parts[0]].shape), parts[0] in self.turned
         shape = shape[::-1] if turned else shape
         (rule,) = rules
@@ -272,8 +257,13 @@ def rounded(weight: Tensor, rule: MLXRule, dtype: torch.dtype) -> dict[str, Tens
         tiled = weight.float().unflatten(1, (-1, rule.group_size))
         codes = ((tiled - bias.float()[..., None]) / scale[..., None]).round_().clamp_(0, 2**rule.bits - 1)
         return mlx.affine(codes.flatten(1), scale.to(dtype), bias, rule.bits)
-    fp4 = NVFP4Grid(peak=NVFP4_PEAK) if rule.mode == "nvfp4" else MXFP4Grid()
-    quantized = fp4.quantize(weight, choose_scales(weight, fp4, "mse"))
+    grid_of: dict[str, Callable[[], Any]] = {
+        "nvfp4": partial(NVFP4Grid, peak=NVFP4_PEAK),
+        "mxfp4": MXFP4Grid,
+        "mxfp8": MXFP8Grid,
+    }
+    floats = grid_of[rule.mode]()
+    quantized = floats.quantize(weight, choose_scales(weight, floats, "mse"))
     return mlx.encode_float(quantized.codes, quantized.parameters.scale, rule)
 
 
@@ -289,7 +279,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     output.exit_unless_rank0()
     copy_companions(source.path, output.folder)
     output.details["notes"] = _notes(plan)
-    return _verify(plan, open_checkpoint(output.folder), progress)
+    return _verify(plan, read_tensors(output.folder)[0], progress)
 
 
 def mlx_config(config: Mapping[str, Any], plan: MLXPlan) -> dict[str, Any]:
@@ -370,7 +360,7 @@ def _notes(plan: MLXPlan) -> list[str]:
     return notes
 
 
-def _verify(plan: MLXPlan, written: Checkpoint, progress: Progress) -> list[str]:
+def _verify(plan: MLXPlan, written: Mapping[str, TensorInfo], progress: Progress) -> list[str]:
     """Read every quantized matrix back: carried codes are compared with the source's, a rounded matrix with
     the dense one.
 
@@ -382,7 +372,7 @@ def _verify(plan: MLXPlan, written: Checkpoint, progress: Progress) -> list[str]
     with progress.task("verify", total=len(matrices)) as task:
         for matrix in matrices:
             leaves = [spec.name.rpartition(".")[2] for spec in plan.specs(matrix)]
-            stored = {leaf: written.load(f"{matrix.name}.{leaf}") for leaf in leaves}
+            stored = {leaf: read_tensor(written[f"{matrix.name}.{leaf}"]) for leaf in leaves}
             for number, part in enumerate(matrix.parts):
                 tensors = (
                     {leaf: value[number] for leaf, value in stored.items()} if matrix.stacked else stored

@@ -42,7 +42,7 @@ WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic impo
 GGUF = ".gguf"
 GGUF_OPTIONS = ("type", "size", "rounding", "effort", "overrides", "pretokenizer", "max_file", "imatrix")
 """Options of format gguf alone."""
-MLX_TYPES = ("mxfp4", "nvfp4")
+MLX_TYPES = ("mxfp4", "nvfp4", "mxfp8")
 MLX_BITS, MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 EXL3_BITS = tuple(range(1, 9))
 USUAL_TYPE = "Q4_K_M"
@@ -76,7 +76,8 @@ class ExportSettings:
         default="auto",
         metadata={
             "help": "gguf: a mix or one type: Q4_K_M, Q6_K, Q8_0, F16 ...; auto: what the checkpoint "
-            "holds, its codes untouched, dense tensors as they are; mlx: mxfp4 or nvfp4 for what is dense"
+            "holds, its codes untouched, dense tensors as they are; mlx: mxfp4, nvfp4 or mxfp8 for what is "
+            "dense"
         },
     )
     bits: float = field(

@@ -14,7 +14,7 @@ from torch import Tensor
 from attar.checkpoint.normal_form import holds_codes
 from attar.checkpoint.tensors import stored_dtype, tensor_bytes
 from attar.errors import CheckpointError, ModelError
-from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, exl3, fp8, gptq, modelopt, mxfp4
+from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, exl3, fp8, gptq, mlx, modelopt, mxfp4
 from attar.formats.coded import Coded, UniformWeight, uniform_of_codes, uniform_weight
 from attar.formats.gguf import reader as gguf
 from attar.formats.packed_reader import FLOATS
@@ -83,6 +83,7 @@ READERS: dict[str, Callable[[Any], FormatReader]] = {
     exl2.METHOD: exl2.EXL2Reader,
     exl3.METHOD: exl3.EXL3Reader,
     mxfp4.METHOD: mxfp4.ExpertMXFP4Reader,
+    mlx.METHOD: mlx.MLXReader,
     gguf.METHOD: gguf.GGUFReader,
 }
 """Readers by ``quant_method``."""

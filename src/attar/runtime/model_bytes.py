@@ -29,7 +29,7 @@ from attar.runtime.loading import pool_tokens, torch_dtype
 from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, HEAD
 
-_INTEGER_GRIDS = ("compressed-tensors", "gguf", "gptq", "awq")
+_INTEGER_GRIDS = ("compressed-tensors", "gguf", "gptq", "awq", "mlx")
 _CODES = {4: 0.75, 8: 1.25}  # bytes a number, with scale and zero point of a group of 16
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -95,9 +95,10 @@ def _width(config: Mapping[str, Any]) -> int:
 def _integer_grid(checkpoint: Checkpoint) -> bool:
     """Whether the codes of a quantized checkpoint stay codes in memory."""
     method = readers.quant_method(checkpoint)
+    stated = checkpoint.config.get("quantization_config") or {}
     if method != "compressed-tensors":
-        return method in _INTEGER_GRIDS
-    groups = (checkpoint.config.get("quantization_config") or {}).get("config_groups") or {}
+        return method in _INTEGER_GRIDS and stated.get("mode") != "mxfp8"
+    groups = stated.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, dict)]
     return all(grid.get("type", "int") == "int" for grid in weights)
 

@@ -33,7 +33,7 @@ from attar.formats.rules import WeightRule
 from attar.formats.stored_part import StoredPart
 from attar.models.loading.empty import empty_model
 from attar.models.loading.experts import ExpertModule, expert_modules, gate_and_up_rows
-from attar.models.loading.stored import stored_of, stored_precision
+from attar.models.loading.stored import decoded_precision, stored_of
 
 NUMBERED = re.compile(r"\.experts\.\d+\.")
 
@@ -303,15 +303,15 @@ def stacked_state(checkpoint: Any) -> dict[str, Tensor]:
 
 def decoded_view(checkpoint: Any, *, exact: bool = False) -> Any:
     """A checkpoint as ``export --format dense`` writes it. A packed one is decoded tensor by tensor as it is
-    read: experts in the stacks of their family, blocks of GGUF as bfloat16. A dense one is itself.
+    read: experts in the stacks of their family, what decodes to float32 (blocks of GGUF, MLX) in the type of
+    :func:`decoded_precision`. A dense one is itself.
 
     Args:
-        exact: blocks of GGUF stay float32, as they decode.
+        exact: blocks of GGUF and MLX stay float32, as they decode.
     """
     if quant_method(checkpoint) is None:
         return checkpoint
-    blocks = any(info.block for info in checkpoint.tensors.values())
-    dtype = stored_precision(checkpoint) if blocks and not exact else None
+    dtype = None if exact else decoded_precision(checkpoint)
     return Decoded(checkpoint, read=stacked_reader(reader(checkpoint.with_mtp), checkpoint), dtype=dtype)
 
 

@@ -24,6 +24,7 @@ from attar.checkpoint.normal_form import stated_tie
 from attar.checkpoint.oddities import ANOTHER_MODEL, oddity
 from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, ModelError
+from attar.formats import mlx
 from attar.formats.readers import Decoded, quant_method
 
 if TYPE_CHECKING:
@@ -136,6 +137,13 @@ def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
         if info.dtype in sizes:
             sizes[info.dtype] += info.nbytes
     return KINDS[max(sizes, key=lambda name: sizes[name])]
+
+
+def decoded_precision(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The type of :func:`stored_precision` where weights decode to float32: blocks of GGUF, and MLX; None
+    elsewhere."""
+    blocks = any(info.block for info in checkpoint.tensors.values())
+    return stored_precision(checkpoint) if blocks or quant_method(checkpoint) == mlx.METHOD else None
 
 
 def precision_note(checkpoint: Checkpoint) -> str | None:
