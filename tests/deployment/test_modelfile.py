@@ -132,7 +132,7 @@ def test_parameters(tmp_path: Path) -> None:
 
 def test_an_exported_file_has_one_under_its_own_name(tmp_path: Path) -> None:
     for name, kind in (("one", "Q8_0"), ("two", "Q4_K_M")):  # the second has an importance matrix
-        settings = ExportSettings(format="gguf", type=kind, sequence_length=16)
+        settings = ExportSettings(format="gguf", type=kind, samples=4, sequence_length=16)
         export("attar:tiny", tmp_path / f"{name}.gguf", settings)
     for name in ("one", "two"):
         assert (tmp_path / f"{name}.Modelfile").read_text().startswith(f"FROM ./{name}.gguf\n")

@@ -218,7 +218,11 @@ def test_the_compiler_can_be_named(room, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_build_at_the_same_time(room):
+def test_of_processes_at_the_same_time_one_compiles(room, monkeypatch):
+    compiler = room / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {room}/log\nsleep 2\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     code = (
         "from pathlib import Path; from attar.kernels import build;"
         f"build.SOURCES = Path({str(room / 'csrc')!r}); print(build.load('small').answer())"
@@ -227,7 +231,23 @@ def test_processes_build_at_the_same_time(room):
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     assert [process.communicate()[0].strip() for process in running] == ["42"] * 4
-    assert len(files(room)) == 1
+    assert len(files(room)) == 1 and (room / "log").read_text().count("small.cpp") == 1
+
+
+@pytest.mark.slow
+def test_a_compilation_that_hangs_stops_no_other_process(room, monkeypatch):
+    code = (
+        "import sys; from pathlib import Path; from attar.kernels import build;"
+        f"build.SOURCES = Path({str(room / 'csrc')!r});"
+        "build._compile = lambda *rest: print('held', flush=True) or sys.stdin.read(); build.load('small')"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(build, "TIMEOUT", 5.0)
+        begun = time.monotonic()
+        assert build.load("small").answer() == 42 and time.monotonic() - begun > 4
+        holder.kill()
 
 
 def test_what_killed_compilations_left_goes_and_old_libraries_too(room, monkeypatch):

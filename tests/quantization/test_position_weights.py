@@ -30,7 +30,8 @@ def same(some, others):
     return all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "autoround", "iterations": 3}], ids=["gptq", "autoround"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", [{"method": "autoround", "iterations": 3}, {}], ids=["autoround", "gptq"])
 def test_positions_are_measured_unless_a_number_is_given(model, tmp_path, monkeypatch, method):
     usual = tensors(model, tmp_path / "usual", first_tokens=8.0, **method)
     assert not same(tensors(model, tmp_path / "measured", **method), usual)

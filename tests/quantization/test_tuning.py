@@ -46,7 +46,7 @@ def plain(model, tmp_path_factory):
 
 
 def test_codes_are_those_of_the_rounding_and_scales_and_norms_are_tuned(model, plain, tmp_path):
-    out = attar.quantize(model, tmp_path / "out", tune=12, **SMALL)
+    out = attar.quantize(model, tmp_path / "out", tune=5, **SMALL)
     tensors, told = load_file(tmp_path / "out/model.safetensors"), out.card.details["tuning"]
     assert told["taken"] and told["after"] < told["before"]
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, tensors[name])}
@@ -63,7 +63,7 @@ def test_codes_are_those_of_the_rounding_and_scales_and_norms_are_tuned(model, p
 
 def test_what_is_no_nearer_is_not_taken(model, plain, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "RATES", {2: 5.0})
-    out = attar.quantize(model, tmp_path / "out", tune=3, **SMALL)
+    out = attar.quantize(model, tmp_path / "out", tune=1, **SMALL)
     assert out.card.details["tuning"]["taken"] is False
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
         assert torch.equal(tensor, plain[name]), name

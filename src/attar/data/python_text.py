@@ -16,6 +16,7 @@ import ast
 import hashlib
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,8 @@ LEAST = 300  # characters of a docstring
 ANSWER = 1_500  # characters of an answer, about
 TURNS = 4  # questions of a conversation, at most
 SKIP = ("site-packages", "dist-packages", "__pycache__", "lib2to3/tests/data", "config-")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+BODIES = ("body", "handlers", "orelse", "finalbody", "cases")  # of a statement, in the order of its fields
 LARGEST = 400_000  # bytes: longer files are generated tables
 
 
@@ -155,7 +158,10 @@ def _of_source(module: str, text: str) -> Iterator[tuple[str, str]]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+    nodes: deque[ast.AST] = deque([tree])
+    while nodes:  # breadth first, as ast.walk, but for expressions: no docstring is inside of one
+        node = nodes.popleft()
+        if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
             yield module if isinstance(node, ast.Module) else f"{module}.{node.name}", docstring
+        for field in BODIES:
+            nodes.extend(getattr(node, field, ()))

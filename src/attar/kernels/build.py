@@ -4,7 +4,8 @@
 
 KEY is a hash of csrc/, the flags, the compiler's version and the processor's features, so that a changed
 source, another compiler or a home shared by different machines never loads the wrong library. The library is
-written to a temporary file and renamed: processes may build at the same time. After a build the KEPT newest
+written to a temporary file and renamed. A process that needs a library which another one compiles waits for
+it, as long as a compilation may take. After a build the KEPT newest
 libraries of a name stay; leftovers of killed compilations are removed.
 
 A library is code that this process runs: only the owner may access the folder, whatever the umask, and what
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -33,6 +35,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from attar.errors import AttarError
@@ -164,15 +167,45 @@ def _built(name: str, folder: Path, target: str = "") -> Path:
     for native in (f"-march={target}",) if target else NATIVE:
         flags = (*FLAGS, native)
         path = folder / f"{name}-{_key(compiler, flags)}.so"
-        if path.is_file() and not path.is_symlink() and _ours(path):
-            with contextlib.suppress(OSError):
-                os.utime(path)  # for `_prune`
+        if _found(path):
             return path
-        message = _compile(SOURCES / f"{name}.cpp", compiler, flags, path)
+        with _alone(path):
+            message = "" if _found(path) else _compile(SOURCES / f"{name}.cpp", compiler, flags, path)
         if not message:
             _prune(name, folder)
             return path
     raise RuntimeError(f"{compiler}: {message}")
+
+
+def _found(path: Path) -> bool:
+    """Whether the library is there; it is now among the most recently used, for :func:`_prune`."""
+    found = path.is_file() and not path.is_symlink() and _ours(path)
+    if found:
+        with contextlib.suppress(OSError):
+            os.utime(path)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process compiles the same library, or after :data:`TIMEOUT`: one that was stopped must
+    not stop others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    lock, end = path.with_name(f".{path.stem}.lock"), time.monotonic() + TIMEOUT
+    with lock.open("w") as file:
+        while time.monotonic() < end:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _compiler() -> str:
@@ -207,8 +240,6 @@ def _processor() -> str:
 
 def _compile(source: Path, compiler: str, flags: tuple[str, ...], path: Path) -> str:
     """Compile to a temporary file and rename it to ``path``; the compiler's error message, or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.parent.chmod(0o700)
     logger.info("compiling %s for this processor, once: about a minute", source.stem)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
         output = Path(folder) / path.name
