@@ -167,23 +167,23 @@ def _built(name: str, folder: Path, target: str = "") -> Path:
     for native in (f"-march={target}",) if target else NATIVE:
         flags = (*FLAGS, native)
         path = folder / f"{name}-{_key(compiler, flags)}.so"
-        if _found(path):
+        if _ready(path):
             return path
         with _alone(path):
-            message = "" if _found(path) else _compile(SOURCES / f"{name}.cpp", compiler, flags, path)
+            message = "" if _ready(path) else _compile(SOURCES / f"{name}.cpp", compiler, flags, path)
         if not message:
             _prune(name, folder)
             return path
     raise RuntimeError(f"{compiler}: {message}")
 
 
-def _found(path: Path) -> bool:
+def _ready(path: Path) -> bool:
     """Whether the library is there; it is now among the most recently used, for :func:`_prune`."""
-    found = path.is_file() and not path.is_symlink() and _ours(path)
-    if found:
+    ready = path.is_file() and not path.is_symlink() and _ours(path)
+    if ready:
         with contextlib.suppress(OSError):
             os.utime(path)
-    return found
+    return ready
 
 
 @contextlib.contextmanager
