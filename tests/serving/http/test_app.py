@@ -393,7 +393,7 @@ def test_tokenize_and_back():
     body = client.post("/tokenize", json={"prompt": "hi"}).json()
     assert body == {"count": 3, "max_model_len": 100, "tokens": [256, 104, 105]}
     plain = client.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False}).json()
-    assert client.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": "hi"}
+    assert client.post("/detokenize", json={"tokens": plain["tokens"]}).json()["prompt"] == "hi"
     message = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(message["tokens"][1:]) == b"user: x\n"
     error(client.post("/tokenize", json={}), 400)

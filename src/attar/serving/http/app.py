@@ -38,6 +38,7 @@ from attar.serving.http.endpoints import complete
 from attar.serving.http.engine_state import add_state
 from attar.serving.http.error_forms import error_response
 from attar.serving.http.errors import ApiError, ErrorBody
+from attar.serving.http.llama_cpp.endpoint import make_llama_cpp_routes
 from attar.serving.http.lora_adapters import LoadedAdapter, LoraTable, add_lora
 from attar.serving.http.metrics import CONTENT_TYPE, Metrics, metrics_text
 from attar.serving.http.middleware import (
@@ -211,6 +212,7 @@ def make_routes(models: ModelTable, second: Service | None = None) -> APIRouter:
     _add_tokenizer(router, models)
     _add_state(router, models)
     router.include_router(make_ollama_routes(models))
+    router.include_router(make_llama_cpp_routes(models))
     add_state(router, models.first, second.model if second is not None else None)
     if second is not None:
         add_compare(router, models.first, second)
@@ -316,10 +318,15 @@ def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:
                 tools = tool_use(body.tools, None, None)
                 options = chat_options(body, tools, service.answers)
                 tokens = await service.encode_chat(body.messages, options)
+            elif body.content is not None:
+                tokens = await service.encode_text(body.content, None, body.add_special)
             else:
                 tokens = await service.encode(body.prompt or "", body.add_special_tokens)
+        listed: Any = tokens
+        if body.with_pieces:
+            listed = await service.threads.run_sized(len(tokens), _pieces, service.tokenizer, tokens)
         context = service.backend.context
-        response = bodies.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
+        response = bodies.TokenizeBody(count=len(tokens), max_model_len=context, tokens=listed)
         return JSONResponse(response.model_dump())
 
     @router.post("/detokenize", response_model=bodies.DetokenizeBody)
@@ -331,10 +338,15 @@ def _add_tokenizer(router: APIRouter, models: ModelTable) -> None:
         with service.admission.preparing(1, service.caller(request)):
             decode = service.tokenizer.decode
             text = await service.threads.run_sized(len(body.tokens), decode, body.tokens)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text, "content": text})
+
+
+def _pieces(tokenizer: ServerTokenizer, tokens: Sequence[int]) -> list[bodies.TokenPiece]:
+    return [bodies.TokenPiece.of(token, *tokenizer.piece(token)) for token in tokens]
 
 
 def _add_state(router: APIRouter, models: ModelTable) -> None:
+    @router.get("/v1/health", include_in_schema=False)
     @router.get("/health", response_model=bodies.StateBody, responses=_UNAVAILABLE)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once an engine has stopped."""

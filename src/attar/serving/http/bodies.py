@@ -109,18 +109,31 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class TokenPiece(BaseModel):
+    """A token and its text, or its bytes where they are no text."""
+
+    id: int
+    piece: str | list[int]
+
+    @classmethod
+    def of(cls, id: int, text: str, raw: bytes) -> TokenPiece:
+        """Of a token's text and bytes."""
+        return cls(id=id, piece=list(raw) if "\ufffd" in text else text)
+
+
 class TokenizeBody(BaseModel):
     """The response of /tokenize."""
 
     count: int
     max_model_len: int | None
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
 
 
 class DetokenizeBody(BaseModel):
-    """The response of /detokenize."""
+    """The response of /detokenize; ``content`` is llama.cpp's name of the same text."""
 
     prompt: str
+    content: str
 
 
 class StateBody(BaseModel):

@@ -224,10 +224,14 @@ class ChatRequest(SamplingRequest):
 
 
 class TokenizeRequest(StrictModel):
-    """The body of POST /tokenize: a prompt or messages."""
+    """The body of POST /tokenize: a prompt, messages, or llama.cpp's ``content``."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None  # llama.cpp's, as are the next three
+    add_special: bool = False
+    parse_special: Literal[True] = True
+    with_pieces: bool = False
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -237,8 +241,8 @@ class TokenizeRequest(StrictModel):
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise field_error("prompt", "give prompt or messages")
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise field_error("prompt", "give prompt, messages or content")
         check_chat_options(self)
         return self
 

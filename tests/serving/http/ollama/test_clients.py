@@ -20,7 +20,7 @@ from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.ollama.models import API_VERSION
 from attar.serving.http.settings import ServerSettings
 from tests.serving.http.fake import ANSWER, SLOW, FakeBackend, FakeTokenizer
-from tests.serving.http.real import leaving
+from tests.serving.http.real import leaving, serving
 from tests.serving.http.test_live import running_app, until
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -298,7 +298,7 @@ REFUSED = [
     ("/api/chat", {"messages": [{"role": "judge", "content": "hi"}]}, 400, "messages.0.role"),
     ("/api/chat", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     ("/api/chat", {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, 400, "text alone"),
-    ("/api/chat", {"messages": HI, "options": {"temperature": -1}}, 400, "options.temperature"),
+    ("/api/chat", {"messages": HI, "options": {"temperature": "hot"}}, 400, "options.temperature"),
     ("/api/chat", {"messages": HI, "options": {"num_predict": "many"}}, 400, "options.num_predict"),
     ("/api/chat", {"messages": HI, "options": []}, 400, "options"),
     ("/api/chat", {"messages": HI, "think": "hard"}, 400, "low, medium, high"),
@@ -383,3 +383,23 @@ def test_the_client_of_asyncio(served):
         return answer.message.content, "".join([part.response async for part in stream])
 
     assert asyncio.run(ask()) == (ANSWER, ANSWER)
+
+
+@pytest.mark.slow
+def test_a_real_model_follows_schema_seed_and_context():
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    with serving() as (url, _, _):
+        client, options = ollama.Client(host=url), {"num_predict": 8, "seed": 3}
+        assert set(json.loads(client.chat("tiny", messages=HI, format=schema).message.content)) == {"n"}
+        first, second = (client.generate("tiny", "def f(", raw=True, options=options) for _ in range(2))
+        assert first.response == second.response and first.eval_count == 8 and first.done_reason == "length"
+        turn = client.generate("tiny", "x = 1", options=options)
+        again = client.generate("tiny", "y = 2", context=turn.context, options=options)
+        assert again.prompt_eval_count > turn.prompt_eval_count + turn.eval_count
+        ended = client.generate(
+            "tiny", "import os\nimport ", raw=True, options={"stop": "\n", "temperature": 0}
+        )
+        assert "\n" not in ended.response and ended.done_reason == "stop"
+        left = httpx.post(f"{url}/completion", json={"prompt": "import os\nimport ", "stop": ["\n"]}).json()
+        assert left["stop_type"] == "word" and left["stopping_word"] == "\n"

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from attar.serving.http.answer import AnswerForm
 from attar.serving.http.errors import ApiError
 from attar.serving.http.infill import infill_tokens
+from attar.serving.http.llama_options import llama_names
 from attar.serving.http.model_table import ModelTable
 from attar.serving.http.ollama.endpoint import model_named
 from attar.serving.http.ollama.model_facts import ModelFacts, model_facts, tokenizer_for
@@ -125,9 +126,7 @@ def _parent(models: ModelTable, name: str) -> str:
 
 def _parameters(service: Service | None, context: int | None) -> list[str]:
     values: dict[str, Any] = {} if context is None else {"num_ctx": context}
-    defaults = {} if service is None else dict(service.defaults)
-    if "repetition_penalty" in defaults:
-        defaults["repeat_penalty"] = defaults.pop("repetition_penalty")
+    defaults = {} if service is None else llama_names(service.defaults)
     return [f"{name:<30} {value}" for name, value in (values | defaults).items()]
 
 

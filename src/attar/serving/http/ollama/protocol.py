@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attar.serving.http.body_model import StrictModel, field_error
 from attar.serving.http.embeddings.protocol import MAX_TEXTS
+from attar.serving.http.llama_options import noted_fields
 from attar.serving.http.ollama.keep_alive import keep_seconds
 from attar.serving.http.ollama.options import OllamaOptions
 from attar.serving.http.protocol import TokenId
 from attar.serving.http.tool_calls.protocol import MAX_TOOLS, ToolFunction
 
-_HEADER_NAME = re.compile(r"[\w.-]{1,40}", re.ASCII)
-_MOST_NOTED = 20
 Think = Literal["low", "medium", "high", "max"]
 NO_IMAGES = "images cannot be read: this model takes text alone"
 
@@ -44,7 +42,7 @@ class OllamaBody(StrictModel):
     @property
     def ignored_fields(self) -> list[str]:
         """Names of the fields without an effect, for a header."""
-        return _noted(self.model_extra)
+        return noted_fields(self.model_extra)
 
 
 class KeptBody(OllamaBody):
@@ -70,7 +68,7 @@ class KeptBody(OllamaBody):
     def ignored_fields(self) -> list[str]:
         """With those of ``options``."""
         options = {} if self.options is None else self.options.model_extra or {}
-        return _noted(self.model_extra) + [f"options.{name}" for name in _noted(options)]
+        return noted_fields(self.model_extra) + [f"options.{name}" for name in noted_fields(options)]
 
 
 class AnsweredBody(KeptBody):
@@ -213,8 +211,3 @@ class PullRequest(OllamaBody):
     """The body of POST /api/pull."""
 
     stream: bool | None = None
-
-
-def _noted(fields: dict[str, Any] | None) -> list[str]:
-    names = [name for name, value in (fields or {}).items() if value is not None]
-    return [name for name in names if _HEADER_NAME.fullmatch(name)][:_MOST_NOTED]
