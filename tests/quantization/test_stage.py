@@ -137,7 +137,11 @@ def test_v_may_have_more_bits_than_q_and_k_where_no_engine_joins_them(saved, tmp
     theirs = AutoModelForCausalLM.from_pretrained(written.path, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(written)))
     prompt = torch.arange(5, 25)[None]
-    wanted = load_model(written, dtype=torch.float32).generate(prompt, max_new_tokens=12, do_sample=False)[0, 20:].tolist()
+    wanted = (
+        load_model(written, dtype=torch.float32)
+        .generate(prompt, max_new_tokens=12, do_sample=False)[0, 20:]
+        .tolist()
+    )
     greedy = attar.SamplingParams(temperature=0, max_tokens=12)
     for options in ({"runner": "modules"}, {"activations": 16}):
         served = attar.LLM(written.path, dtype="float32", **options).generate(prompt.tolist(), greedy)

@@ -171,6 +171,13 @@ def test_thinking_is_turned_on_and_off(served):
         served.client.chat("coder", messages=HI, think=True)
 
 
+def test_a_last_message_of_the_assistant_goes_on(served):
+    served.client.chat("first", messages=[*HI, {"role": "assistant", "content": "Well"}])
+    assert served.words["first"].options.continued
+    served.client.chat("first", messages=HI)
+    assert not served.words["first"].options.continued
+
+
 def test_generate(served):
     answer = served.client.generate("first", "hi", system="Be brief.")
     assert answer.response == ANSWER and answer.done_reason == "stop"

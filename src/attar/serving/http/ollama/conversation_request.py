@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from attar.serving.http.chat_endpoint import NO_REASONING, THINKING_VARIABLES
 from attar.serving.http.conversation import ChatMessage
 from attar.serving.http.ollama.options import OllamaOptions
 from attar.serving.http.ollama.protocol import (
@@ -20,12 +21,8 @@ from attar.serving.http.service import Service
 from attar.serving.http.structured_outputs import JsonSchema, ResponseFormat
 from attar.serving.http.tool_calls.protocol import CallBody, CallFunction, FunctionTool
 
-_SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates turn reasoning on and off
 
-
-def chat_request(
-    body: AnsweredBody, messages: Sequence[ChatMessage], service: Service, priority: int | None = None
-) -> ChatRequest:
+def chat_request(body: AnsweredBody, messages: Sequence[ChatMessage], service: Service) -> ChatRequest:
     """The request to answer a conversation."""
     tools = body.tools if isinstance(body, OllamaChatRequest) else None
     fields: dict[str, Any] = {
@@ -36,7 +33,8 @@ def chat_request(
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs,
         "reasoning_effort": _effort(body.think),
-        "chat_template_kwargs": _template_variables(body.think, service.tokenizer.template),
+        "chat_template_kwargs": dict.fromkeys(THINKING_VARIABLES, True) if body.think else None,
+        "continue_final_message": _goes_on(messages) or None,
         **(body.options or OllamaOptions.model_validate({})).chat_fields(service.defaults),
     }
     defaults = {name: field.get_default() for name, field in ChatRequest.model_fields.items()}
@@ -88,9 +86,12 @@ def _tools(tools: Sequence[OllamaTool]) -> list[FunctionTool]:
 
 def _effort(think: bool | str | None) -> str | None:
     """Templates that read an effort know three."""
-    return None if think is None or isinstance(think, bool) else "high" if think == "max" else think
+    if isinstance(think, str):
+        return "high" if think == "max" else think
+    return NO_REASONING if think is False else None
 
 
-def _template_variables(think: bool | str | None, template: str) -> dict[str, Any]:
-    switches = () if think is None else _SWITCHES
-    return {name: bool(think) for name in switches if name in template}
+def _goes_on(messages: Sequence[ChatMessage]) -> bool:
+    """Whether the answer continues a last message of the assistant."""
+    last = messages[-1] if messages else None
+    return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
