@@ -124,12 +124,15 @@ def build_command(
     act: Act,
     *,
     resumes: bool = False,
+    cls: type[GroupedCommand] = GroupedCommand,
+    variables: str | None = None,
 ) -> Any:
     """A command for the group.
 
     Args:
         example: a command line, shown at the end of the help with those of ``help_text.EXAMPLES``.
         resumes: whether the same command continues after an interruption.
+        variables: start of the names of variables that have its options, ``ATTAR_SERVE``; None: there are none.
     """
 
     def callback(**values: Any) -> None:
@@ -150,11 +153,12 @@ def build_command(
     callback.__signature__ = inspect.Signature([*parameters, *_common_options()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    context |= {"auto_envvar_prefix": variables}
     examples = (example, *EXAMPLES.get(name, ()))
     epilog = "\n".join(
         ["\b", "Examples:" if examples[1:] else "Example:", *(f"  {example}" for example in examples)]
     )
-    app.command(name, cls=GroupedCommand, help=help, epilog=epilog, context_settings=context)(callback)
+    app.command(name, cls=cls, help=help, epilog=epilog, context_settings=context)(callback)
     return typer.main.get_command(app)
 
 

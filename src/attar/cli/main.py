@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from attar.cli.guard import error_lines, print_lines
 from attar.cli.launch import end_with_launcher, launched
+from attar.cli.vllm_names import ELSEWHERE
 from attar.errors import AttarError, UsageError, did_you_mean, nearest
 from attar.old_names import old_name
 from attar.recipe.stages import STAGES, load
@@ -129,6 +130,11 @@ def _usage_error_lines(error: Any) -> list[str]:
         verb, given = context.info_name or "", name.lstrip("-").removeprefix("no-").replace("-", "_")
         if old := old_name(verb, given, option):
             return [f"error: {old}", f"hint: {hint}"]
+        if verb == "serve" and given in ELSEWHERE:
+            return [
+                f"error: no option {name!r} in {context.command_path}: {ELSEWHERE[given]}",
+                f"hint: {hint}",
+            ]
         known = [spelling for parameter in context.command.get_params(context) for spelling in parameter.opts]
         close = nearest(name, [spelling for spelling in known if spelling.startswith("--")])
         suggestion = f"; did you mean {close!r}?" if close else ""

@@ -8,12 +8,15 @@ from typing import Any
 from attar.cli.command import (
     MODEL_HELP,
     Answer,
+    GroupedCommand,
     argument,
     build_command,
     read_settings,
     settings_options,
     text_option,
 )
+from attar.cli.config_file import config_option
+from attar.cli.vllm_names import with_our_names
 from attar.options import option_fields
 from attar.progress import Progress
 from attar.runtime.settings import EngineSettings, SchedulingSettings
@@ -37,6 +40,7 @@ def build_serve(verb: str) -> Any:
     """The command."""
     parameters = [
         argument("model", MODEL_HELP),
+        config_option(),
         *settings_options(ServerSettings, without=_names(LimitSettings)),
         *settings_options(ModelsSettings),
         *settings_options(LoraSettings, without=_names(LoraLimitSettings)),
@@ -64,8 +68,20 @@ def build_serve(verb: str) -> Any:
         serve(values["model"], *parts, limits_file=values["limits"], show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
-    help = "Serve a model over HTTP, as OpenAI's API does."
-    return build_command(verb, help, "attar serve attar:tiny --port 8000", parameters, act)
+    help = (
+        "Serve a model over HTTP, as OpenAI's API does.\n\nEvery option is a variable too: --kv-dtype is "
+        "ATTAR_SERVE_KV_DTYPE. Options of vllm serve that mean the same are read."
+    )
+    example = "attar serve attar:tiny --port 8000"
+    return build_command(verb, help, example, parameters, act, cls=ServeCommand, variables="ATTAR_SERVE")
+
+
+class ServeCommand(GroupedCommand):
+    """The command that reads vLLM's options too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As attar's options."""
+        return super().parse_args(ctx, with_our_names(args))
 
 
 def _names(cls: type) -> tuple[str, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from attar.runtime.speculate.draft import Draft
 from tests.runtime.speculate.proposing import speculator
 from tests.serving.http.real import COMPLETIONS, body, lent, load_tiny, serving, settled
 
+ROOT = Path(__file__).parents[3]
 NAMES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time")
 
 
@@ -101,3 +105,14 @@ def test_drafts_are_counted_under_the_names_that_are_scraped():
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
         assert f"# TYPE attar:spec_decode_num_{name}_total counter" in page
     assert seen["generation_tokens_total"] == 20 and seen["inter_token_latency_seconds_count"] == 19
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
+    asked = {name for panel in dashboard["panels"] for target in panel["targets"]
+             for name in re.findall(r"attar:(\w+)", target["expr"])}  # fmt: skip
+    named = re.findall(r"`(\w+)(?:\{[^`]*\})?`", (ROOT / "docs/serve.md").read_text())
+    bare = {name.removesuffix("_bucket") for name in asked}
+    assert len(bare) > 12 and bare <= set(named), bare - set(named)
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})

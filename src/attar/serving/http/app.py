@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -65,6 +66,7 @@ from attar.serving.http.service import Service
 from attar.serving.http.settings import LoraSettings, ServerSettings, TemplateSettings
 from attar.serving.http.tokenizer import ServerTokenizer
 from attar.serving.http.tool_calls.tool_use import tool_use
+from attar.serving.http.throughput_log import log_throughput
 from attar.serving.http.transport import ConnectionSettings, add_cors
 from attar.version import __version__
 
@@ -151,7 +153,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.openapi()  # built now, not while streams wait
+        throughput = asyncio.create_task(
+            log_throughput(lambda: [service.metrics for service in models.loaded])
+        )
         yield
+        throughput.cancel()
         admission.draining = True
         await models.close()
         service.threads.close()

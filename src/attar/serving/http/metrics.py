@@ -33,6 +33,7 @@ class Metrics:
     """
 
     def __init__(self, backend: Backend, model: str, facts: Mapping[str, Any]) -> None:
+        self.backend, self.model = backend, model
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(backend, model))
         labels = {name: str(value) for name, value in facts.items() if name != "model"}
@@ -73,6 +74,14 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The families of a scrape."""
         yield from self._registry.collect()
+
+    def tokens(self) -> tuple[float, float]:
+        """Tokens of finished requests' prompts and generated tokens, since the start."""
+        prompt, generated = (
+            self._registry.get_sample_value(f"attar:{name}_tokens_total", self._labels)
+            for name in ("prompt", "generation")
+        )
+        return prompt or 0.0, generated or 0.0
 
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(f"attar:{name}", help, ["model_name"], registry=self._registry)
