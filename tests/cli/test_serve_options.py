@@ -67,8 +67,9 @@ def test_a_wrong_file_is_refused_in_a_line(served, file, capsys, text, told):
 
 
 def test_options_of_vllm_that_mean_the_same(served):
-    line = "--served-model-name gpt --kv-cache-dtype=fp8_e4m3 --enable-prefix-caching --tool-call-parser qwen3_xml"
-    assert call(["serve", "attar:tiny", *line.split(), "--enable-auto-tool-choice", "--dtype", "half"]) == 0
+    line = "--served-model-name gpt --kv-cache-dtype=fp8_e4m3 --enable-prefix-caching --dtype half"
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_xml"]
+    assert call(["serve", "attar:tiny", *line.split(), *tools]) == 0
     ((_, parts, options),) = served
     assert parts[0].name == "gpt" and options["kv_dtype"] == "fp8" and options["dtype"] == "float16"
     assert options["prefix_cache"] is True and parts[1].tool_parser == "qwen_xml"

@@ -3,9 +3,9 @@
     python load_mlx.py JOB.json
 
 ``mlx_lm.convert`` makes a folder of each of ``convert`` first. For each folder of the job:
-``FOLDER/logits.npy`` for the job's tokens, ``FOLDER/generated.json`` the greedy tokens that follow them; a list
-of errors (null where there was none) on the output. ``weight`` is a matrix that ``mx.quantize`` rounds as each
-of ``rules`` says; what it loses follows the errors.
+``FOLDER/logits.npy`` for the job's tokens, ``FOLDER/generated.json`` the greedy tokens that follow them; a
+list of errors (null where there was none) on the output. ``weight`` is a matrix that ``mx.quantize`` rounds
+as each of ``rules`` says; what it loses follows the errors.
 """
 
 import contextlib

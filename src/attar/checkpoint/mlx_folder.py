@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, tuple[ModuleRename, ...]] = {
     "gpt_oss": (),
     "gpt2": (ModuleRename(r"^(transformer\.)?", "model.", r"^model\.", "transformer."),),
 }
-"""Families that attar reads and writes, by ``model_type``; tests/peers/test_mlx.py has mlx-lm compute each."""
+"""Families that attar reads and writes, by ``model_type``; in tests/peers/test_mlx.py mlx-lm runs each."""
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 _STACK = re.compile(r"(.*\.experts)\.((?:gate|up|down)_proj|w[123])\.(\w+)")

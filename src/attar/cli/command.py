@@ -132,7 +132,7 @@ def build_command(
     Args:
         example: a command line, shown at the end of the help with those of ``help_text.EXAMPLES``.
         resumes: whether the same command continues after an interruption.
-        variables: start of the names of variables that have its options, ``ATTAR_SERVE``; None: there are none.
+        variables: how variables with its options begin, ``ATTAR_SERVE``; None: there are none.
     """
 
     def callback(**values: Any) -> None:

@@ -73,10 +73,10 @@ def build_serve(verb: str) -> Any:
         "ATTAR_SERVE_KV_DTYPE. Options of vllm serve that mean the same are read."
     )
     example = "attar serve attar:tiny --port 8000"
-    return build_command(verb, help, example, parameters, act, cls=ServeCommand, variables="ATTAR_SERVE")
+    return build_command(verb, help, example, parameters, act, cls=ServerCommand, variables="ATTAR_SERVE")
 
 
-class ServeCommand(GroupedCommand):
+class ServerCommand(GroupedCommand):
     """The command that reads vLLM's options too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

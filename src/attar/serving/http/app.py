@@ -64,9 +64,9 @@ from attar.serving.http.responses_api.protocol import DeletedBody, ResponseBody,
 from attar.serving.http.responses_api.store import ResponseStore
 from attar.serving.http.service import Service
 from attar.serving.http.settings import LoraSettings, ServerSettings, TemplateSettings
+from attar.serving.http.throughput_log import log_throughput
 from attar.serving.http.tokenizer import ServerTokenizer
 from attar.serving.http.tool_calls.tool_use import tool_use
-from attar.serving.http.throughput_log import log_throughput
 from attar.serving.http.transport import ConnectionSettings, add_cors
 from attar.version import __version__
 

@@ -22,7 +22,7 @@ PERIOD_S = 10.0
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _ModelCounts:
     """Tokens of a model since its start: of finished prompts, generated, looked up and found in the cache."""
 
     prompt: float
@@ -35,7 +35,7 @@ class ThroughputLog:
     """What models did since the last call."""
 
     def __init__(self) -> None:
-        self._before: dict[Metrics, tuple[float, _Counts]] = {}
+        self._before: dict[Metrics, tuple[float, _ModelCounts]] = {}
 
     def lines(self, models: Iterable[Metrics], now: float) -> list[dict[str, Any]]:
         """A line for each model that did something since the last call, or has requests; none in the first.
@@ -46,7 +46,7 @@ class ThroughputLog:
         lines, seen = [], {}
         for model in models:
             stats = model.backend.stats()
-            counts = _Counts(*model.tokens(), stats.prefix_queries, stats.prefix_hits)
+            counts = _ModelCounts(*model.tokens(), stats.prefix_queries, stats.prefix_hits)
             seen[model] = (now, counts)
             since, before = self._before.get(model, (now, counts))
             busy = stats.running or stats.waiting or counts != before
@@ -58,15 +58,15 @@ class ThroughputLog:
         return lines
 
 
-def rates(before: _Counts, after: _Counts, seconds: float) -> dict[str, float]:
+def rates(before: _ModelCounts, after: _ModelCounts, seconds: float) -> dict[str, float]:
     """Tokens a second, and the share of the prompts' tokens that the cache had, where any were looked up."""
-    found = {
+    measured = {
         "prompt_tokens_per_s": round((after.prompt - before.prompt) / seconds, 1),
         "tokens_per_s": round((after.generated - before.generated) / seconds, 1),
     }
     if queries := after.queries - before.queries:
-        found["prefix_hits"] = round((after.hits - before.hits) / queries, 3)
-    return found
+        measured["prefix_hits"] = round((after.hits - before.hits) / queries, 3)
+    return measured
 
 
 async def log_throughput(models: Callable[[], Iterable[Metrics]]) -> None:
