@@ -55,6 +55,7 @@ WITHOUT_SETTINGS = {
     "status": "status",
     "upload": "upload",
     "inspect": "inspect",
+    "mcp": "mcp",
     "list": "list",
     "plan-kv": "plan-kv",
     "report": "report",

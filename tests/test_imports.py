@@ -186,6 +186,7 @@ FLOORS: tuple[set[str], ...] = (
     {"collection", "distillation", "measure", "merging", "quantization"},
     {"deployment", "pruning"},
     {"recipe", "serving"},
+    {"mcp"},
     {"cli"},
 )
 """Packages of one floor do not know each other, and import from the floors below alone."""

@@ -45,6 +45,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),
     "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build_serve"),
+    "mcp": ("Offer attar to an agent as tools.", "attar.cli.mcp:build_mcp"),
     "inspect": ("Show what a checkpoint is and where it comes from.", "attar.cli.inspect:build_inspect"),
     "list": ("List the results below a folder.", "attar.cli.list_results:build_list"),
     "plan-kv": ("Show what a KV cache takes, and what fits a budget.", "attar.cli.plan_kv:build_plan_kv"),
