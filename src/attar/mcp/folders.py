@@ -68,8 +68,8 @@ class Folders:
     def tree(self, text: str, base: Path | None = None) -> Path:
         """The same; no link below it, or beside a single file, leads outside either. Raises UsageError."""
         path = self.inside(text, base)
-        beside = path.parent.glob(f"*{path.suffix}") if path.suffix.lower() in FILES else ()
-        for entry in [*_entries(path), *beside]:
+        parts = path.parent.glob(f"*{path.suffix}") if path.suffix.lower() in FILES else ()
+        for entry in [*_entries(path), *parts]:
             if entry.is_symlink() and not self._holds(entry):
                 raise UsageError(
                     f"{entry}: links out of the folders of this server", hint="copy the file there"

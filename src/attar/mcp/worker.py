@@ -42,7 +42,7 @@ class LineProgress:
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task, and say how far it is."""
-        task = _LineTask(self, what, total, done)
+        task = _JsonTask(self, what, total, done)
         task.say()
         yield task
         task.say()
@@ -52,7 +52,7 @@ class LineProgress:
         self.write({"log": line})
 
 
-class _LineTask:
+class _JsonTask:
     def __init__(self, lines: LineProgress, what: str, total: int, done: int) -> None:
         self._lines, self._what, self._total, self._done = lines, what, total, done
         self._numbers: dict[str, float] = {}
