@@ -5,7 +5,7 @@ from __future__ import annotations
 _HEADINGS = {
     "Address": "host port tls_cert tls_key cors_origin allowed_host page",
     "Callers": "api_key keys limits log_prompts",
-    "Models and adapters": "name named_model model_memory compare lora lora_folder",
+    "Models and adapters": "name named_model model_folder model_memory compare lora lora_folder",
     "Conversations and answers": "chat_template generation_config tool_parser reasoning_parser volatile_line "
     "pooling system chat",
     "Limits of requests": "waiting waiting_tokens",

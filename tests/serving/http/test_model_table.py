@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.app import create_app
 from attar.serving.http.backend import EngineBackend
 from attar.serving.http.load_models import named_models
+from attar.serving.http.model_folder import models_in
 from attar.serving.http.model_table import RETRY_S, MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.settings import (
     EmbeddingSettings,
@@ -482,6 +485,43 @@ def test_wrong_command_lines_are_refused_at_start(folders, named, memory, settin
         settings = {"settings": settings}
         models = ModelsSettings(named_model=named, model_memory=memory.format(one=plain[0].bytes))
         named_models(command(folders["first"], models, **settings))
+
+
+def test_a_folder_of_models(folders, tmp_path):
+    for name, target in (("b", "b"), ("First", "first"), ("given", "c")):
+        (tmp_path / name).symlink_to(folders[target])
+    for name in ("broken", ".hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{")
+    (tmp_path / "no model").mkdir()
+    for name in (
+        "x-00001-of-00002.gguf",
+        "x-00002-of-00002.gguf",
+        "y.GGUF",
+        "b.gguf",
+        ".z.gguf",
+        "notes.txt",
+    ):
+        (tmp_path / name).write_bytes(b"")
+    actual = {name: Path(path).name for name, path in models_in(str(tmp_path)).items()}
+    assert actual == {
+        **{name: name for name in ("First", "b", "broken", "given")},
+        "x": "x-00001-of-00002.gguf",
+        "y": "y.GGUF",
+    }
+    lines = []
+    settings = ModelsSettings(model_folder=str(tmp_path), named_model=(f"given={folders['b']}",))
+    models, _ = named_models(replace(command(folders["first"], settings), show=lines.append))
+    assert [model.name for model in models] == ["given", "b"], "the first model is not loaded twice"
+    assert models[0].source == str(folders["b"]) and models[1].source == str(tmp_path / "b")
+    assert [line.split(":")[0].split()[-1] for line in lines if line.startswith("left out")] == [
+        "broken",
+        "x",
+        "y",
+    ]
+    for folder in (tmp_path / "no model", tmp_path / "missing", tmp_path / "notes.txt"):
+        with pytest.raises(SettingsError, match="model_folder"):
+            models_in(str(folder))
 
 
 def test_roles_have_no_models_of_their_own(folders):

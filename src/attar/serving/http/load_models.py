@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.paths import resolve
 from attar.checkpoint.units import byte_count, bytes_text
-from attar.errors import ModelError, SettingsError
+from attar.errors import AttarError, ModelError, SettingsError
 from attar.runtime.encoder import Encoder, is_encoder
 from attar.runtime.llm import LLM
 from attar.runtime.model_bytes import model_bytes
@@ -16,6 +17,7 @@ from attar.runtime.speculate.settings import SpeculationSettings
 from attar.serving.http.backend import Backend, EngineBackend
 from attar.serving.http.embeddings.embedders import Embedder, EncoderThread, EngineEmbedder
 from attar.serving.http.model_defaults import sampling_defaults
+from attar.serving.http.model_folder import models_in
 from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.settings import EmbeddingSettings, ServeCommand
 from attar.serving.http.tokenizer import ServerTokenizer
@@ -39,19 +41,21 @@ def compared_model(command: ServeCommand) -> ServedModel:
 
 
 def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]:
-    """The models that are loaded on request, and what they must share. Reads headers, no weights.
+    """The models that are loaded on request, and what they must share. Reads headers, no weights. Models of
+    ``--model-folder`` that cannot be served are left out, with a line.
 
     Raises:
         SettingsError: a name twice, a role that has no models of its own, or a model beyond the budget; names
             it.
         CheckpointError: a folder is missing or damaged.
     """
-    paths, kept_names = command.models.paths, [command.model]
+    paths, folder, kept_names = command.models.paths, command.models.model_folder, [command.model]
     total = byte_count("model_memory", command.models.model_memory) or None
-    if not paths and total is None:
+    if not paths and not folder and total is None:
         return [], MemoryBudget()
     if command.services.role is not None:
-        raise SettingsError("named_model", command.services.role, "a server without --role")
+        option = "model_folder" if folder else "named_model"
+        raise SettingsError(option, command.services.role, "a server without --role")
     if command.settings.compare:
         kept_names.append(command.settings.compare)
     first = replace(command, options=first_options(command))
@@ -64,18 +68,28 @@ def named_models(command: ServeCommand) -> tuple[list[NamedModel], MemoryBudget]
         raise SettingsError(
             "model_memory", command.models.model_memory, f"at least {bytes_text(budget.kept)}"
         )
-    models = []
-    for name, path in paths.items():
-        if name in (command.settings.name or command.model, command.settings.compare):
-            raise SettingsError("named_model", f"{name}={path}", "a name that no other model has")
-        size = estimated_bytes(command, path)
-        if budget.excess(size):
-            kept = f" beside the {bytes_text(budget.kept)} of what is always loaded"
-            message = f"{name} takes {bytes_text(size)}{kept}, which never fits within {budget}"
-            raise ModelError(message, hint="a larger --model-memory, or fewer --kv-tokens")
-        models.append(NamedModel(name, size, partial(load_model_of, command, name, path), path))
-        command.show(f"{'on request':<12}{name}: {path}, {bytes_text(size)}")
+    models = [_named_model(command, name, path, budget) for name, path in paths.items()]
+    for name, path in models_in(folder).items() if folder else ():
+        if name in paths or resolve(path) == resolve(command.model):
+            continue
+        try:
+            models.append(_named_model(command, name, path, budget))
+        except AttarError as error:
+            command.show(f"{'left out':<12}{name}: {error.message}")
     return models, budget
+
+
+def _named_model(command: ServeCommand, name: str, path: str, budget: MemoryBudget) -> NamedModel:
+    """A model that is loaded on request, with a line."""
+    if name in (command.settings.name or command.model, command.settings.compare):
+        raise SettingsError("named_model", f"{name}={path}", "a name that no other model has")
+    size = estimated_bytes(command, path)
+    if budget.excess(size):
+        kept = f" beside the {bytes_text(budget.kept)} of what is always loaded"
+        message = f"{name} takes {bytes_text(size)}{kept}, which never fits within {budget}"
+        raise ModelError(message, hint="a larger --model-memory, or fewer --kv-tokens")
+    command.show(f"{'on request':<12}{name}: {path}, {bytes_text(size)}")
+    return NamedModel(name, size, partial(load_model_of, command, name, path), path)
 
 
 def estimated_bytes(command: ServeCommand, path: str) -> int:

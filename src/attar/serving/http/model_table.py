@@ -297,7 +297,7 @@ class ModelTable:
         """
         self.check_name(name)
         if name not in self._slots:
-            message = f"the model {name!r} is always loaded; those of --named-model can be unloaded"
+            message = f"the model {name!r} is always loaded; those that are loaded on request can be unloaded"
             raise ApiError(400, message, param="keep_alive", code="invalid_value")
         slot = self._slots[name]
         slot.keep(self.first.caller(request).name, self._clock())

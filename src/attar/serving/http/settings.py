@@ -145,6 +145,9 @@ class ModelsSettings:
         default=(),
         metadata={"help": "NAME=PATH: a further model, loaded when a request names it"},
     )
+    model_folder: str = field(
+        default="", metadata={"help": "folder whose models are further ones, by the names they have there"}
+    )
     model_memory: str = field(
         default="",
         metadata={

@@ -103,9 +103,7 @@ def pull(models: ModelTable, body: PullRequest) -> Response:
 
 def refuse_change() -> Response:
     """Raise ApiError (400): models are not made, copied, sent or deleted through the API."""
-    message = (
-        "the models are those that the server was started with: attar serve MODEL --named-model NAME=PATH"
-    )
+    message = "the models are those that the server was started with (--named-model, --model-folder)"
     raise ApiError(400, message, code="not_supported")
 
 
