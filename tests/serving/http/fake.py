@@ -57,6 +57,8 @@ class FakeTokenizer:
 class FakeBackend:
     """Answers each prompt with ANSWER, a character at a time."""
 
+    kv_tokens = None
+
     def __init__(self, context=100, answer=ANSWER):
         self.context, self.vocabulary, self.alive, self.failure = context, 257, True, None
         self.answer, self.waiting = answer, 0

@@ -84,6 +84,11 @@ class Backend(ABC):
         return self._vocabulary
 
     @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that the KV cache holds; None where the engine is elsewhere."""
+        return None
+
+    @property
     def failure(self) -> Exception | None:
         """The error that stopped the engine (a leaked block, a bug); else None."""
         return None
@@ -146,6 +151,11 @@ class EngineBackend(Backend):
     @property
     def failure(self) -> Exception | None:
         return self._streams.failure
+
+    @property
+    def kv_tokens(self) -> int | None:
+        manager = self._streams.engine.scheduler.manager
+        return manager.capacity * manager.block_size
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "", **options: Any

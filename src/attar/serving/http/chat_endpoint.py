@@ -67,6 +67,7 @@ async def start_chat(
     prefix: str,
     start: float,
     before: Sequence[int] = (),
+    as_many_as_fit: bool = False,
 ) -> RunningChat:
     """Submit a conversation to the engine.
 
@@ -74,11 +75,15 @@ async def start_chat(
         prefix: of the request's id.
         start: time of arrival.
         before: token ids before the conversation.
+        as_many_as_fit: a limit of tokens beyond the KV cache is none; else it is refused.
     """
     tools, params = sampling_of(service, body)
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         keep, guided = service.kept_tokens(body.truncate_prompt_tokens, params), params.guide is not None
         ids, prompt_end = await encode_prompt(service, body, tools, guided, keep, before)
+        room = service.backend.kv_tokens if as_many_as_fit else None
+        if room is not None and len(ids) + (params.max_tokens or 0) > room:
+            params = replace(params, max_tokens=None)
         parser = partial(service.answers.parser, tools, prompt_end, guided)
         handler = RequestHandler(service, request, prefix, params, [ids], priority=body.priority, start=start)
         await handler.submit()

@@ -12,6 +12,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
+from attar.runtime.loading import load
 from attar.serving.http.anthropic.output import input_of
 from attar.serving.http.app import create_app
 from attar.serving.http.settings import ServerSettings
@@ -163,6 +164,21 @@ def test_a_stop_sequence_is_named():
         answer = create(url, max_tokens=24, stop_sequences=["@@@", stop], extra_body={"temperature": 0})
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
     assert "".join(block.text for block in answer.content) == free.partition(stop)[0]
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit():
+    """Agents send a constant. Of chat completions such a limit is refused."""
+    with serving(model=load("attar:tiny", kv_tokens=64)) as (url, _, _):
+        for stream in (False, True):
+            body = {"max_tokens": 8000, "extra_body": {"temperature": 0}, "messages": [USER]}
+            if stream:
+                with client_of(url).messages.stream(model="tiny", **body) as events:
+                    answer = events.get_final_message()
+            else:
+                answer = create(url, **body)
+            assert answer.stop_reason == "model_context_window_exceeded"
+            assert 40 < answer.usage.output_tokens + answer.usage.input_tokens <= 65
+        assert "key-value pool" in refused(ask(url, system="x y " * 80))
 
 
 def test_choices_of_tools_become_grammars(agent):

@@ -19,7 +19,8 @@ from attar.serving.http.service import Service
 async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     request_id: str = request.scope["state"]["request_id"]
-    chat = await start_chat(service, chat_request(body), request, "msg", monotonic())
+    start, chat_body = monotonic(), chat_request(body)
+    chat = await start_chat(service, chat_body, request, "msg", start, as_many_as_fit=True)
     thinking = body.thinking
     shown = thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
 

@@ -114,9 +114,9 @@ class MessageOutput:
         reason, sequence = "end_turn", None
         params = self._handler.params
         if event.finish_reason != "stop":
-            full = event.finish_reason == "capacity" or (
-                event.finish_reason == "length" and self._handler.completion_tokens < (params.max_tokens or 0)
-            )
+            most = params.max_tokens
+            fewer = most is None or self._handler.completion_tokens < most
+            full = fewer and event.finish_reason in ("length", "capacity")
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif isinstance(event.stop_reason, str) and event.stop_reason in params.stop:
             reason, sequence = "stop_sequence", event.stop_reason
