@@ -34,18 +34,25 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--of-each", type=int, default=700, help="prompts of a kind at most")
     args = parser.parse_args()
-    asked = [turn for row in _rows(args.questions) for turn in row["turns"]]
+    counts = write_prompts(args.data, args.questions, args.out, args.of_each)
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{listed} = {counts.total()} prompts")
+
+
+def write_prompts(data: Path, questions: Path, out: Path, of_each: int) -> Counter[str]:
+    """Write the prompts as conversations, JSON lines; how many of each kind."""
+    asked = [turn for row in _rows(questions) for turn in row["turns"]]
     known = {gram for text in asked for gram in _grams(text)}
     rng, kept, counts = random.Random(0), list[str](), Counter[str]()
-    for kind, texts in _kinds(args.data, rng).items():
+    for kind, texts in _kinds(data, rng).items():
         for text in rng.sample(texts, len(texts)):
-            if counts[kind] < args.of_each and not known & set(_grams(text)):
+            if counts[kind] < of_each and not known & set(_grams(text)):
                 counts[kind] += 1
                 kept.append(text)
     rng.shuffle(kept)
     lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in kept]
-    args.out.write_text("\n".join(lines) + "\n")
-    print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"= {len(kept)} prompts")
+    out.write_text("\n".join(lines) + "\n")
+    return counts
 
 
 def _kinds(data: Path, rng: random.Random) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +32,7 @@ from attar.progress import ProgressTask, Terminal
 DRAFT_MODEL = "draft model"
 HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 PROBED = 12  # steps
+TIMED = ("distill", "recover", "train-head")  # tasks of a progress
 MUON = {"optimizer": "muon", "learning_rate": 2e-3}
 RATES = {"medusa": MUON, "eagle": {"learning_rate": 2e-3}, "eagle3": {"learning_rate": 2e-3}}
 RATES |= {"dflash": MUON, "dspark": MUON}
@@ -58,7 +59,7 @@ class StepClock:
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task; the training's is timed."""
         with self.inner.task(what, total, done) as shown:
-            yield _TimedTask(shown, self) if what in ("distill", "train-head") else shown
+            yield _TimedTask(shown, self) if what in TIMED else shown
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -176,19 +177,35 @@ def steps_of(name: str, minutes: float, folder: Path, args: argparse.Namespace) 
     """Steps that fit into the minutes; kept, so that a killed run has as many again."""
     if args.steps:
         return int(args.steps)
+    enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
+    settings = settings_of(name, enough, args)
+
+    def train(out: Path, clock: StepClock) -> None:
+        train_drafter(args.teacher, out, settings, progress=clock, samples=rows_folder(args))
+
+    return steps_within(minutes, folder, args.threads, train)
+
+
+def steps_within(
+    minutes: float, folder: Path, threads: int, train: Callable[[Path, StepClock], object]
+) -> int:
+    """Steps that fit into the minutes; kept next to the folder.
+
+    Args:
+        train: a training of :data:`PROBED` steps or more, which writes to a folder and reports to a clock.
+    """
     file = folder.with_suffix(".steps")
     if not file.exists():
-        file.write_text(str(max(round(60 * minutes / seconds_of_a_step(name, folder, args)), 1)))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(max(round(60 * minutes / seconds_of_a_step(folder, threads, train)), 1)))
     return int(file.read_text())
 
 
-def seconds_of_a_step(name: str, folder: Path, args: argparse.Namespace) -> float:
+def seconds_of_a_step(folder: Path, threads: int, train: Callable[[Path, StepClock], object]) -> float:
     """The median of a few steps; the first is slower."""
-    clock, probe = StepClock(args.threads, PROBED), folder.with_name(f"probe-{folder.name}")
-    enough = max(-(-args.samples // args.batch_size), 2 * PROBED)  # so that all rows are written
-    settings = settings_of(name, enough, args)
+    clock, probe = StepClock(threads, PROBED), folder.with_name(f"probe-{folder.name}")
     with suppress(ProbedError):
-        train_drafter(args.teacher, probe, settings, progress=clock, samples=rows_folder(args))
+        train(probe, clock)
     for left in (probe, *(probe.with_name(f".{probe.name}.{suffix}") for suffix in ("work", "partial"))):
         shutil.rmtree(left, ignore_errors=True)
     return statistics.median(clock.seconds[1:])

@@ -153,7 +153,7 @@ def runner(length: int, kv_dtype: str = "float32", eviction: Eviction | None = N
 
 def passages(source: str, length: int, count: int, data: Path) -> list[list[int]]:
     """Windows of ``length`` tokens, one after the other."""
-    tokens = load_tokenizer(MODEL)(SOURCES[source](data))["input_ids"]
+    tokens = load_tokenizer(MODEL)(SOURCES[source](data), verbose=False)["input_ids"]
     windows = [tokens[start : start + length] for start in range(0, count * length, length)]
     if len(windows[-1]) < length:
         raise SystemExit(f"{source}: {len(tokens):,} tokens are not {count} texts of {length:,}")
@@ -301,9 +301,9 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
     results: dict[str, list[Quality]] = {name: [] for name in ("float32", *args.formats)}
     for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
-        full = _behind(prompt, tail, "float32").log_softmax(-1)
+        full = behind(prompt, tail, "float32").log_softmax(-1)
         for name, some in results.items():
-            some.append(quality(full if name == "float32" else _behind(prompt, tail, name), tail, full))
+            some.append(quality(full if name == "float32" else behind(prompt, tail, name), tail, full))
             print(source, length, name, some[-1], file=sys.stderr, flush=True)
     base = _mean(results["float32"])
     for name, some in results.items():
@@ -314,7 +314,7 @@ def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[s
         yield f"| {source} | {length:,} | {name} | {bits:.1f} | {total / 1e6:.1f} | {numbers} |"
 
 
-def _behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str) -> Tensor:
+def behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str) -> Tensor:
     """Logits of a tail behind a prompt whose keys and values are kept in a format."""
     alone = Sequences(runner(len(prompt) + len(tail), kv_dtype))
     alone.read(0, prompt)
