@@ -33,6 +33,20 @@ from real_quality import DATA, MODEL
 TRAINED, CACHE = (*ACCURACY, "minutes"), ("length", "texts")
 SPEED = ("prompts", "completion", "rounds", "threads", "processor_time")
 DRAFTER = (*SPEED, "minutes", "rows")
+NUMBERS = {
+    "questions": (400, "of each of the four sets; 0: all 5,886"),
+    "tokens": (8192, "of held-out text, for top-1"),
+    "samples": (128, "calibration rows of 256 tokens"),
+    "rows": (512, "that the model writes for its drafters"),
+    "prompts": (4, "of each of Spec-Bench's six kinds"),
+    "completion": (64, "tokens of an answer"),
+    "rounds": (3, "of timings"),
+    "requests": (48, "of the paged cache's load"),
+    "length": (4096, "tokens of a text for the cache's rows"),
+    "texts": (8, "of the cache's rows; DARE's are 8 times as many"),
+    "threads": (2, "of torch and the runtime"),
+}
+FOLDERS = ("wikitext-2", "choices", "spec-bench", "gsm8k", "sst2")
 COMPRESSION, INFERENCE = "Distillation & Model Compression", "LLM Inference Optimization, part 2"
 
 
@@ -151,7 +165,9 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [claim.name for claim in CLAIMS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=str(names))
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    )
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/attar/headlines").expanduser())
@@ -159,21 +175,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--again", nargs="*", default=[], metavar="NAME", help="measure anew; also original, load"
     )
-    for name, default, text in (
-        ("questions", 400, "of each of the four sets; 0: all 5,886"),
-        ("tokens", 8192, "of held-out text, for top-1"),
-        ("samples", 128, "calibration rows of 256 tokens"),
-        ("minutes", 20.0, "of --threads cores, for each training"),
-        ("rows", 512, "that the model writes for its drafters"),
-        ("prompts", 4, "of each of Spec-Bench's six kinds"),
-        ("completion", 64, "tokens of an answer"),
-        ("rounds", 3, "of timings"),
-        ("requests", 48, "of the paged cache's load"),
-        ("length", 4096, "tokens of a text for the cache's rows"),
-        ("texts", 8, "of the cache's rows; DARE's are 8 times as many"),
-        ("threads", 2, "of torch and the runtime"),
-    ):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of --threads cores, for each training")
+    for name, (default, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
     processor_time.add_flag(parser)
     return parser
 
@@ -183,6 +187,11 @@ def main() -> None:
     parser = arguments()
     args = parser.parse_args()
     processor_time.check(parser, args)
+    if small := [name for name in NUMBERS if getattr(args, name) < (name != "questions")]:
+        parser.error(f"--{small[0]} is {getattr(args, small[0])}, and must be at least 1")
+    missing = [name for name in FOLDERS if not args.cached and not (args.data / name).is_dir()]
+    if missing:
+        parser.error(f"--data {args.data} has no folder {missing[0]}; it takes {', '.join(FOLDERS)}")
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     bench = Bench(args, quality.read_cache(args.work / "headlines.jsonl"))

@@ -154,9 +154,14 @@ class Bench:
         return row
 
     def passages(self, length: int, count: int) -> list[list[int]]:
-        """Token ids of WikiText's test text."""
+        """Token ids of WikiText's test text. Raises DataError where it, or the context, is too short."""
+        if length > self.context:
+            raise DataError(f"{length:,} tokens, but the context has room for {self.context:,}")
         real_kv.MODEL = str(self.model)
-        return real_kv.passages("wikitext", length, count, self.args.data)
+        try:
+            return real_kv.passages("wikitext", length, count, self.args.data)
+        except SystemExit as error:
+            raise DataError(str(error)) from None
 
     def made(self, verb: str, source: Path, **settings: Any) -> Path:
         """What a verb makes of a model, calibrated on WikiText's valid text; made once."""
@@ -311,7 +316,7 @@ def paged_throughput(bench: Bench) -> Found:
 
 def prefix(bench: Bench) -> Found:
     """How much of the time to the first token a cached system prompt saves, per cent."""
-    length, ways = min(SHARED, bench.context - 32), {"without": False, "with": True}
+    length, ways = min(SHARED, bench.context - 320), {"without": False, "with": True}
     (text,) = bench.passages(length + 320, 1)
     llms = {name: LLM(str(bench.model), kv_tokens=POOL, prefix_cache=reuse) for name, reuse in ways.items()}
     gain = speedup(*first_tokens(llms, text[:length], text[length:]).values())
