@@ -121,6 +121,11 @@ def test_an_adapter_answers_by_its_name_and_comes_and_goes(folders, want):
             ("b", "base"),
         ]
         assert HTTP.get(f"{url}/v1/models/b").json()["max_model_len"] == 128
+        rows = [HTTP.get(f"{url}/api/{path}").json()["models"] for path in ("tags", "ps")]
+        names = [("base:latest", ""), ("a:latest", "base:latest"), ("b:latest", "base:latest")]
+        assert [[(row["name"], row["details"]["parent_model"]) for row in listed] for listed in rows] == [
+            names
+        ] * 2
         hits = engine.scheduler.manager.stats.hit
         assert ask(url, "b") == want["b"]
         assert engine.scheduler.manager.stats.hit == hits, "no prefix of another adapter"

@@ -25,24 +25,20 @@ class InfillTokens:
 
 
 _TEXTS = (
-    (
-        "<|fim_prefix|>",
-        "<|fim_suffix|>",
-        "<|fim_middle|>",
-        "<|repo_name|>",
-        "<|file_sep|>",
-    ),  # Qwen, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<file_sep>"),  # StarCoder, Granite
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "", ""),  # SantaCoder
-    (
-        "<\uff5cfim\u2581begin\uff5c>",
-        "<\uff5cfim\u2581hole\uff5c>",
-        "<\uff5cfim\u2581end\uff5c>",
-        "",
-        "",
-    ),  # DeepSeek
-    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "", ""),  # Code Llama
+    # Qwen, CodeGemma
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
+    # StarCoder, Granite; SantaCoder
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<file_sep>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    # DeepSeek, Code Llama
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
 )
+_ENDS = (
+    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+    *("<|repo_name|>", "<reponame>", "\u2581<EOT>"),
+)
+"""Tokens at which a text between prefix and suffix ends, as in llama.cpp, besides the model's end tokens."""
 
 
 def infill_tokens(tokenizer: ServerTokenizer) -> InfillTokens | None:
@@ -50,9 +46,15 @@ def infill_tokens(tokenizer: ServerTokenizer) -> InfillTokens | None:
     for texts in _TEXTS:
         prefix, suffix, middle, *several = (tokenizer.token(text) for text in texts)
         if prefix is not None and suffix is not None and middle is not None:
-            repository, file = several if None not in several else (None, None)
+            repository, file = several if several and None not in several else (None, None)
             return InfillTokens(prefix, suffix, middle, repository, file)
     return None
+
+
+def infill_ends(tokenizer: ServerTokenizer) -> tuple[int, ...]:
+    """Tokens that end a text between prefix and suffix."""
+    ids = [tokenizer.token(text) for text in _ENDS]
+    return tuple(id for id in ids if id is not None)
 
 
 async def infill_prompt(

@@ -114,7 +114,7 @@ def test_infill(served):
     served.words.infill = SEVERAL
     served.post("/infill", **body, input_extra=files)
     expected = (256, 6, *b"repository\n", 7, *b"x.py\nX\n", 7, *b"file\n", 1, *b"a", 2, *b"b", 5, *b"c")
-    assert served.backend.asked[-1][0] == expected
+    assert served.backend.asked[-1][0] == expected and served.backend.asked[-1][1].stop_ids == (7, 6)
     served.words.infill = {}
     refused = served.post("/infill", **body)
     served.words.infill = INFILL

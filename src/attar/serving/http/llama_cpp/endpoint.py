@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from attar.runtime.sampling.params import SamplingParams
 from attar.serving.http.errors import ApiError
-from attar.serving.http.infill import infill_prompt
+from attar.serving.http.infill import infill_ends, infill_prompt
 from attar.serving.http.llama_cpp.output import LlamaCppOutput
 from attar.serving.http.llama_cpp.protocol import (
     DEFAULTS,
@@ -78,7 +79,8 @@ async def complete(service: Service, body: LlamaCppCompletionRequest, request: R
 
 async def infill(service: Service, body: InfillRequest, request: Request) -> Response:
     """Complete the text between a prefix and a suffix."""
-    start, params = monotonic(), _params(service, body)
+    start = monotonic()
+    params = replace(_params(service, body), stop_ids=infill_ends(service.tokenizer))
     files = [(file.filename, file.text) for file in body.input_extra]
     with service.admission.preparing(service.check_completions(1, params.n), service.caller(request)):
         ids = await infill_prompt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -18,7 +18,7 @@ from attar.serving.http.embeddings.embedders import Vector
 from attar.serving.http.embeddings.endpoint import TextWork, normalized, working
 from attar.serving.http.embeddings.protocol import EmbeddingRequest
 from attar.serving.http.errors import ApiError
-from attar.serving.http.infill import infill_prompt
+from attar.serving.http.infill import infill_ends, infill_prompt
 from attar.serving.http.model_table import ModelTable
 from attar.serving.http.ollama.conversation_request import chat_messages, chat_request
 from attar.serving.http.ollama.model_names import find_model, tagged
@@ -85,7 +85,10 @@ async def generate(models: ModelTable, body: GenerateRequest, request: Request) 
     service, prompt, raw = used.service, body.prompt or "", bool(body.raw)
     build = partial(GenerateOutput, logprobs=bool(body.logprobs), raw=raw)
     if body.suffix and not raw:
-        return await _complete(used, body, build, lambda: infill_prompt(service, prompt, body.suffix or ""))
+        ends = infill_ends(service.tokenizer)
+        return await _complete(
+            used, body, build, lambda: infill_prompt(service, prompt, body.suffix or ""), ends
+        )
     if raw or not service.tokenizer.has_chat_template:
         text = "\n".join(part for part in (body.system, prompt) if part)
         before = list(body.context or ())
@@ -177,11 +180,19 @@ async def _start(used: OllamaRequest, chat: ChatRequest, before: Sequence[int] =
 
 
 async def _complete(
-    used: OllamaRequest, body: AnsweredBody, build: Callable[..., OllamaOutput], encode: Callable[[], Any]
+    used: OllamaRequest,
+    body: AnsweredBody,
+    build: Callable[..., OllamaOutput],
+    encode: Callable[[], Any],
+    ends: tuple[int, ...] = (),
 ) -> Response:
-    """Complete token ids, whose text is not read for reasoning or calls."""
+    """Complete token ids, whose text is not read for reasoning or calls.
+
+    Args:
+        ends: tokens that end it, besides the model's.
+    """
     service, start = used.service, used.times.start
-    params = chat_params(chat_request(body, (), service), service.defaults)
+    params = replace(chat_params(chat_request(body, (), service), service.defaults), stop_ids=ends)
     params.fit(service.backend.vocabulary)
     with service.admission.preparing(1, service.caller(used.request)):
         ids = await encode()
