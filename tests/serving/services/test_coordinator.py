@@ -19,6 +19,7 @@ from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.speculator import Speculator
+from attar.serving.http.remote_backend import RemoteBackend
 from attar.serving.services.channel import TARGET, FrameStream, StreamEnded, connect
 from attar.serving.services.coordinator import Coordinator
 from attar.serving.services.messages import (
@@ -38,6 +39,7 @@ from attar.serving.services.messages import (
 )
 from attar.serving.services.offer_proposer import OfferProposer
 from attar.serving.services.target_service import CoordinatorStream, TargetService
+from attar.serving.services.trace import RequestTracer
 from tests.runtime.fake_runner import VOCABULARY
 from tests.runtime.speculate.test_engine import asked
 from tests.runtime.test_engine import alone, engine
@@ -146,6 +148,40 @@ def test_sixteen_streams_greedy_and_seeded():
         assert client.counts.accepted > 0 and client.turnaround.mean > 0
         assert len(coordinator.offers) == 0 and coordinator.target.open_requests == 0
         assert not next(iter(target.service.coordinators)).remote
+
+
+def test_target_and_drafter_are_in_the_trace_of_the_request():
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    sdk, export = pytest.importorskip("opentelemetry.sdk.trace"), memory.InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(
+        pytest.importorskip("opentelemetry.sdk.trace.export").SimpleSpanProcessor(export)
+    )
+    tracer = RequestTracer(provider)
+    with (
+        target_server() as (port, target),
+        draft_server() as (draft, service),
+        coordinating(port, draft) as coordinator,
+    ):
+        target.service.tracer = service.tracer = tracer
+        backend = RemoteBackend(coordinator, VOCABULARY, tracer)
+        span = tracer.begin("chat", "fake", id="r")
+
+        async def run():
+            return [event async for event in backend.submit([1], LONG, id="r-0")]
+
+        assert asyncio.run(run())[-1].finish_reason == "length"
+        until(lambda: service.running == 0 and not target.service.owners)
+        span.end()
+    spans = {span.name: span for span in export.get_finished_spans()}
+    request = spans["chat fake"].context
+    of_target = spans["text_completion fake"]
+    [of_draft] = [span for name, span in spans.items() if name.startswith("draft ")]
+    for inner in (of_target, of_draft):
+        assert (inner.context.trace_id, inner.parent.span_id) == (request.trace_id, request.span_id)
+    assert of_target.attributes["gen_ai.usage.output_tokens"] == 120
+    assert of_target.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert of_draft.attributes["attar.offers"] > 0 and tracer._open == {}
 
 
 def test_a_drafter_that_is_lost_is_replaced_by_the_other():

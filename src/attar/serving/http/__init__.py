@@ -28,6 +28,7 @@ from attar.serving.http.settings import (
 )
 from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
+from attar.serving.services.trace import tracer_of_environment
 
 KEY_VARIABLE = "ATTAR_API_KEY"
 
@@ -124,8 +125,12 @@ def serve(
         progress=progress,
         show=show,
         bound=bind(settings),
+        tracer=tracer_of_environment(os.environ, show),
     )
-    SERVERS[services.role](command)
+    try:
+        SERVERS[services.role](command)
+    finally:
+        command.tracer.close()
 
 
 def with_environment_keys(settings: ServerSettings) -> ServerSettings:

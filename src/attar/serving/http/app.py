@@ -68,6 +68,7 @@ from attar.serving.http.throughput_log import log_throughput
 from attar.serving.http.tokenizer import ServerTokenizer
 from attar.serving.http.tool_calls.tool_use import tool_use
 from attar.serving.http.transport import ConnectionSettings, add_cors
+from attar.serving.services.trace import RequestTracer
 from attar.version import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "An error."}}
@@ -99,6 +100,7 @@ def create_app(
     lora: LoraSettings | None = None,
     adapters: Sequence[LoadedAdapter] = (),
     source: str = "",
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -116,6 +118,7 @@ def create_app(
         lora: whether the first model may have adapters, and from where.
         adapters: the adapters that the model has already.
         source: folder, file or hub id of the model.
+        tracer: of the requests' spans.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -126,7 +129,7 @@ def create_app(
     admission = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, tokenizer, settings, name, admission, metrics, facts=dict(facts or {}))
-    service.embedder, service.source = embedder, source
+    service.embedder, service.source, service.tracer = embedder, source, tracer or RequestTracer()
     service.defaults = dict(defaults or {})
     service.answers, service.volatile_lines = _answers(tokenizer, answers), answers.volatile_line
 

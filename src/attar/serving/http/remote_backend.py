@@ -15,6 +15,7 @@ from attar.serving.services.messages import TargetLoad
 from attar.serving.services.offer_proposer import OfferCounts
 from attar.serving.services.offers import Outcome
 from attar.serving.services.replicas import Replicas
+from attar.serving.services.trace import RequestTracer
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 SHARED = (
@@ -34,10 +35,15 @@ class RemoteBackend(Backend):
 
     Args:
         vocabulary: of the tokenizer, while the target was never reached.
+        tracer: of the requests' spans.
     """
 
-    def __init__(self, coordinator: Coordinator, vocabulary: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator, vocabulary: int, tracer: RequestTracer | None = None
+    ) -> None:
         super().__init__(None, vocabulary)
+        self._tracer = tracer or RequestTracer()
+        coordinator.replicas.trace(self._tracer)
         self._coordinator, self._client = coordinator, coordinator.target
 
     @property
@@ -49,7 +55,8 @@ class RemoteBackend(Backend):
         return self._vocabulary if self._client.target is None else self._client.target.vocabulary
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> AsyncIterator[Event]:
-        return self._client.submit(prompt, params, **options)
+        parent = self._tracer.parent_of(options["id"])
+        return self._client.submit(prompt, params, traceparent=parent, **options)
 
     def cancel(self, id: str) -> None:
         self._client.cancel(id)

@@ -26,8 +26,12 @@ from attar.serving.http.errors import ApiError, api_error
 from attar.serving.http.metrics import PromptMetrics
 from attar.serving.http.middleware import ASGIReceive
 from attar.serving.http.service import Service
+from attar.serving.services.trace import usage_attributes
 
 MAX_EVENTS = 64  # events of a choice that wait before they are merged
+
+OPERATIONS = {"cmpl": "text_completion", "llama": "text_completion"}
+"""Operation of the ``gen_ai`` conventions by the prefix of a request's id; all others chat."""
 
 ChoiceEvents = list[tuple[int, Event]]
 """Choices with their next event."""
@@ -35,6 +39,13 @@ ChoiceEvents = list[tuple[int, Event]]
 
 class ClientDisconnectedError(Exception):
     """The client has disconnected."""
+
+
+def _attributes(params: SamplingParams) -> dict[str, Any]:
+    """How a request samples, by the ``gen_ai`` conventions."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+    choices = {"gen_ai.request.choice.count": params.n} if params.n > 1 else {}
+    return {f"gen_ai.request.{name}": getattr(params, name) for name in names} | choices
 
 
 class EventQueue:
@@ -141,12 +152,20 @@ class RequestHandler:
         self.created = int(time.time())  # the same in every chunk
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.lossy = False
-        self._billed_tokens = 0
+        self._billed_tokens, self._begun, self._failed = 0, False, ""
         self._queue = EventQueue()
         self._prompt_metrics: list[PromptMetrics] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
         self._stack.enter_context(service.admission.serving(self._shut_down, self.choices, self._caller))
+        self._span = service.tracer.begin(
+            OPERATIONS.get(prefix, "chat"),
+            service.model,
+            id=self.id,
+            start=start,
+            headers=request.headers,
+            attributes={"gen_ai.response.id": self.id, **_attributes(params)},
+        )
 
     @property
     def choices(self) -> int:
@@ -202,10 +221,19 @@ class RequestHandler:
         cancelled completions too, once."""
         self._log_fields["prompt_tokens"] = self.prompt_tokens
         self._log_fields["completion_tokens"] = self.completion_tokens
+        self._end_span()
         tokens, self._billed_tokens = self._billed_tokens, 0
         self.service.admission.served(time.monotonic() - self._start, tokens, self._caller)
         for metrics in self._prompt_metrics:
             metrics.close()
+
+    def _end_span(self) -> None:
+        reasons = list(self._log_fields.get("finished", ()))
+        reasons += ["cancelled"] * (self.choices - len(reasons))
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens}
+        usage["cache_read.input_tokens"] = self.cached_tokens
+        bad = next((reason for reason in reasons if reason in ("error", "cancelled")), "")
+        self._span.end(self._failed or bad, usage_attributes(usage, reasons))
 
     def _on_event(self, index: int, event: Event) -> None:
         """Count an event and queue it.
@@ -214,6 +242,9 @@ class RequestHandler:
             ApiError: the completion failed or was cancelled.
         """
         self._prompt_metrics[index].observe(event, time.monotonic())
+        if event.token_ids and not self._begun:
+            self._begun = True
+            self._span.event("gen_ai.first_token", **{"attar.seconds": time.monotonic() - self._start})
         self._billed_tokens += len(event.token_ids)
         if event.usage is not None:
             self.prompt_tokens += event.usage.prompt_tokens
@@ -248,6 +279,7 @@ class RequestHandler:
         except ApiError as failure:
             self._queue.fail(failure)
         except Exception as failure:  # refused or broken: an error status, not a cancelled completion
+            self._failed = type(failure).__name__
             for metrics in self._prompt_metrics:
                 metrics.discard()
             stopped = ApiError(503, "the engine has stopped", code="engine_stopped")

@@ -88,6 +88,7 @@ def serve_draft(command: ServeCommand) -> None:
         with command.progress.task("load", total=1) as task:
             service, loaded = load_draft_service(command.model, command.options)
             stack.callback(service.close)
+            service.tracer = command.tracer
             task.advance()
         hello = hello_of_model("draft", loaded)
         methods = {DRAFT: lambda stream: serve_drafts(stream, service, hello)}
@@ -109,6 +110,7 @@ def serve_target(command: ServeCommand) -> None:
     security = security_of(command)
     check_files(security)
     network, service = Network(), TargetService()
+    service.tracer = command.tracer
     with ExitStack() as stack:
         stack.callback(network.close)
         samples: Callable[[], Sequence[MetricSample]] = tuple
@@ -155,7 +157,7 @@ def serve_coordinator(command: ServeCommand) -> None:
         target, drafters = services.target_endpoint, services.draft_endpoint
         coordinator = Coordinator(target, drafters, hello, network, security)
         command.show(f"joins {', '.join((target, *drafters))}")
-        backend = RemoteBackend(coordinator, len(tokenizer))
+        backend = RemoteBackend(coordinator, len(tokenizer), command.tracer)
         width = geometry(checkpoint.config, "").hidden or 0
         embedder = EngineEmbedder(backend, pooling, width) if pooling else None
         _run(command, backend, tokenizer, {"model": command.model, "role": "coordinator"}, embedder=embedder)
@@ -230,6 +232,7 @@ def _with_drafters(
 
     embeds = command.embeddings.of_causal is not None
     llm, proposer = load_with_offers(command.model, pool, command.options, embeds)
+    replicas[0].trace(command.tracer)
     return llm, lambda: [*offer_samples(proposer.counts), *replica_samples(replicas[0])]
 
 
@@ -284,6 +287,7 @@ def _run(
         lora=command.lora,
         adapters=adapters,
         source=command.model,
+        tracer=command.tracer,
     )
     run(app, settings, command.show, command.transport, command.bound)
 

@@ -213,7 +213,11 @@ def _explained(settings: ServerSettings) -> Iterator[None]:
 def _log_to_stderr() -> None:
     """Log a line per request as it is, and warnings, each once in a while."""
     handler = logging.StreamHandler()
-    for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in (
+        (LOGGER, logging.INFO),
+        ("uvicorn", logging.WARNING),
+        ("opentelemetry", logging.WARNING),
+    ):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

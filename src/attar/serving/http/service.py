@@ -28,6 +28,7 @@ from attar.serving.http.metrics import Metrics
 from attar.serving.http.settings import ServerSettings
 from attar.serving.http.tokenizer import ChatOptions, ServerTokenizer
 from attar.serving.http.volatile_lines import FirstLineWatch, move_volatile
+from attar.serving.services.trace import RequestTracer
 
 if TYPE_CHECKING:
     from attar.serving.http.embeddings.embedders import Embedder
@@ -121,6 +122,7 @@ class Service:
     volatile_lines: tuple[str, ...] = ()  # how those lines of system prompts begin that come last
     first_lines: FirstLineWatch = field(default_factory=FirstLineWatch)
     threads: ThreadPools = field(default_factory=ThreadPools)
+    tracer: RequestTracer = field(default_factory=RequestTracer)
 
     def caller(self, request: Request) -> ApiKey:
         """The caller of a request, set by ``check_key``."""

@@ -13,6 +13,7 @@ from attar.errors import SettingsError
 from attar.progress import Progress
 from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
+from attar.serving.services.trace import RequestTracer
 
 VERSION = 1
 MIB = 1 << 20
@@ -315,6 +316,7 @@ class ServeCommand:
         options: of the engine.
         show: prints a line.
         bound: the port, taken before the model is loaded; None for a unix socket.
+        tracer: of the requests' spans.
     """
 
     model: str
@@ -331,3 +333,4 @@ class ServeCommand:
     models: ModelsSettings = field(default_factory=ModelsSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     bound: socket | None = None
+    tracer: RequestTracer = field(default_factory=RequestTracer)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attar.errors import AttarError
 from attar.serving.services.channel import (
@@ -86,6 +86,7 @@ class DraftClient:
         self.turnaround, self.round_trip, self.counts = Turnaround(), Turnaround(), DraftClientCounts()
         self.link: DraftLink | None = None
         self.reason = "not connected yet"
+        self.parent_of: Callable[[str], str] = lambda request: ""  # the traceparent of its span
         self.paused_until, self._pause_s = 0.0, FIRST_PAUSE_S
         self._share, self._judged = 1.0, 0.0
         self._task = network.run(self._start())
@@ -178,6 +179,7 @@ class DraftLink:
             return
         if isinstance(message, Open):
             self.open_requests += 1
+            message = replace(message, traceparent=self.client.parent_of(message.trace))
         elif isinstance(message, Close):
             self.open_requests -= 1
         self._outbox.append(message)

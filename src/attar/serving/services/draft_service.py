@@ -23,7 +23,7 @@ from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import DraftRequest, Proposer
 from attar.serving.services.draft_session import DraftSession
 from attar.serving.services.messages import Close, Commit, Offer, Open, Ping, Pong, ServiceMessage
-from attar.serving.services.trace import log_request
+from attar.serving.services.trace import RequestTracer, log_request
 
 ROUND = 4  # tokens of a guess at most, before what was committed is read again
 READ = 256  # new tokens of a session that a round takes
@@ -72,6 +72,7 @@ class DraftService:
         self.most_sessions, self.most_tokens, self.batch = sessions, tokens, batch
         self.vocabulary = vocabulary
         self.failure: Exception | None = None
+        self.tracer = RequestTracer()
         self._failed = 0  # rounds, one after the other
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._sessions: dict[tuple[OfferStream, int], DraftSession] = {}  # least recently served first
@@ -154,6 +155,8 @@ class DraftService:
             self.counts.refused += 1
             return
         self.counts.opened += 1
+        parent = {"traceparent": opening.traceparent}
+        session.span = self.tracer.begin("draft", self.proposer.name, headers=parent)
         self._sessions[stream, opening.request] = session
 
     def _fits(self, tokens: Sequence[int]) -> bool:
@@ -166,6 +169,7 @@ class DraftService:
             session = self._sessions.pop(key, None)
             if session is not None:
                 self.proposer.forget(session.number)
+                session.span.end(attributes={"attar.offers": session.offered, "attar.tokens": session.length})
                 log_request("draft", session.trace, offers=session.offered, tokens=session.length)
 
     def _round(self) -> bool:

@@ -16,6 +16,7 @@ from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key
 from attar.runtime.sampling.warp import SamplingRow
 from attar.serving.services.messages import Commit, DraftSampling, Offer, Open
+from attar.serving.services.trace import RequestSpan
 
 
 class DraftSession:
@@ -31,6 +32,7 @@ class DraftSession:
         ahead: tokens of the guess that are wanted.
         read: tokens that the proposer has run.
         done: nothing can follow the guess.
+        span: of the drafting.
 
     Raises:
         SettingsError: sampling parameters that are not allowed.
@@ -46,6 +48,7 @@ class DraftSession:
         self.text, self.length, self.ahead = list(opening.tokens), len(opening.tokens), opening.ahead
         self.sampling, self._params = opening.sampling, opening.sampling.params()
         self.read, self.done, self.offered = 0, False, 0
+        self.span = RequestSpan()
 
     @property
     def wanted(self) -> int:

@@ -17,6 +17,7 @@ from attar.serving.services.channel import Network, Security
 from attar.serving.services.draft_client import DraftClient, DraftLink
 from attar.serving.services.messages import Hello, Offer, Open
 from attar.serving.services.offers import Outcome
+from attar.serving.services.trace import RequestTracer
 
 SHORTEST, PREFIXES = 64, 4096  # tokens of the shortest prefix; prefixes that are remembered
 SLACK = 2
@@ -39,6 +40,11 @@ class Replicas:
     ) -> None:
         self.clients = [DraftClient(endpoint, hello, network, receive, security) for endpoint in endpoints]
         self._holders: OrderedDict[int, DraftClient] = OrderedDict()  # by the hash of a prefix
+
+    def trace(self, tracer: RequestTracer) -> None:
+        """Have drafting be a part of the requests' spans."""
+        for client in self.clients:
+            client.parent_of = tracer.parent_of
 
     def ready_for(self, request: str) -> bool:
         """Whether a replica is ready."""

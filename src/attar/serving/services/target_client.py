@@ -90,6 +90,7 @@ class TargetClient:
         priority: int = 0,
         deadline_s: float | None = None,
         salt: str = "",
+        traceparent: str = "",
     ) -> AsyncIterator[Event]:
         """The events of a request, in the caller's loop.
 
@@ -98,7 +99,7 @@ class TargetClient:
             as :meth:`attar.runtime.engine.Engine.add`.
         """
         inbox: Inbox = asyncio.Queue()
-        message = Submit(id, tuple(prompt), params, priority, deadline_s, salt[:256])
+        message = Submit(id, tuple(prompt), params, priority, deadline_s, salt[:256], traceparent)
         self.network.post(self._begin, message, asyncio.get_running_loop(), inbox)
         left = params.n
         try:

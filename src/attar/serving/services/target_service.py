@@ -42,7 +42,7 @@ from attar.serving.services.messages import (
     too_large,
 )
 from attar.serving.services.offers import Outcome
-from attar.serving.services.trace import log_request
+from attar.serving.services.trace import RequestTracer, log_request, usage_attributes
 
 MOST_REQUESTS = 4096  # of a coordinator at a time
 MOST_WAITING = 1 << 17  # messages that wait to be sent to one
@@ -60,6 +60,7 @@ class TargetService:
         load: its load now.
         receive: where offers go; None: the engine drafts itself, or not at all.
         owners: the coordinator of each request.
+        tracer: of the requests' spans.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class TargetService:
         self.receive: Callable[[Offer], Outcome] | None = None
         self.coordinators: dict[CoordinatorStream, None] = {}
         self.owners: dict[str, CoordinatorStream] = {}  # by request
+        self.tracer = RequestTracer()
 
     def pool(self, hello: Hello, receive: Callable[[Offer], Outcome]) -> TargetService:
         """Itself, as the drafters of an engine."""
@@ -195,19 +197,27 @@ class CoordinatorStream:
 
     async def _run(self, message: Submit) -> None:
         streams, id = self.service.streams, message.id
-        began, tokens = time.monotonic(), 0
+        began, tokens, reasons, error = time.monotonic(), 0, list[str](), "cancelled"
+        model = "" if self.service.hello is None else self.service.hello.name
+        parent = {"traceparent": message.traceparent}
+        span = self.service.tracer.begin("text_completion", model, headers=parent)
         try:
             assert streams is not None, "the engine has not started"
             options = {"priority": message.priority, "deadline_s": message.deadline_s, "salt": message.salt}
             async for event in streams.stream(message.prompt, message.params, id=id, **options):  # type: ignore[arg-type]
                 tokens += len(event.token_ids)
+                reasons += [event.finish_reason] if event.finish_reason is not None else []
                 self.send(EventMessage.of(event))
+            error = ""
         except Exception as failure:
+            error = type(failure).__name__
             if not isinstance(failure, AttarError):
                 logger.error("request %s failed", id, exc_info=failure)
             self.send(Refusal.of(id, failure))
         finally:
             del self._requests[id], self.service.owners[id]
+            usage = {"input_tokens": len(message.prompt), "output_tokens": tokens}
+            span.end(error, usage_attributes(usage, reasons))
             log_request("target", id, tokens=tokens, seconds=round(time.monotonic() - began, 6))
 
     def _cancel(self, id: str) -> None:

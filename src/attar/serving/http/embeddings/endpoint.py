@@ -203,10 +203,14 @@ async def working(service: Service, body: Any, request: Request, texts: int) -> 
     with service.admission.preparing(count, caller):
         pass
     watcher = asyncio.create_task(watch())
+    span = service.tracer.begin("embeddings", service.model, id=id, start=begun, headers=request.headers)
+    error = "error"
     try:
         with service.admission.serving(lambda: end("shutdown"), count, caller):
             yield work
+        error = ""
     except asyncio.CancelledError:
+        error = "cancelled"
         if not reason:
             raise
         task.uncancel()
@@ -217,6 +221,7 @@ async def working(service: Service, body: Any, request: Request, texts: int) -> 
         raise _first(group) from group
     finally:
         watcher.cancel()
+        span.end(error, {"gen_ai.usage.input_tokens": work.tokens})
         log_fields["prompt_tokens"] = work.tokens
         service.metrics.prompt_tokens.inc(work.tokens)
         service.admission.served(time.monotonic() - begun, work.tokens, caller)

@@ -73,7 +73,7 @@ class Open:
         tokens: all so far: the committed length is their number.
         ahead: tokens that may be offered beyond the committed ones.
         salt: the tenant; what is kept of a request is used for its salt only.
-        trace: the id of the client's request, for logs.
+        trace: the id of the client's request, for logs; ``traceparent`` names its span.
     """
 
     request: Count
@@ -82,6 +82,7 @@ class Open:
     ahead: Annotated[int, Field(ge=0, le=MOST_AHEAD)]
     salt: ShortText = ""
     trace: ShortText = ""
+    traceparent: ShortText = ""
     kind: Literal["open"] = "open"
 
 

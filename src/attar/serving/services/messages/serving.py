@@ -19,7 +19,8 @@ from attar.serving.services.messages.wire import MOST_BYTES, STRICT, Count, Shor
 
 @dataclass(frozen=True, config=STRICT)
 class Submit:
-    """A request for the target's engine; ``id`` is the trace id in the logs of all services."""
+    """A request for the target's engine; ``id`` is the trace id in the logs of all services, ``traceparent``
+    names the span that it is a part of."""
 
     id: ShortText
     prompt: WireTokens
@@ -27,6 +28,7 @@ class Submit:
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     salt: ShortText = ""
+    traceparent: ShortText = ""
     kind: Literal["submit"] = "submit"
 
 

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from attar.errors import AttarError
 
-VERSION = 1  # of the protocol
+VERSION = 2  # of the protocol
 MOST_AHEAD = 64  # tokens of an offer
 MOST_TOKENS = 1 << 20  # of a request
 MOST_MESSAGES, MOST_BYTES = 4096, 16 << 20  # of a frame
