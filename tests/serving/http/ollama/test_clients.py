@@ -19,7 +19,7 @@ from attar.serving.http.app import create_app
 from attar.serving.http.model_table import MemoryBudget, NamedModel, ServedModel
 from attar.serving.http.ollama.models import API_VERSION
 from attar.serving.http.settings import ServerSettings
-from tests.serving.http.fake import ANSWER, SLOW, FakeBackend, FakeTokenizer
+from tests.serving.http.fake import ANSWER, FAIL, SLOW, FakeBackend, FakeTokenizer
 from tests.serving.http.real import leaving, serving
 from tests.serving.http.test_live import running_app, until
 
@@ -380,6 +380,16 @@ def test_a_silence_is_a_line_without_text(served):
         backend.loop.call_soon_threadsafe(backend.release.clear)
     assert parts[1]["response"] == "" and not parts[1]["done"]
     assert "".join(part["response"] for part in parts) == ANSWER and parts[-1]["done"]
+
+
+def test_a_failure_is_a_status_or_the_last_line(served):
+    with pytest.raises(ollama.ResponseError, match="the model failed"):
+        list(served.client.generate("first", "hi", context=[FAIL], stream=True))
+    response = post(served, "/api/generate", prompt="hi", context=[FAIL])
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert lines[0]["response"] == "H" and lines[-1].keys() == {"error"}
+    whole = post(served, "/api/generate", prompt="hi", context=[FAIL], stream=False)
+    assert whole.status_code == 500 and "the model failed" in whole.json()["error"]
 
 
 def test_the_client_of_asyncio(served):
