@@ -1,4 +1,4 @@
-"""Exported draft heads in llama.cpp's own converter (convert_head_to_gguf.py).
+"""Exported draft heads in llama.cpp's own converter (convert_to_gguf.py).
 
 Needs the source of llama.cpp, ``$ATTAR_PEERS/llama-server`` (benchmarks/peers/environments.py).
 """
@@ -77,7 +77,7 @@ def test_llama_cpp_converts_an_exported_head(tmp_path, kind, layout):
 
 def convert(folder, file):
     target = open_checkpoint("attar:tiny").path
-    script = Path(__file__).with_name("convert_head_to_gguf.py")
+    script = Path(__file__).with_name("convert_to_gguf.py")
     command = [sys.executable, str(script), str(SOURCES[-1]), str(folder), "--outtype", "bf16"]
     command += ["--target-model-dir", str(target), "--outfile", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)

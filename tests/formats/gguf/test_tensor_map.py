@@ -61,7 +61,7 @@ def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
     for rule in actual.rules:
         assert rule.default == config.get(rule.key, rule.default), rule
     assert bool(config["tie_word_embeddings"]) == actual.defaults.get("tie_word_embeddings", False)
-    if "kv_heads" not in actual.defaults and not actual.layer_norm:
+    if "kv_heads" not in actual.defaults and not actual.layer_norm and not actual.attention_free:
         assert config["num_key_value_heads"] == config["num_attention_heads"]
 
 
@@ -79,9 +79,12 @@ def test_names_are_those_of_the_gguf_packages_table(variant):
             names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
             assert re.sub(r"blk\.\d+", "blk.{bid}", placement.gguf.rpartition(".")[0]) in names
             continue
+        if placement.stored.endswith("shared_mlp.output_linear.weight"):
+            continue  # what it is depends on whether there are experts
         converted = placement.stored.replace("correction_bias", "correction.bias").replace(
             "sinks", "sinks.weight"
         )
+        converted = converted.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias")
         theirs = table.get_name(converted, try_suffixes=(".weight", ".bias"))
         assert theirs == placement.gguf, placement.stored
 
@@ -120,6 +123,7 @@ def test_a_file_gives_a_model_of_the_same_shapes_and_settings(variant):
     may |= {"model_type", "architectures"} if variant == "mistral" else set()
     may |= {"sliding_window"} if variant == "gemma3 without windows" else set()
     may |= {"head_dim"} if variant.startswith("mixtral") else set()
+    may |= {"intermediate_size", "block_auto_adjust_ff_dim"} if variant == "lfm2" else set()
     assert changed <= may, {key: (theirs[key], ours[key]) for key in changed - may}
 
 
@@ -138,7 +142,10 @@ def test_weights_come_back_bit_for_bit(variant):
             tensor = item.apply(state[item.stored])
             assert tuple(tensor.shape) == item.shape
             assert tensor.dtype == torch.float32 or item.matrix
-            if item.part is None:
+            if item.negative_exp:
+                exact = item.undo(item.apply(state[item.stored].bfloat16()), torch.bfloat16)
+                assert torch.equal(exact, state[item.stored].bfloat16())
+            elif item.part is None:
                 assert torch.equal(item.undo(tensor, state[item.stored].dtype), state[item.stored]), item.gguf
             seen.add(item.stored)
     assert seen == state.keys()
@@ -636,3 +643,38 @@ def test_what_is_no_matrix_becomes_float32():
     placed = placement.apply(bias)
     assert placed.dtype == torch.float32 and torch.equal(placed, bias.float()[paired(2, 8)])
     assert torch.equal(placement.undo(placed, torch.bfloat16), bias)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "match"),
+    [
+        ("mamba2", {"n_groups": 3}, "8 heads of 16 in 3 groups, but llama.cpp needs whole groups"),
+        ("mamba2", {"num_heads": 4}, "128 wide together"),
+        ("mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "some with attention, some without"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "one for each of 3 blocks"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is True"),
+        ("granitemoehybrid", {"mamba_d_head": "auto"}, "mamba_d_head is 'auto', but must be a whole number"),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
+    ],
+)
+def test_states_that_llama_cpp_computes_otherwise_are_refused(family, change, match):
+    config = said(variants.config(family)) | change
+    with pytest.raises(ModelError, match=match):
+        architecture(config)
+
+
+def test_lfm2s_older_keys_are_read():
+    config = said(variants.config("lfm2"))
+    older = {key: value for key, value in config.items() if key != "layer_types"}
+    older |= {"full_attn_idxs": [1], "block_ff_dim": older.pop("intermediate_size")}
+    assert metadata(older, "tiny") == metadata(config, "tiny")
+    assert sizes(config, architecture(config)).ff == 256  # two thirds of 96, up to the next 256
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [2, 0, 4], 2, [True, 0, 0], "x"])
+def test_kv_heads_that_mark_no_blocks_are_refused(counts):
+    model = build("lfm2")
+    keys = metadata(said(model), "tiny") | {"lfm2.attention.head_count_kv": counts}
+    with pytest.raises(CheckpointError, match="head_count_kv is"):
+        hf_config(keys, placed_tensors(placements(said(model), stored(model)), stored(model)))

@@ -59,6 +59,10 @@ FAMILIES = {
         {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     ),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", WIDE),
+    "lfm2": tiny_models.HYBRIDS["lfm2"],
+    "lfm2_moe": tiny_models.MIXTURES["lfm2_moe"],
+    "mamba2": tiny_models.HYBRIDS["mamba2"],
+    "granitemoehybrid": tiny_models.MIXTURES["granitemoehybrid"],
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -130,6 +134,13 @@ VARIANTS = {
         "deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}),
     "glm4_moe with norms and biases": (
         "glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.0}),
+    "lfm2 with its width": (
+        "lfm2", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention"]}),
+    "mamba2 with groups": ("mamba2", {"n_groups": 2, "tie_word_embeddings": True, "conv_kernel": 3}),
+    "granitemoehybrid without experts": (
+        "granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64}
+        | {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+        | {"layer_types": ["attention", "mamba", "mamba"]}),
     "gpt_oss with yarn": ("gpt_oss", YARN),
 }  # fmt: skip
 

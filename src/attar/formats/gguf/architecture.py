@@ -47,6 +47,10 @@ class ModuleMapping:
         experts: one for each expert; ``{}`` in ``stored`` is its number, behind the block's.
         stacked: the checkpoint stacks the experts too; then the expert's name in a model whose experts are
             modules (models/loading/experts.py), ``{}`` as in ``stored``.
+        mixer: ``attention``: in blocks with attention alone; ``state``: in the others alone, whose state is
+            that of a convolution or of a recurrence.
+        form: the stored shape, where the file has the same numbers in another one.
+        negative_exp: the file has -exp of the stored numbers.
         part: the part of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
             ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
     """
@@ -67,6 +71,9 @@ class ModuleMapping:
     experts: bool = False
     stacked: str = ""
     part: str = ""
+    mixer: str = ""
+    form: tuple[str, ...] = ()
+    negative_exp: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,12 +101,13 @@ class ConfigRule:
 
     Attributes:
         allowed: None: any number.
-        default: of transformers; a config made from a file states it.
+        default: of transformers; a config made from a file states it, where it is ``stated``.
     """
 
     key: str
     allowed: tuple[Any, ...] | None
     default: Any
+    stated: bool = True
 
 
 SILU_RULE = ConfigRule("hidden_act", SILU, "silu")
@@ -134,6 +142,10 @@ class Architecture:
         scale_by_layers: blocks at which llama.cpp divides queries by the root of hidden / heads, not of the
             head's width; 0: the config has no such number (Gemma's ``query_pre_attn_scalar``).
         no_rope_interval: each n-th block has no rotary embedding; 0: all have it.
+        layer_types: the config's names of blocks with attention and of blocks with a state in its place;
+            none: every block has attention.
+        attention_free: no block has attention.
+        stated: further keys of a config that is made from a file.
     """
 
     family: str
@@ -161,6 +173,9 @@ class Architecture:
     window_needed: bool = False
     scale_by_layers: int = 0
     no_rope_interval: int = 0
+    layer_types: tuple[str, ...] = ()
+    attention_free: bool = False
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mixture(self) -> bool:
@@ -168,9 +183,19 @@ class Architecture:
         return any(count.size == "experts" for count in self.counts)
 
     @property
+    def maybe_mixture(self) -> bool:
+        """Whether it may have no experts."""
+        return any(count.size == "experts" and count.zero for count in self.counts)
+
+    @property
     def latent(self) -> bool:
         """Whether its attention has latent keys and values (MLA)."""
         return any(count.size == "kv_rank" for count in self.counts)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether blocks have a state space (Mamba 2)."""
+        return any(count.size == "ssm_heads" for count in self.counts)
 
     @property
     def activation(self) -> str:
@@ -178,6 +203,10 @@ class Architecture:
         return next(rule.key for rule in self.rules if rule.allowed in (SILU, GELU))
 
 
+AUTO_WIDTH = "block_auto_adjust_ff_dim"
+"""LFM2's key that says whether the width of an MLP follows from another one."""
+UNBOUNDED = 1 << 20
+"""Tokens of a file's context where the config has no number; llama.cpp's converter writes it too."""
 USUAL = {
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
@@ -199,7 +228,8 @@ class Sizes:
     Attributes:
         more: counts of :class:`ConfigCount` by name: ``experts``, ``expert_ff`` (neurons of an expert),
             ``shared_ff`` or ``shared`` (how many experts all tokens share), ``dense`` (leading blocks without
-            experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``.
+            experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``; of
+            a state space ``ssm_heads``, ``ssm_head`` (width of one), ``ssm_state``, ``ssm_groups``.
     """
 
     layers: int
@@ -223,9 +253,29 @@ class Sizes:
             return self.more["kv_rank"] + self.more["rope"]
         if name == "values":
             return self.heads * self.more["value"]
+        if name == "one":
+            return 1
+        if name == "conv_projected":
+            return 3 * self.hidden
+        if name.startswith("ssm_") and name not in self.more:
+            return self._of_state_space(name)
         if name == "shared_ff" and "shared" in self.more:
             return self.more["shared"] * self.more["expert_ff"]
         return self.more.get(name, 0) if name not in USUAL else int(getattr(self, name))
+
+    def _of_state_space(self, name: str) -> int:
+        """Widths that follow from others: of all heads, of a group, of what is convolved (x, B and C), and of
+        the projection into it (z, x, B, C and the time steps)."""
+        inner, both = (
+            self.of("ssm_heads") * self.of("ssm_head"),
+            2 * self.of("ssm_groups") * self.of("ssm_state"),
+        )
+        return {
+            "ssm_inner": inner,
+            "ssm_group": inner // self.of("ssm_groups"),
+            "ssm_convolved": inner + both,
+            "ssm_projected": 2 * inner + both + self.of("ssm_heads"),
+        }[name]
 
 
 @dataclass(frozen=True)
@@ -254,19 +304,17 @@ def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
     Raises:
         ModelError: one is missing or no whole number, or they do not fit together.
     """
-    hidden, heads = (
-        _positive_integer(config, architecture, "hidden"),
-        _positive_integer(config, architecture, "heads"),
-    )
+    hidden = _positive_integer(config, architecture, "hidden")
+    if architecture.attention_free:
+        return _without_attention(config, architecture, hidden)
+    heads = _positive_integer(config, architecture, "heads")
     measured = Sizes(
         layers=_positive_integer(config, architecture, "layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=_positive_integer(config, architecture, "kv_heads", heads),
         head=_positive_integer(config, architecture, "head", hidden // heads),
-        ff=_positive_integer(
-            config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None
-        ),
+        ff=_feed_forward(config, architecture, hidden),
         vocabulary=_positive_integer(config, architecture, "vocabulary"),
         context=_positive_integer(config, architecture, "context"),
         more=_counts(config, architecture),
@@ -275,6 +323,29 @@ def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
         measured = replace(measured, head=measured.of("nope") + measured.of("rope"))
     _check_sizes(measured, architecture)
     return measured
+
+
+def _feed_forward(config: Mapping[str, Any], architecture: Architecture, hidden: int) -> int:
+    """Neurons of an MLP; LFM2's config states three halves of them, in older files by another key."""
+    if AUTO_WIDTH not in architecture.stated:
+        return _positive_integer(
+            config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None
+        )
+    older = config.get("block_ff_dim")
+    width = _positive_integer({**config, "intermediate_size": older} if older else config, architecture, "ff")
+    if not config.get(AUTO_WIDTH, True):
+        return width
+    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
+    if factor is None:
+        return 2 * width // 3
+    return int(multiple * -(-int(factor * int(2 * width / 3)) // multiple))
+
+
+def _without_attention(config: Mapping[str, Any], architecture: Architecture, hidden: int) -> Sizes:
+    """Sizes of a model of states alone."""
+    layers, vocabulary = (_positive_integer(config, architecture, name) for name in ("layers", "vocabulary"))
+    more = _counts(config, architecture)
+    return Sizes(layers, hidden, 0, 0, 0, 0, vocabulary, UNBOUNDED, more)
 
 
 def _counts(config: Mapping[str, Any], architecture: Architecture) -> dict[str, int]:
@@ -290,7 +361,23 @@ def _counts(config: Mapping[str, Any], architecture: Architecture) -> dict[str, 
                 hint="GGUF has one such number for all blocks; check config.json",
             )
         counts[count.size] = value
+    if architecture.recurrent:
+        _check_state_space(config, architecture, counts)
     return counts
+
+
+def _check_state_space(
+    config: Mapping[str, Any], architecture: Architecture, counts: Mapping[str, int]
+) -> None:
+    """llama.cpp's state space is twice as wide as the model, in whole groups of heads."""
+    inner = counts["ssm_heads"] * counts["ssm_head"]
+    hidden = _positive_integer(config, architecture, "hidden")
+    if inner != 2 * hidden or counts["ssm_heads"] % counts["ssm_groups"]:
+        raise ModelError(
+            f"config of {architecture.family}: {counts['ssm_heads']} heads of {counts['ssm_head']} in "
+            f"{counts['ssm_groups']} groups, but llama.cpp needs whole groups, {2 * hidden} wide together",
+            hint="export to another format",
+        )
 
 
 def _positive_integer(
@@ -358,6 +445,28 @@ def _default_blocks(config: Mapping[str, Any], scope: str | int, layers: int) ->
         return [index >= first for index in range(layers)]
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or scope
     return usual_pattern(int(every), layers)
+
+
+def attends(config: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[bool, ...]:
+    """For each block, whether it has attention.
+
+    Raises:
+        ModelError: the config marks other blocks than there are, or all or none of them.
+    """
+    if not architecture.layer_types:
+        return (not architecture.attention_free,) * layers
+    marked, indices = config.get("layer_types"), config.get("full_attn_idxs")
+    if isinstance(marked, list):
+        marks = tuple(kind in ("attention", "full_attention") for kind in marked)
+    else:
+        marks = tuple(index in indices for index in range(layers)) if isinstance(indices, list) else ()
+    if len(marks) != layers or all(marks) or not any(marks):
+        raise ModelError(
+            f"config of {architecture.family}: layer_types is {marked!r}, but llama.cpp's "
+            f"{architecture.arch} needs one for each of {layers} blocks, some with attention, some without",
+            hint="export to another format",
+        )
+    return marks
 
 
 def usual_pattern(every: int, layers: int) -> list[bool]:

@@ -40,6 +40,8 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NEXTN = "nextn_predict_layers"
 """Blocks behind the last one, which predict further tokens; they count as blocks."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+COUNTS_FROM_0 = ("dense", "experts", "used")
+"""Numbers that are 0, and not null, in a config of a file that has none."""
 OPTIONAL = ("groups", "used_groups", "shared")
 """Numbers that a file may leave out where they are 1."""
 
@@ -109,9 +111,11 @@ def hf_config(
         "dtype": _dtype(tensors),
         **_numbers(keys, arch, measured),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **{rule.key: _ruled(rule) for rule in arch.rules if rule.allowed is not None},
+        **{rule.key: _ruled(rule) for rule in arch.rules if rule.allowed and rule.stated},
         **_biases(arch, tensors),
         **_extras(keys, arch),
+        **arch.stated,
+        **_layer_types(keys, arch),
         **_window(keys, arch, measured),
         **rope_config(keys.get, arch, measured, factors),
         **_tokens(metadata),
@@ -136,7 +140,7 @@ def _family(keys: ArchitectureMetadata) -> Architecture:
             f"attar cannot read GGUF's architecture {keys.arch!r}", hint=f"it can read {', '.join(names)}"
         )
     experts = keys.get("expert_count", 0) > 0
-    fitting = [family for family in known if family.mixture == experts]
+    fitting = [family for family in known if family.mixture == experts or family.maybe_mixture]
     if not fitting:
         raise ModelError(f"attar cannot read a {keys.arch} {'with' if experts else 'without'} experts")
     shared = keys.get("expert_shared_feed_forward_length", 0) > 0
@@ -161,10 +165,15 @@ def _family(keys: ArchitectureMetadata) -> Architecture:
 
 
 def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str, Any]) -> Sizes:
-    hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
+    hidden = keys.positive("embedding_length")
+    heads = 0 if arch.attention_free else keys.positive("attention.head_count")
     more = {count.size: _count(keys, count) for count in arch.counts}
-    kv_heads = heads if arch.latent else keys.positive("attention.head_count_kv", heads)
-    if arch.latent:
+    if arch.recurrent:
+        more["ssm_head"] = keys.positive("ssm.inner_size") // more["ssm_heads"]
+    kv_heads = heads if arch.latent or arch.attention_free else _kv_heads(keys, arch, heads)
+    if arch.attention_free:
+        head = 0
+    elif arch.latent:
         head = keys.positive("attention.key_length_mla")
         more["nope"] = head - more["rope"]
         _check_latent(keys, more)
@@ -185,11 +194,34 @@ def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str,
         heads=heads,
         kv_heads=kv_heads,
         head=head,
-        ff=keys.positive("feed_forward_length"),
+        ff=0 if arch.attention_free else keys.positive("feed_forward_length"),
         vocabulary=int(tensors["token_embd.weight"].shape[0]),
         context=keys.positive("context_length"),
         more=more,
     )
+
+
+def _kv_heads(keys: ArchitectureMetadata, arch: Architecture, heads: int) -> int:
+    """KV heads of blocks with attention; the others have 0."""
+    counts = keys.metadata.get(f"{keys.arch}.attention.head_count_kv")
+    if not arch.layer_types or not isinstance(counts, list):
+        return keys.positive("attention.head_count_kv", heads)
+    present = list(dict.fromkeys(count for count in counts if count != 0))
+    if len(present) != 1 or isinstance(present[0], bool) or not isinstance(present[0], int) or present[0] < 1:
+        raise CheckpointError(f"GGUF: {keys.arch}.attention.head_count_kv is {counts}", hint=DAMAGED)
+    return present[0]
+
+
+def _layer_types(keys: ArchitectureMetadata, arch: Architecture) -> dict[str, Any]:
+    """The blocks with attention, by their KV heads."""
+    counts = keys.metadata.get(f"{keys.arch}.attention.head_count_kv")
+    if not arch.layer_types:
+        return {}
+    if not isinstance(counts, list):
+        raise CheckpointError(
+            f"GGUF: {keys.arch}.attention.head_count_kv is {counts!r}, not a list", hint=DAMAGED
+        )
+    return {"layer_types": [arch.layer_types[0 if count else 1] for count in counts]}
 
 
 def _check_latent(keys: ArchitectureMetadata, more: Mapping[str, int]) -> None:
@@ -219,14 +251,15 @@ def _count(keys: ArchitectureMetadata, count: ConfigCount) -> int:
 
 def _numbers(keys: ArchitectureMetadata, arch: Architecture, measured: Sizes) -> dict[str, Any]:
     """Sizes and epsilon, under the family's keys."""
-    names = ["hidden", "layers", "heads", "ff", "vocabulary", "context"]
+    names = ["hidden", "layers", "vocabulary"]
+    names += [] if arch.attention_free else ["heads", "ff", "context"]
     names += ["kv_heads"] if arch.grouped else []
-    names += [] if arch.square or arch.latent else ["head"]
+    names += [] if arch.square or arch.latent or arch.attention_free else ["head"]
     kind = "layer_norm" if arch.layer_norm else "layer_norm_rms"
     epsilon = keys.get(f"attention.{kind}_epsilon", math.nan)
     config = {key_of(arch, name): getattr(measured, name) for name in names}
     for count in arch.counts:
-        config[count.keys[0]] = measured.of(count.size) or (0 if count.size == "dense" else None)
+        config[count.keys[0]] = measured.of(count.size) or (0 if count.size in COUNTS_FROM_0 else None)
     return config | {key_of(arch, "epsilon"): float(epsilon)}
 
 

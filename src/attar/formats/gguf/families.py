@@ -28,6 +28,7 @@ from attar.formats.gguf.modules import (
     plain_mlp,
     pre_norms,
 )
+from attar.formats.gguf.state_families import STATE_FAMILIES
 
 CAUSAL = ConfigRule("use_bidirectional_attention", (None, False), None)
 
@@ -362,7 +363,8 @@ ARCHITECTURES = {
     known.family: known
     for known in (
         LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
-        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, SEED_OSS, *EXPERT_FAMILIES,
+        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, SEED_OSS,
+        *EXPERT_FAMILIES, *STATE_FAMILIES,
     )
 }  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

@@ -16,6 +16,7 @@ from attar.formats.gguf.architecture import (
     Architecture,
     Sizes,
     SlidingWindow,
+    attends,
     number,
     sizes,
     usual_pattern,
@@ -44,6 +45,9 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "general.size_label": size_label(count),
     }
     keys = _dimensions(arch, measured, float(number(config, arch, "epsilon")))
+    if arch.layer_types:
+        marks = attends(config, arch, measured.layers)
+        keys["attention.head_count_kv"] = [measured.kv_heads if mark else 0 for mark in marks]
     rope = read_rope(config, arch, measured)
     if rope:
         keys |= rope_metadata(rope, arch, measured.context)
@@ -68,13 +72,17 @@ def _dimensions(arch: Architecture, measured: Sizes, epsilon: float) -> dict[str
         "attention.value_length": measured.head,
         "vocab_size": measured.vocabulary,
     }
+    if arch.attention_free:
+        keys = {key: value for key, value in keys.items() if value or not key.startswith("attention.")}
+        keys["attention.head_count"] = 0
     name = "attention.layer_norm_epsilon" if arch.layer_norm else "attention.layer_norm_rms_epsilon"
     keys |= {
         count.gguf: measured.of(count.size)
         for count in arch.counts
         if count.gguf and (measured.of(count.size) or count.zero)
     }
-    return keys | {name: epsilon} | (_latent_dimensions(measured) if arch.latent else {})
+    inner = {"ssm.inner_size": measured.of("ssm_inner")} if arch.recurrent else {}
+    return keys | {name: epsilon} | inner | (_latent_dimensions(measured) if arch.latent else {})
 
 
 def _latent_dimensions(measured: Sizes) -> dict[str, Any]:

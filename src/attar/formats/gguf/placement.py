@@ -1,6 +1,6 @@
 """One tensor of a GGUF file, or one of the experts that it stacks, and its place in the checkpoint.
 
-A tensor changes in five steps, in this order, which :meth:`Placement.undo` reverses:
+A tensor changes in six steps, in this order, which :meth:`Placement.undo` reverses:
 
 1. Where the checkpoint stores several tensors of the file in one (experts stacked, gate and up side by side,
    keys and values of MLA), its part is taken: :class:`StoredPart`.
@@ -12,6 +12,8 @@ A tensor changes in five steps, in this order, which :meth:`Placement.undo` reve
 4. Anything but matrices (norms, biases, routers, position embeddings) becomes float32.
 5. Gemma's norms gain 1, because llama.cpp multiplies by the weight where transformers multiplies by 1 +
    weight.
+6. Where the file has the numbers in another shape (convolutions, heads of a state space), they get it; A_log
+   of Mamba becomes -exp(A_log).
 
 Steps 1 to 4 lose nothing. Step 5 rounds to float32: a bfloat16 weight above 2^-15 or a float16 one above
 2^-12 is restored bit for bit when ``undo`` is given its type, a float32 one within the rounding of the sum.
@@ -48,6 +50,8 @@ class Placement:
         plus: added to every value.
         matrix: a weight that may be quantized; anything else is kept in float32.
         value: float32, where ``stored`` is None.
+        form: the stored shape, where the file has the same numbers in another one.
+        negative_exp: the file has -exp of the stored numbers.
         part: the part of the stored tensor; None: all.
         expert: its number; None: it is a whole tensor of the file.
         experts: how many the file's tensor stacks; 0: it is no stack.
@@ -62,6 +66,8 @@ class Placement:
     plus: float = 0.0
     matrix: bool = True
     value: Tensor | None = None
+    form: tuple[int, ...] = ()
+    negative_exp: bool = False
     part: StoredPart | None = None
     expert: int | None = None
     experts: int = 0
@@ -82,6 +88,8 @@ class Placement:
         """The shape that the checkpoint's tensor must have."""
         if self.part is not None:
             return self.part.shape
+        if self.form:
+            return self.form
         return tuple(reversed(self.shape)) if self.transposed else self.shape
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -92,6 +100,8 @@ class Placement:
             placed = placed.index_select(0, self.rows)
         if not self.matrix:
             placed = placed.float()
+        placed = -placed.exp() if self.negative_exp else placed
+        placed = placed.reshape(self.shape) if self.form else placed
         return (placed + self.plus if self.plus else placed).contiguous()
 
     def undo(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -102,6 +112,8 @@ class Placement:
             dtype: of the result; None: as ``tensor``.
         """
         restored = tensor - self.plus if self.plus else tensor
+        restored = restored.reshape(self.form) if self.form else restored
+        restored = (-restored).log() if self.negative_exp else restored
         if self.rows is not None:
             restored = restored.index_select(0, torch.argsort(self.rows))
         if self.transposed:

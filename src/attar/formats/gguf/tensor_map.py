@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, nearest
-from attar.formats.gguf.architecture import Architecture, ModuleMapping, Sizes, number, sizes, window
+from attar.formats.gguf.architecture import (
+    Architecture,
+    ModuleMapping,
+    Sizes,
+    attends,
+    number,
+    sizes,
+    window,
+)
 from attar.formats.gguf.families import ARCHITECTURES
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.rope import read_rope, rope_tensors
@@ -74,6 +82,7 @@ def _check(config: Mapping[str, Any], arch: Architecture) -> None:
     measured = sizes(config, arch)
     _check_scale(config, arch, measured)
     _check_no_rope(config, arch, measured.layers)
+    attends(config, arch, measured.layers)
     if arch.latent and measured.of("q_rank") and measured.layers in UNRANKED:
         raise ModelError(
             f"config of {arch.family}: llama.cpp takes one of {measured.layers} blocks for a model without "
@@ -198,11 +207,13 @@ def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
         for name, value in (rope_tensors(rope) if rope else {}).items()
     ]
     outer = [*arch.outer, *_head(config, arch)]
+    marks = attends(config, arch, measured.layers)
     blocks = [
         _in_block(module, index)
         for index in range(measured.layers)
         for module in arch.blocks
         if _present(module, index, config, measured)
+        and (not module.mixer or (module.mixer == "attention") == marks[index])
     ]
     outside, inside = (
         [placement for module in modules for placement in _tensors(config, arch, measured, module, rows)]
@@ -242,7 +253,9 @@ def _head(config: Mapping[str, Any], arch: Architecture) -> list[ModuleMapping]:
 
 
 def _tied(config: Mapping[str, Any], arch: Architecture) -> bool:
-    return bool(config.get("tie_word_embeddings", arch.defaults.get("tie_word_embeddings", False)))
+    keys = ("tie_embedding", "tie_word_embeddings")  # the first is LFM2's
+    default = arch.defaults.get("tie_word_embeddings", False)
+    return bool(next((config[key] for key in keys if key in config), default))
 
 
 def _tensors(
@@ -263,6 +276,8 @@ def _tensors(
         rows=rows.get(module.order),
         plus=module.plus,
         matrix=module.matrix,
+        form=tuple(measured.of(size) for size in module.form),
+        negative_exp=module.negative_exp,
     )
     if module.experts:
         count = measured.of("experts")

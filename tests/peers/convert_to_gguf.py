@@ -1,8 +1,9 @@
-"""Runs llama.cpp's ``convert_hf_to_gguf.py`` on a draft head.
+"""Runs llama.cpp's ``convert_hf_to_gguf.py`` on a model or a draft head.
 
-    python convert_head_to_gguf.py LLAMA_CPP FOLDER --target-model-dir TARGET --outfile FILE
+    python convert_to_gguf.py LLAMA_CPP FOLDER [--target-model-dir TARGET] --outfile FILE
 
-The tokenizer of attar:tiny is of no family that it knows: any pre-tokenizer is taken for GPT-2's.
+Tokenizers of attar:tiny and of tiny models are of no family that it knows: any pre-tokenizer is taken for
+GPT-2's.
 """
 
 import runpy

@@ -1,0 +1,63 @@
+"""Exports to GGUF beside llama.cpp's own converter (convert_to_gguf.py): the same tensors, bit for bit, and
+the same metadata of the architecture.
+
+Needs the source of llama.cpp, ``$ATTAR_PEERS/llama-server`` (benchmarks/peers/environments.py), and no build.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
+from attar.formats.gguf.container import read_gguf
+from tests import tiny_models
+from tests.formats.gguf.variants import VARIANTS, build
+
+HOME = Path(os.environ.get("ATTAR_PEERS", "/nowhere")) / "llama-server"
+SOURCES = sorted(HOME.glob("llama_cpp_python-*/vendor/llama.cpp"))
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not SOURCES, reason="no source of llama.cpp under $ATTAR_PEERS/llama-server"),
+]
+FAMILIES = ("lfm2", "lfm2_moe", "mamba2", "granitemoehybrid")
+OTHER = {  # keys that attar means otherwise: the config's own context; what llama.cpp does not read
+    "granitehybrid.context_length",
+    "granitehybrid.rope.dimension_count",
+    "granitehybrid.rope.freq_base",
+}
+
+
+def convert(folder, file):
+    """The file that llama.cpp's converter makes of a folder."""
+    script = Path(__file__).with_name("convert_to_gguf.py")
+    command = [sys.executable, str(script), str(SOURCES[0]), str(folder), "--outfile", str(file)]
+    done = subprocess.run(
+        [*command, "--outtype", "f32"], capture_output=True, text=True, check=False, cwd=file.parent
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_gguf(file)
+
+
+@pytest.mark.parametrize("variant", [name for name, (family, _) in VARIANTS.items() if family in FAMILIES])
+def test_file_is_the_converters(tmp_path, variant):
+    folder = tiny_models.save(build(variant), tmp_path / "model")
+    if VARIANTS[variant][0] == "granitemoehybrid":  # as its published config names them
+        path = folder / "config.json"
+        text = path.read_text().replace('"linear_attention"', '"mamba"')
+        path.write_text(text.replace('"full_attention"', '"attention"'))
+    export(folder, tmp_path / "own.gguf", ExportSettings(format="gguf", type="F32"))
+    own, theirs = read_gguf(tmp_path / "own.gguf"), convert(folder, tmp_path / "theirs.gguf")
+    assert own.tensors.keys() == theirs.tensors.keys()
+    for name in theirs.tensors:
+        first, second = own.load(name), theirs.load(name)
+        assert first.dtype == second.dtype and torch.equal(first, second), name
+    prefix = f"{theirs.metadata['general.architecture']}."
+    for key, value in theirs.metadata.items():
+        if key.startswith(prefix) and key not in OTHER:
+            assert own.metadata[key] == value, key
