@@ -70,7 +70,7 @@ class EngineSettings(SchedulingSettings):
                          choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
     device: str = _option("cpu", "cpu, cuda or cuda:0")
     kv_dtype: str = _option(
-        "auto", "format of keys and values: float32, bfloat16, float16, int8, fp8, kivi4, kivi2"
+        "auto", "format of keys and values: float32, bfloat16, float16, int8, fp8, int4, kivi4, kivi2"
     )
     kv_tokens: int | None = _option(
         None,

@@ -34,10 +34,10 @@ METHODS = {
     "h2o": H2O(heavy=40, recent=32, slack=4),
     "snapkv": SnapKV(capacity=60, window=8),
 }
-FORMATS = {"dense": "float32", "int8": "int8", "fp8": "fp8", "kivi": "kivi4"}
+FORMATS = {"dense": "float32", "int8": "int8", "fp8": "fp8", "int4": "int4", "kivi": "kivi4"}
 # What these keep depends on how the tokens came (SnapKV's after a preemption: what was generated votes too);
 # in codes of a byte a last digit may fall on the other side. Logits of other tokens are off by 1.4.
-BOUNDS = {"int8": 0.01, "fp8": 0.04, "kivi": 0.25, "h2o": 0.25, "snapkv": 0.5, "reread": 0.5}
+BOUNDS = {"int8": 0.01, "fp8": 0.04, "int4": 0.25, "kivi": 0.25, "h2o": 0.25, "snapkv": 0.5, "reread": 0.5}
 
 
 def scenarios():

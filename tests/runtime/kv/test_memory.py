@@ -54,7 +54,7 @@ def test_latents_are_stored_once():
     a layer, where keys and values of 128 heads would be 40,960."""
     layers = layer_shapes(DEEPSEEK_V3)
     assert block_bytes(layers, "bfloat16", 1) == 61 * 2 * 576 == 70_272
-    assert formats_of(layers) == ("float32", "bfloat16", "float16", "int8", "fp8")
+    assert formats_of(layers) == ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
     assert describe_layers(layers) == "61 layers, 1 latents of 576: 70,272 bytes a token in bfloat16"
     for name in formats_of(layers):
         store = make_store(name, PoolGeometry(3, 5, 32, 1, 48, latent=32), torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_windows_save_blocks_only_where_every_layer_has_one():
 def test_what_is_not_known_is_refused_by_name():
     with pytest.raises(SettingsError, match="did you mean kivi4"):
         cache_bytes(layer_shapes(LLAMA_2_7B), "kivi_4", 10)
-    with pytest.raises(SettingsError, match=r"one of float32, .*fp8 for latents"):
+    with pytest.raises(SettingsError, match=r"one of float32, .*int4 for latents"):
         cache_bytes(layer_shapes(DEEPSEEK_V3), "kivi4", 10)
     with pytest.raises(ModelError, match="no qk_rope_head_dim"):
         layer_shapes({**LLAMA_2_7B, "kv_lora_rank": 512})

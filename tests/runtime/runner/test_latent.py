@@ -87,7 +87,9 @@ def test_logits_of_every_family(family):
     torch.testing.assert_close(actual, tiny_models.logits(plain, ids)[0], atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.03), ("fp8", 0.08)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.03), ("fp8", 0.08), ("int4", 0.3)]
+)
 def test_other_stores(kv_dtype, bound):
     """Of a dense model: no router turns where rounding moves its scores."""
     plain = build("MiniCPM3")

@@ -89,7 +89,7 @@ def test_a_tree_sees_its_ancestors_only(family):
         torch.testing.assert_close(logits[chain], want, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8", "kivi4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8", "int4", "kivi4"])
 def test_the_accepted_path_of_a_tree_moves_together(kv_dtype):
     """What follows is what follows the chain."""
     plain = tiny_models.build("llama3")

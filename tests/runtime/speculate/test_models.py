@@ -89,11 +89,12 @@ def test_families(family: str) -> None:
     [
         {"kv_dtype": "int8"},
         {"kv_dtype": "fp8"},
+        {"kv_dtype": "int4"},
         {"kv_dtype": "kivi4", "block_size": 32, "blocks": 32},
         {"eviction": Streaming(sinks=2, window=9)},
         {"eviction": SnapKV(capacity=8, window=4)},
     ],
-    ids=["int8", "fp8", "kivi4", "streaming", "snapkv"],
+    ids=["int8", "fp8", "int4", "kivi4", "streaming", "snapkv"],
 )
 @pytest.mark.parametrize("chains", [True, False])
 def test_stores_and_eviction(options, chains: bool) -> None:

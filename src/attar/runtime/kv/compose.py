@@ -11,7 +11,7 @@ from itertools import combinations
 
 from attar.errors import SettingsError
 
-STORES = ("dense", "int8", "fp8", "kivi")
+STORES = ("dense", "int8", "fp8", "int4", "kivi")
 EVICTIONS = ("reread", "streaming", "h2o", "snapkv")
 SCHEDULING = (
     *("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree"),
@@ -62,7 +62,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "learned_positions",
     ): "positions are reassigned by rotating queries, which learned positions do not allow",
     **{(feature, "hidden_states"): _STATES for feature in EVICTIONS},
-    **{(feature, "compiled"): _COMPILED for feature in ("fp8", "kivi", *EVICTIONS)},
+    **{(feature, "compiled"): _COMPILED for feature in ("fp8", "int4", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
     ("modules", "compiled"): "one runner owns the pool",

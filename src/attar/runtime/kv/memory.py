@@ -7,6 +7,7 @@ successors) keeps one latent and one rotated key of a token, B (rank + rope) num
 come from ``kv/store``:
 
     int8, fp8    one float32 scale for each token and head
+    int4         scale and minimum in float16 for each token and head
     kivi         scale and minimum in float16: keys for each channel and 32 tokens, values for each token and
                  32 channels; and the block that a sequence is filling, in float32 (the residual)
 
@@ -52,6 +53,7 @@ KV_FORMATS = {
     "float16": KVFormat(16),
     "int8": KVFormat(8, scale_bytes=4),
     "fp8": KVFormat(8, scale_bytes=4),
+    "int4": KVFormat(4, scale_bytes=4),
     "kivi4": KVFormat(4, pair_bytes=4),
     "kivi2": KVFormat(2, pair_bytes=4),
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,11 @@ from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store import PoolGeometry
+from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.evicted_attention import HeadShares, SharedPass, StreamingPass, pack_heads
 from attar.runtime.runner.hidden_states import HiddenWriter
+from attar.runtime.runner.key_means import calibration_step, mean_key
 from attar.runtime.runner.lora import LoraRows
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
@@ -77,6 +81,8 @@ class Modules:
         self._shares: dict[int, HeadShares] = {}  # of packed sequences, where heads keep different numbers
         self._hidden: HiddenWriter | None = None
         self.lora = LoraRows(model)
+        if isinstance(self.pool.store, RotatedStore):
+            self.pool.store.shift = self._key_means(shape)
 
     @property
     def block_size(self) -> int:
@@ -197,6 +203,16 @@ class Modules:
         if self._observer is not None:
             self._observer.forget(sequence)
         self._shares.pop(sequence, None)
+
+    def _key_means(self, shape: ModelShape) -> Tensor:
+        """The mean key of each layer and head, float32 (layers, kv_heads, head_dim), of fixed tokens."""
+        plain = copy(self)  # the same model, and no eviction
+        plain.eviction = plain._observer = None
+        step = calibration_step(self.vocabulary, shape.context, self.block_size, windowed=any(shape.windows))
+        geometry = replace(self.pool.geometry, blocks=step.spans[-1].blocks[-1] + 1)
+        plain.pool = KVPool(geometry, "float32", dtype=self.pool.dtype, device=self.pool.device)
+        plain.run(step)
+        return torch.stack([mean_key(plain.pool, layer, step.spans) for layer in self._layers])
 
     def _attention_pass(self, step: StepInput) -> AttentionPass:
         if isinstance(self.eviction, Streaming):

@@ -12,6 +12,7 @@ import torch
 from attar.errors import SettingsError, nearest
 from attar.runtime.kv.store.kivi import KIVIStore
 from attar.runtime.kv.store.planes import DenseStore, PoolGeometry, Store
+from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.kv.store.scaled import ScaledStore
 
 STORES: dict[str, Callable[[PoolGeometry, torch.device], Store]] = {
@@ -20,6 +21,7 @@ STORES: dict[str, Callable[[PoolGeometry, torch.device], Store]] = {
     "float16": lambda geometry, device: DenseStore(geometry, torch.float16, device),
     "int8": lambda geometry, device: ScaledStore(geometry, torch.int8, device),
     "fp8": lambda geometry, device: ScaledStore(geometry, torch.float8_e4m3fn, device),
+    "int4": RotatedStore,
     "kivi4": lambda geometry, device: KIVIStore(geometry, 4, device),
     "kivi2": lambda geometry, device: KIVIStore(geometry, 2, device),
 }

@@ -1,0 +1,50 @@
+"""The mean key of each layer and head over fixed tokens: what ``kv_dtype="int4"`` subtracts from keys.
+
+The tokens are the same for every request, process and runner, so that seeded text does not depend on what a
+server answered before. They are spread over the vocabulary, and over POSITIONS, because the rotary embedding
+turns the mean of a head's keys from one position to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attar.runtime.kv.blocks import blocks_for
+from attar.runtime.kv.pool import KVPool
+from attar.runtime.step import StepInput, TokenSpan
+
+TOKENS = 256
+SEQUENCES = 8  # of as many tokens each
+POSITIONS = 2048
+STRIDE = 7919  # prime: between neighbours, modulo the vocabulary
+
+
+def calibration_step(
+    vocabulary: int, context: int | None, block_size: int, *, windowed: bool = False
+) -> StepInput:
+    """Fixed tokens in the first blocks of an empty pool; no logits are wanted.
+
+    Args:
+        windowed: a layer has a sliding window, so that entries are positions: one sequence from position 0.
+    """
+    last = min(POSITIONS, context or POSITIONS)
+    sequences = 1 if windowed or last < TOKENS else SEQUENCES
+    count = min(TOKENS, last) // sequences
+    tokens = [(13 + STRIDE * index) % vocabulary for index in range(sequences * count)]
+    held = blocks_for(count, block_size)
+    spans = []
+    for index in range(sequences):
+        start = index * (last - count) // max(sequences - 1, 1)
+        blocks = tuple(range(index * held, (index + 1) * held))
+        spans.append(TokenSpan(index, start, start + count, blocks, kept=0 if start else None))
+    return StepInput(tokens, tuple(spans))
+
+
+def mean_key(pool: KVPool, layer: int, spans: Sequence[TokenSpan]) -> Tensor:
+    """float32 (kv_heads, head_dim): of a layer, without the first token of each sequence, whose key is unlike
+    all others; of that one where there is no other."""
+    keys = [pool.gather(layer, span.blocks, span.count, min(1, span.count - 1))[0].float() for span in spans]
+    return torch.cat(keys).mean(0)
