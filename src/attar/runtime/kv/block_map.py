@@ -25,7 +25,7 @@ from attar.runtime.kv.block_manager import BlockManager
 STATES = ("free", "cached", "owned", "shared")
 LETTERS = "fcosfCOS"  # of a state, then of the same quantized; a free block holds nothing
 MAX_CELLS = 1024
-QUANTIZED = ("int8", "fp8", "kivi")  # formats of the pool
+QUANTIZED = ("int8", "fp8", "int4", "kivi")  # formats of the pool
 
 
 @dataclass(frozen=True)

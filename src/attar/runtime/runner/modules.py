@@ -212,7 +212,8 @@ class Modules:
         geometry = replace(self.pool.geometry, blocks=step.spans[-1].blocks[-1] + 1)
         plain.pool = KVPool(geometry, "float32", dtype=self.pool.dtype, device=self.pool.device)
         plain.run(step)
-        return torch.stack([mean_key(plain.pool, layer, step.spans) for layer in self._layers])
+        means = torch.stack([mean_key(plain.pool, layer, step.spans) for layer in self._layers])
+        return means.where(means.isfinite(), 0.0)
 
     def _attention_pass(self, step: StepInput) -> AttentionPass:
         if isinstance(self.eviction, Streaming):
