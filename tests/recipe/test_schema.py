@@ -49,7 +49,7 @@ def test_a_recipe() -> None:
     assert recipe.stages[4].where == "recipe:10"
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_the_recipes_that_are_given_are_read(path: Path) -> None:
     recipe = load_recipe(path, ["data=whole:texts.tsv"])
     heads = any(getattr(entry.settings, "head", "none") != "none" for entry in recipe.stages)
@@ -127,7 +127,7 @@ stages:
         TEXT,
         STAGES_OF_ALL_KINDS,
         "{model: a, evaluate: false, stages: [{stage: prune}]}",
-        *(path.read_text() for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))),
+        *(path.read_text() for path in sorted(RECIPES.rglob("*.yaml"))),
     ],
 )
 def test_the_written_recipe_reads_back_without_its_defaults(text: str) -> None:
