@@ -20,7 +20,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256}  # groups of 128
 TINY = {
     "dense": ("smollm", WIDE),
     "mixture": ("qwen3_moe", {"hidden_size": 128, "moe_intermediate_size": 128}),
-    "encoder": ("bert", WIDE),
+    "encoder": ("bert", {**WIDE, "vocab_size": tiny_models.VOCABULARY + 2}),
     "hybrid": ("granitemoehybrid", {}),
 }
 
