@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
+LINK = re.compile(r"(?<=\]\()([\w./-]+)(?=[)#])")  # relative ones
 REMOTE = re.compile(
     r"https://unpkg\.com/[\w./@-]+"
 )  # of the theme: for diagrams, and browsers of before 2020
@@ -48,27 +48,36 @@ def anchor(title: str, separator: str) -> str:
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds what is not in docs/: linked files of the repository, the notebooks, the reference."""
     made: dict[str, str] = {"reference.md": site_reference.page()}
-    for page in list(files.documentation_pages()):
-        text = page.content_string
-        if page.src_uri.startswith("tutorials/") and page.name != "index":
-            made[page.src_uri.replace(".md", ".ipynb")] = notebook.of_page(text)
-        for target in LINK.findall(text):
-            path = outside(page.src_uri, target)
-            if path and (ROOT / path).is_file():
+    for page in files.documentation_pages():
+        if is_tutorial(page.src_uri):
+            made[page.src_uri.replace(".md", ".ipynb")] = notebook.of_page(page.content_string)
+    waiting = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    while waiting:
+        source = waiting.pop()
+        for target in LINK.findall((ROOT / source).read_text()) if source.endswith(".md") else ():
+            path = leads_to(source, target)
+            if not path.startswith("docs/") and in_site(path) not in made and (ROOT / path).is_file():
                 made[in_site(path)] = as_page(path)
+                waiting.append(path)
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
-def outside(page: str, target: str) -> str | None:
-    """The path in the repository that a page's link leads to, ``None`` for one inside docs/."""
-    path = normpath(f"docs/{PurePosixPath(page).parent}/{target}")
-    return None if path.startswith("docs/") else path
+def is_tutorial(uri: str) -> bool:
+    """Whether a page is a tutorial, of which there is a notebook."""
+    return uri.startswith("tutorials/") and not uri.endswith("/index.md")
+
+
+def leads_to(source: str, target: str) -> str:
+    """The path in the repository that a link of one of its files leads to."""
+    return normpath(f"{PurePosixPath(source).parent}/{target}")
 
 
 def in_site(path: str) -> str:
     """The page of a repository's file."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
 
 
@@ -81,18 +90,17 @@ def as_page(path: str) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links to files outside docs/ lead to their pages in the site; a tutorial links to its notebook."""
+    """Links to files lead to their pages in the site; a tutorial links to its notebook."""
     uri = page.file.src_uri
+    source = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
+    if uri == "reference.md" or (source != f"docs/{uri}" and not (ROOT / source).is_file()):
+        return markdown  # made here: the reference, or code
     folder = str(PurePosixPath(uri).parent)
-
-    def mend(match: re.Match[str]) -> str:
-        path = outside(uri, match[1])
-        return relpath(in_site(path), folder) if path else match[1]
-
-    if uri.startswith("tutorials/") and page.file.name != "index":
-        title, _, text = markdown.partition("\n")
+    markdown = LINK.sub(lambda link: relpath(in_site(leads_to(source, link[1])), folder), markdown)
+    if is_tutorial(uri):
+        title, _newline, text = markdown.partition("\n")
         markdown = f"{title}\n\n[This page as a notebook]({page.file.name}.ipynb)\n{text}"
-    return LINK.sub(mend, markdown)
+    return markdown
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
