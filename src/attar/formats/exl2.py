@@ -34,7 +34,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.formats.coded import WeightLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.packed_reader import PackedReader, check_codes, check_scales
+from attar.formats.packed_reader import SingleLayoutReader, check_scales
 
 METHOD = "exl2"
 VERSION = "0.3.2"  # of ExLlamaV2, whose layout this is
@@ -218,45 +218,32 @@ def quantization_config(
     return {**config, "rows": dict(rows)} if rows else config
 
 
-class EXL2Reader(PackedReader):
+class EXL2Reader(SingleLayoutReader):
     """Reads an EXL2 checkpoint tensor by tensor.
 
     Attributes:
         rows: N of Linears where the config states it.
     """
 
+    leaves = LEAVES
+
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
         config = checkpoint.config.get("quantization_config") or {}
         self.rows: Mapping[str, int] = config.get("rows") or {}
 
-    def is_coded(self, name: str) -> bool:
-        return name.endswith(f".{WEIGHT}")
-
-    def is_auxiliary(self, name: str) -> bool:
-        return name.rpartition(".")[2] in LEAVES[1:]
-
     def weight_header(self, name: str) -> tuple[str, str, tuple[int, int]]:
         base = name.rpartition(".")[0]
         return f"{base}.weight", "F16", (self._outputs(base), self.stored(f"{base}.{ORDER}").shape[0])
 
-    def weight(self, name: str) -> Tensor:
-        base = name.rpartition(".")[0]
+    def decoded(self, base: str) -> Tensor:
         tensors = {leaf: self.checkpoint.load(self.stored(f"{base}.{leaf}").name) for leaf in LEAVES}
-        try:
-            return decode(tensors, self._outputs(base))
-        except (ValueError, RuntimeError) as error:
-            raise self.unfit(base, error) from error
+        return decode(tensors, self._outputs(base))
 
-    def codes(self, name: str) -> None:
-        """None: no other layout has groups of several bits."""
-
-    def check(self, name: str) -> None:
-        if self.is_coded(name):
-            base = name.rpartition(".")[0]
-            scales = self.checkpoint.load(f"{base}.{LARGEST}").float()
-            check_scales(f"{base}.{LARGEST}", [scales])
-            check_codes(base, self.checkpoint.load(name), scales)
+    def scales(self, base: str) -> Tensor:
+        largest: Tensor = self.checkpoint.load(f"{base}.{LARGEST}").float()
+        check_scales(f"{base}.{LARGEST}", [largest])
+        return largest
 
     def _outputs(self, base: str) -> int:
         """N of a weight: from the config, a bias or the vocabulary, else all stored outputs."""

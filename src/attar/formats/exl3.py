@@ -33,7 +33,7 @@ from torch import Tensor
 from attar.checkpoint.tensors import TORCH, tensor_bytes
 from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import WeightLayout
-from attar.formats.packed_reader import PackedReader, check_codes
+from attar.formats.packed_reader import SingleLayoutReader
 
 METHOD = "exl3"
 VERSION = "1.6.5"  # of ExLlamaV3, whose layout this is
@@ -270,12 +270,14 @@ def model_widths(config: Mapping[str, Any], leaf: str) -> tuple[list[int], list[
     return tuple([w for n in names for w in named[n] if w] for names in (outputs, inputs))  # type: ignore[return-value]
 
 
-class EXL3Reader(PackedReader):
+class EXL3Reader(SingleLayoutReader):
     """Reads an EXL3 checkpoint tensor by tensor.
 
     Raises:
         CheckpointError: the config names an unknown codebook.
     """
+
+    leaves = LEAVES
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
@@ -285,12 +287,6 @@ class EXL3Reader(PackedReader):
                 f"{checkpoint.path}: EXL3 with the codebook {stated!r}, which attar cannot read",
                 hint=f"codebook in config.json: attar reads {', '.join(CODEBOOKS)}",
             )
-
-    def is_coded(self, name: str) -> bool:
-        return name.endswith(f".{TRELLIS}")
-
-    def is_auxiliary(self, name: str) -> bool:
-        return name.rpartition(".")[2] in LEAVES[1:]
 
     def weight_header(self, name: str) -> tuple[str, str, tuple[int, int]]:
         base = name.rpartition(".")[0]
@@ -308,25 +304,15 @@ class EXL3Reader(PackedReader):
         tensor, rows = super().decode(name), self._bias_rows(name)
         return tensor if tensor is None or rows is None else tensor[:rows].contiguous()
 
-    def weight(self, name: str) -> Tensor:
-        base = name.rpartition(".")[0]
+    def decoded(self, base: str) -> Tensor:
+        return decode(self.load_present(f"{base}.", LEAVES), self._shape(base))
+
+    def scales(self, base: str) -> Tensor:
         tensors = self.load_present(f"{base}.", LEAVES)
-        shape = self._shape(base)
-        try:
-            return decode(tensors, shape)
-        except (ValueError, RuntimeError) as error:
-            raise self.unfit(base, error) from error
-
-    def codes(self, name: str) -> None:
-        """None: no other layout has a trellis."""
-
-    def check(self, name: str) -> None:
-        if self.is_coded(name):
-            base = name.rpartition(".")[0]
-            scales = [_scales(self.load_present(f"{base}.", LEAVES), leaf) for leaf in (INPUTS, OUTPUTS)]
-            if not all(torch.isfinite(scale).all() for scale in scales):
-                raise NumericsError(f"{base} holds infinite scales", hint="quantize the model again")
-            check_codes(base, self.checkpoint.load(name), scales[1])
+        scales = [_scales(tensors, leaf) for leaf in (INPUTS, OUTPUTS)]
+        if not all(torch.isfinite(scale).all() for scale in scales):
+            raise NumericsError(f"{base} holds infinite scales", hint="quantize the model again")
+        return scales[1]
 
     def _bias_rows(self, name: str) -> int | None:
         """N where a tensor is the bias of a coded weight."""

@@ -127,6 +127,46 @@ class PackedReader(ABC):
         )
 
 
+class SingleLayoutReader(PackedReader):
+    """Reads a layout whose codes no other layout holds.
+
+    Attributes:
+        leaves: last parts of the names of a weight's tensors, that of its codes first.
+    """
+
+    leaves: tuple[str, ...]
+
+    @abstractmethod
+    def decoded(self, base: str) -> Tensor:
+        """A weight (N, K) by its name without the last part; ValueError or RuntimeError where its tensors do
+        not fit together."""
+
+    @abstractmethod
+    def scales(self, base: str) -> Tensor:
+        """The scales of a weight's codes, float32. Raises NumericsError where scales cannot be right."""
+
+    def is_coded(self, name: str) -> bool:
+        return name.endswith(f".{self.leaves[0]}")
+
+    def is_auxiliary(self, name: str) -> bool:
+        return name.rpartition(".")[2] in self.leaves[1:]
+
+    def weight(self, name: str) -> Tensor:
+        base = name.rpartition(".")[0]
+        try:
+            return self.decoded(base)
+        except (ValueError, RuntimeError) as error:
+            raise self.unfit(base, error) from error
+
+    def codes(self, name: str) -> None:
+        """None."""
+
+    def check(self, name: str) -> None:
+        if self.is_coded(name):
+            base = name.rpartition(".")[0]
+            check_codes(base, self.checkpoint.load(name), self.scales(base))
+
+
 def weight_dtype(checkpoint: Any) -> torch.dtype:
     """The number type of a checkpoint's dense weights, for layouts that do not state it.
 
