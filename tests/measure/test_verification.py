@@ -10,12 +10,15 @@ from attar import verbs
 from attar.checkpoint import open_checkpoint, remote
 from attar.checkpoint.card import Card
 from attar.cli.main import call
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
 from attar.errors import NumericsError
 from attar.measure.settings import VerifySettings
-from attar.measure.verification import verify
+from attar.measure.verification import _misstated, verify
+from attar.models.loading.fit import admit
 from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
-from tests import tiny_models
+from tests import tiny_models, tiny_mtp
 
 SETTINGS = VerifySettings(tokens=128)
 
@@ -69,6 +72,35 @@ def test_what_engines_and_users_would_meet_is_named(pair, copy):
     )
     assert "is above 1e-09 (--max-kl)" in verified.faults[3]
     assert verified.verdict.startswith("not fit: config.json: ignore lacks lm_head")
+
+
+DENSE = {  # format, scheme, and how its config names the dense projection
+    "gptq": ("W4A16", "dynamic", {}),
+    "modelopt": ("NVFP4A16", "ignore", []),
+}
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_dense_matrices_that_other_engines_take_as_quantized_are_named(layout, tmp_path):
+    scheme, field, none = DENSE[layout]
+    dense = tiny_mtp.save("qwen2", tmp_path / "dense", dtype=torch.bfloat16, intermediate_size=128)
+    options = {"ignore": ("re:down_proj", "re:mtp"), "method": "rtn", "check_tokens": 0}
+    group_size = 32 if scheme == "W4A16" else -1
+    quantize(dense, tmp_path / "w4", quantize_settings(scheme=scheme, group_size=group_size, **options))
+    folder = export(tmp_path / "w4", tmp_path / layout, ExportSettings(format=layout)).path
+    assert list(_misstated(admit(folder))) == []
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    head = [name for name in quantization[field] if "mtp" in name]
+    kept = type(none)(head) if layout == "modelopt" else {name: {} for name in head}
+    change(folder / "config.json", quantization_config={**quantization, field: kept})
+    first = "model.layers.0.mlp.down_proj"
+    count = admit(folder).config["num_hidden_layers"]
+    assert list(_misstated(admit(folder))) == [
+        f"config.json: {field} lacks {first}, which is stored dense ({count} in all)"
+    ]
+    change(folder / "config.json", quantization_config={**quantization, field: none})
+    (line,) = _misstated(admit(folder))
+    assert int(line.rpartition("(")[2].split()[0]) > count
 
 
 def test_zero_scales_are_named(pair, copy):

@@ -212,6 +212,10 @@ class CompressedTensorsReader(PackedReader):
         group = self._group(name)
         return decode(self._tensors(name), group.weights, group.form)
 
+    def covers(self, module: str) -> bool:
+        """Whether engines make quantized parameters for a Linear."""
+        return self.scheme.group(module, "Linear") is not None
+
     def rule_and_shape(self, name: str) -> tuple[WeightRule, tuple[int, int]] | None:
         """Rule and shape (N, K) of a coded weight, from headers; None for any other tensor."""
         if not self.is_coded(name):

@@ -212,6 +212,13 @@ class GPTQReader(QweightReader):
         for expression, _ in self._dynamic:
             check(expression, "config.json")
 
+    def covers(self, module: str) -> bool:
+        """Whether engines make quantized parameters for a Linear: GPTQModel's rule, which SGLang follows."""
+        if module == HEAD:
+            return bool(self.config.get(HEAD))
+        skips = (expression for expression, changes in self._dynamic if changes is None)
+        return not any(matches_start(expression, module, "config.json") for expression in skips)
+
     def rule(self, module: str) -> WeightRule:
         entry = dict(self.config)
         for expression, changes in self._dynamic:

@@ -23,6 +23,7 @@ contains a listed one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from attar.formats import layouts
 from attar.formats.coded import Coded, WeightLayout, fp4_levels, unpack_nibbles
 from attar.formats.compressed_tensors import INPUT_GLOBAL
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
-from attar.formats.rules import FLOAT, NVFP4, ActivationRule, WeightRule
+from attar.formats.rules import FLOAT, NVFP4, ActivationRule, WeightRule, mapping, texts
 
 METHOD = "modelopt"
 WEIGHT, SCALE, SCALE_2, INPUT_SCALE = "weight", "weight_scale", "weight_scale_2", "input_scale"
@@ -295,6 +296,15 @@ class ModelOptReader(PackedReader):
 
     def grid(self, name: str) -> tuple[WeightRule, torch.dtype] | None:
         return (self.rule(name), torch.float32) if self.is_coded(name) else None
+
+    def covers(self, module: str) -> bool:
+        """Whether engines make quantized parameters for a Linear; never for the head."""
+        config = self.checkpoint.config["quantization_config"]
+        if config.get("quant_algo") == MIXED:
+            return module in mapping(config.get("quantized_layers") or {}, "quantized_layers")
+        dense = texts(config.get("ignore") or config.get("exclude_modules") or (), "ignore")
+        skipped = any(name in module or fnmatchcase(module, name) for name in dense)
+        return not skipped and module.rpartition(".")[2] != "lm_head"
 
     def rule(self, name: str) -> WeightRule:
         """The rule of a coded weight, by the types and shapes of its tensors.

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.parts import part_of
 from attar.errors import NumericsError
-from attar.formats.compressed_tensors import CompressedTensorsReader
-from attar.formats.readers import Decoded, reader
+from attar.formats import compressed_tensors, gptq, modelopt
+from attar.formats.readers import Decoded, quant_method, reader
 from attar.measure.evaluate import Measurements, evaluate
 from attar.measure.numbers import nats_with_interval, significant
 from attar.measure.settings import EvaluateSettings, VerifySettings
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 ANSWER = 96
 """Tokens of an answer, at most."""
+NAMES_DENSE = {compressed_tensors.METHOD: "ignore", gptq.METHOD: "dynamic", modelopt.METHOD: "ignore"}
+"""Methods whose config names what is dense, and the field that does."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Last names of Linears that engines keep dense without being told."""
 LENGTHS = 2.0
 """Times the original's answers that mean answers may be longer or shorter."""
 
@@ -110,10 +115,12 @@ def verify(
 
 
 def _misstated(checkpoint: Checkpoint) -> Iterator[str]:
-    """Matrices for which an engine makes quantized parameters, and which are stored dense."""
-    read = reader(checkpoint)
-    if not isinstance(read, CompressedTensorsReader):
+    """Matrices for which an engine makes quantized parameters, and which are stored dense; those of a
+    multi-token prediction head too."""
+    field, stored = NAMES_DENSE.get(quant_method(checkpoint) or ""), checkpoint.with_mtp
+    if field is None:
         return
+    read: Any = reader(stored)
     model = empty_model(
         {key: value for key, value in checkpoint.config.items() if key != "quantization_config"},
         unstacked=True,
@@ -121,15 +128,15 @@ def _misstated(checkpoint: Checkpoint) -> Iterator[str]:
     names = stored_names(model, single_experts(Decoded(checkpoint)))
     linears = {names.get(f"{name}.weight") for name, module in model.named_modules() if is_linear(module)}
     others = frozenset(names.values()) - linears
-    wrong = [
+    modules = (
         name.removesuffix(".weight")
-        for name, info in checkpoint.tensors.items()
-        if name.endswith(".weight") and len(info.shape) == 2
+        for name, info in stored.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and part_of(name) != "embedding"
         if name not in others and not read.is_coded(name)
-        if read.scheme.group(name.removesuffix(".weight"), "Linear")
-    ]
+    )
+    wrong = [module for module in modules if module.rpartition(".")[2] not in ROUTERS and read.covers(module)]
     if wrong:
-        yield f"config.json: ignore lacks {wrong[0]}, which is stored dense ({len(wrong)} in all)"
+        yield f"config.json: {field} lacks {wrong[0]}, which is stored dense ({len(wrong)} in all)"
 
 
 def _damaged(checkpoint: Checkpoint, progress: Progress) -> Iterator[str]:
