@@ -86,6 +86,22 @@ def test_engines_find_their_own_names(models):
     assert not any(name.startswith("model.layers.2.mlp.experts") for name in deepseek)
 
 
+def test_what_engines_fuse_shares_the_global_scale_of_nvfp4(models, tmp_path):
+    rounded = quantize(models["qwen2"], tmp_path / "out", scheme="NVFP4A16", **PLAIN)
+    block = tiny_mtp.block_name("qwen2", 3)
+    for names in (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ):
+        scales = [float(rounded.load(f"{block}.{name}.weight_global_scale")) for name in names]
+        assert len(set(scales)) == 1
+        largest = max(
+            float(open_checkpoint(models["qwen2"]).load(f"{block}.{name}.weight").abs().max())
+            for name in names
+        )
+        assert scales[0] == pytest.approx(448 * 6 / largest, rel=1e-6)
+
+
 def test_a_stack_of_experts_is_named_expert_by_expert():
     from attar.formats.dense_names import dense_names
 

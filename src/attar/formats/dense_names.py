@@ -30,6 +30,12 @@ _NUMBERED = re.compile(r"(.*?)mtp_(?:layers|block)\.(\d+)\.(.*)")
 _BEHIND = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
 
 
+def fused_name(weight: str) -> str:
+    """A weight's name with its module's as an engine fuses it."""
+    parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
+    return f"{parent}.{FUSED.get(leaf, leaf)}"
+
+
 def dense_names(tensors: Mapping[str, Any], coded: Container[str], config: Mapping[str, Any]) -> list[str]:
     """The modules of matrices without codes, one by one and under the names that engines have for them.
 

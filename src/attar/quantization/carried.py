@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.formats.dense_names import fused_name
 from attar.formats.readers import Decoded, quant_method
 from attar.models.loading.single_experts import SingleExperts
-from attar.quantization.grids import QuantizedTensor, TileParameters
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
+from attar.quantization.layerwise import fused
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.quantization_method import RoundedModel
@@ -64,13 +66,18 @@ class CarriedCodes:
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         site = self.kept.sites.get(stored) or self.kept.mtp.get(stored)
         if site is None and stored in self.chosen.mtp:
-            return rtn(load(), self.chosen.mtp[stored].grid)
+            return rtn(load(), self._head_grid(stored))
         if site is None:
             return self.rounded.codes(stored, load)
         coded = self.source.codes(stored)
         above = {} if coded.global_scale is None else {"global_scale": coded.global_scale}
         codes = coded.codes.to(site.grid.code_dtype)
         return QuantizedTensor(site.grid, codes, TileParameters(coded.scale, coded.zero, stored=above))
+
+    def _head_grid(self, stored: str) -> Grid:
+        """The grid of a Linear of the head; those that engines run as one share NVFP4's global scale."""
+        siblings = [name for name in self.chosen.mtp if fused_name(name) == fused_name(stored)]
+        return fused(self.chosen.mtp[stored].grid, map(self.source.load, siblings))
 
     def reports(self) -> list[dict[str, Any]]:
         """One row a layer, carried ones last."""

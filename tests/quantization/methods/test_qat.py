@@ -11,8 +11,8 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.rules import ActivationRule
 from attar.models.anatomy.discover import discover
 from attar.quantization.grids import IntGrid, QuantizedTensor
-from attar.quantization.grids.float8 import Float8Grid
-from attar.quantization.grids.fp4 import NVFP4Grid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
+from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods.qat import learn
@@ -70,12 +70,18 @@ def nearest(model, grids):
         ("qwen2", NF4Grid(16)),
         ("qwen2", NVFP4Grid()),
         ("qwen2", Float8Grid(group_size=0)),
+        ("qwen2", MXFP4Grid()),
+        ("qwen2", MXFP8Grid()),
     ],
-    ids=["int3", "int2 with zeros, Conv1D", "nf4", "nvfp4", "fp8"],
+    ids=["int3", "int2 with zeros, Conv1D", "nf4", "nvfp4", "fp8", "mxfp4", "mxfp8"],
 )
 @pytest.mark.parametrize("train", ["weights", "scales"])
 def test_learns_and_ends_on_its_grid(family, grid, train):
     model, grids = ready(family, grid)
+    if train == "scales" and isinstance(grid, MXFP4Grid | MXFP8Grid):
+        with pytest.raises(SettingsError, match="whose scales are powers of two"):
+            learn(model, grids, None, ROWS, SETTINGS, train=train)
+        return
     original = copy.deepcopy(model)
     loss = distillation_loss(soft_loss(original))
     before = loss_of(nearest(model, grids), loss)

@@ -28,7 +28,8 @@ from attar.models.fake_quant import quantize_activation as round_activation
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import ActivationRange
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
-from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
+from attar.quantization.grids.fp4 import MXFP4Grid
 from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
 from attar.quantization.methods import lsq
 from attar.walks.masks import Masks
@@ -94,12 +95,15 @@ def learn(
         masks: bool (N, K) by module name, False where the weight under the quantizer stays zero.
 
     Raises:
-        SettingsError: ``train`` is unknown, or a grid searches for its scales itself.
+        SettingsError: ``train`` is unknown, or a grid searches for its scales itself; scales alone of MX,
+            which are powers of two, do not learn.
         ModelError: a name is no Linear of the model.
         NumericsError: training diverged.
     """
     if train not in TRAINED:
         raise SettingsError("train", train, " or ".join(TRAINED))
+    if train == "scales" and any(isinstance(grid, MXFP4Grid | MXFP8Grid) for grid in grids.values()):
+        raise SettingsError("train", train, "all with MXFP4 and MXFP8, whose scales are powers of two")
     linears = {name: linear_of(model, name) for name in grids}
     inputs = _calibrated(model, activations or {}, grids, rows)
     model.requires_grad_(others)
