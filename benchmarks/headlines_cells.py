@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -372,6 +373,8 @@ def dare(bench: Bench, density: float) -> Found:
     out, base, full = bench.folder("merge", density), losses(bench.model), losses(specialist)
     merges = (attar.merge({**config, "dtype": "float32"}, out, seed=n, force=True) for n in range(DRAWS))
     gains = [base - losses(merged.path) for merged in merges]
-    masks = ", ".join(f"{100 * float(gain.sum() / (base - full).sum()):.1f}" for gain in gains)
-    note = f"masks {masks}; loss {base.mean():.3f} to {full.mean():.3f} nats{trained}"
-    return share(torch.stack(gains).mean(0), base - full, note, spare=0.0)
+    found = share(torch.stack(gains).mean(0), base - full, "", spare=0.0)
+    masks = [100 * float(gain.sum() / (base - full).sum()) for gain in gains]
+    drawn = T95[DRAWS - 2] * statistics.stdev(masks) / DRAWS**0.5  # what other masks would give
+    note = f"masks {', '.join(f'{mask:.1f}' for mask in masks)}; loss {base.mean():.3f} to {full.mean():.3f} nats{trained}"
+    return interval(found["value"], math.hypot(found["high"] - found["value"], drawn), note)
