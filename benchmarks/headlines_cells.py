@@ -376,5 +376,6 @@ def dare(bench: Bench, density: float) -> Found:
     found = share(torch.stack(gains).mean(0), base - full, "", spare=0.0)
     masks = [100 * float(gain.sum() / (base - full).sum()) for gain in gains]
     drawn = T95[DRAWS - 2] * statistics.stdev(masks) / DRAWS**0.5  # what other masks would give
-    note = f"masks {', '.join(f'{mask:.1f}' for mask in masks)}; loss {base.mean():.3f} to {full.mean():.3f} nats{trained}"
+    drawings = ", ".join(f"{mask:.1f}" for mask in masks)
+    note = f"masks {drawings}; loss {base.mean():.3f} to {full.mean():.3f} nats{trained}"
     return interval(found["value"], math.hypot(found["high"] - found["value"], drawn), note)
