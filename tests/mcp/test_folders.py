@@ -124,6 +124,7 @@ RECIPES = {
     "anchor": "x: &x ../outside/model\nmodel: *x\nstages: []\n",
     "merge": "model: attar:tiny\nstages: [{stage: merge, config: 'models:\n\n  - model: /etc/m'}]\n",
     "file": "model: attar:tiny\nstages: [{stage: merge, config: bad.txt}]\n",
+    "linked": "model: attar:tiny\nstages: [{stage: merge, config: near.txt}]\n",
     "sibling": "model: attar:tiny\nstages: [{stage: merge, config: sub.txt}]\n",
     "not yaml": "model: [",
 }
@@ -135,6 +136,7 @@ def test_a_recipe_names_nothing_outside(folders, name):
     deep.mkdir()
     (folders.roots[0] / "bad.txt").write_text("models: [{model: ../outside/model}]\n")
     (deep / "sub.txt").write_text("models: [{model: ../../outside/model}]\n")
+    (deep / "near.txt").symlink_to(folders.roots[0].parent / "outside" / "secret.txt")
     (deep / "recipe.yaml").write_text(RECIPES[name])
     with pytest.raises(AttarError):
         folders.recipe("recipes/recipe.yaml")

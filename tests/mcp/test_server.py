@@ -126,6 +126,7 @@ def test_errors_are_one_line(session):
         for name, arguments, words in calls:
             text = text_of(await client.call_tool(name, arguments))
             assert words in text, (name, text)
+            assert len(text) < 2100
             if name != "quantise" and "validation" not in text:
                 assert "\n" not in text
         assert (await client.call_tool("inspect", {"model": "attar:tiny"})).structured_content

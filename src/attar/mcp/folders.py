@@ -65,9 +65,9 @@ class Folders:
         named = Path(os.path.realpath(path.parent), path.name)  # a single file keeps its suffix
         return named if self._holds(named.parent) else Path(os.path.realpath(path))
 
-    def tree(self, text: str, base: Path | None = None) -> Path:
+    def tree(self, text: str) -> Path:
         """The same; no link below it, or beside a single file, leads outside either. Raises UsageError."""
-        path = self.inside(text, base)
+        path = self.inside(text)
         parts = path.parent.glob(f"*{path.suffix}") if path.suffix.lower() in FILES else ()
         for entry in [*_entries(path), *parts]:
             if entry.is_symlink() and not self._holds(entry):
@@ -103,20 +103,18 @@ class Folders:
             raise UsageError(f"{text}: is no new folder", hint=self._hint())
         return path
 
-    def check(self, value: object, base: Path | None = None) -> None:
-        """Refuse settings with a word that names a file or folder outside, also from ``base``. Raises
-        UsageError."""
+    def check(self, value: object) -> None:
+        """Refuse settings with a word that names a file or folder outside. Raises UsageError."""
         if isinstance(value, Mapping):
             for key, item in value.items():
-                self.check(key, base)
-                self.check(item, base)
+                self.check(key)
+                self.check(item)
         elif isinstance(value, list | tuple):
             for item in value:
-                self.check(item, base)
+                self.check(item)
         elif isinstance(value, str):
             for word in dict.fromkeys([value.strip(), *_SEPARATORS.split(value)]):
-                self._check_word(word, None)
-                self._check_word(word, base)
+                self._check_word(word)
 
     def recipe(self, text: str) -> Path:
         """A recipe, whose values name nothing outside; nor do those of its merges' configurations.
@@ -131,7 +129,7 @@ class Folders:
         for stage in stages if isinstance(stages, list) else []:
             config = stage.get("config") if isinstance(stage, dict) else None
             if isinstance(config, str) and "\n" in config:
-                self.check([root.plain() for root in parse_documents(config, str(path))], path.parent)
+                self.check([root.plain() for root in parse_documents(config, str(path))])
             elif isinstance(config, str):
                 for base in (path.parent, self.roots[0]):
                     if os.path.isfile(base / config):  # noqa: PTH113 (Path's raises at long names)
@@ -145,14 +143,14 @@ class Folders:
         text = read_text(path)
         documents = parse_documents(text, str(path)) if several else [parse_yaml(text, str(path))]
         content = [document.plain() for document in documents]
-        self.check(content, path.parent)
+        self.check(content)
         return content[0] if content else None
 
-    def _check_word(self, word: str, base: Path | None) -> None:
+    def _check_word(self, word: str) -> None:
         if not word or "\n" in word or _EMBEDDED.fullmatch(word):
             return
-        if "/" in word or word.startswith(("~", "..")) or os.path.lexists((base or self.roots[0]) / word):
-            self.tree(word, base)
+        if "/" in word or word.startswith(("~", "..")) or os.path.lexists(self.roots[0] / word):
+            self.tree(word)
 
     def _holds(self, path: Path) -> bool:
         real = Path(os.path.realpath(path))

@@ -45,6 +45,7 @@ Settings = Annotated[
 ]
 Stage = Literal["distill", "train-head", "prune", "recover", "quantize", "merge", "export"]
 Method = Literal["rtn", "smoothquant", "awq", "gptq", "gptaq", "qronos", "yaqa", "autoround", "qat"]
+LONGEST = 2000  # characters of an error
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 INSTRUCTIONS = (
     "attar makes language models small and measures what that cost. inspect a model, estimate a stage before "
@@ -172,5 +173,5 @@ async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 
 def _tool_error(error: AttarError | OSError) -> ToolError:
-    """The error that a client reads: one line."""
-    return ToolError(one_line(str(error).replace("\nhint: ", "; hint: ")))
+    """The error that a client reads: one line, which may repeat words of the client's own."""
+    return ToolError(one_line(str(error).replace("\nhint: ", "; hint: "))[:LONGEST])
