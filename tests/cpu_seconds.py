@@ -29,6 +29,7 @@ BUDGETS = {
     "walks": 6,
     "collection": 5,
     "data": 4,
+    "mcp": 2,
     "sensitivity": 1,
 }
 """Folder below ``tests`` ("" for the files beside the folders): seconds that the fast tests may take."""

@@ -12,7 +12,7 @@ pytest.importorskip("mcp")
 
 from mcp import Client, StdioServerParameters, stdio_client
 
-from attar.mcp import process
+from attar.mcp import process, worker
 from attar.mcp.folders import Folders
 from attar.mcp.server import server_of
 from attar.recipe.machine import Rates
@@ -162,6 +162,13 @@ def test_long_work_reports_is_cancelled_and_goes_on_and_blocks_nobody(session, t
     assert values == sorted(set(values)) and heard[0][1] == "from 0"
 
 
+def test_what_a_worker_raises_is_its_last_line(capfd):
+    request = {"tool": "nothing", "arguments": {}}
+    assert worker._answer(request, None)["error"].startswith("this is a bug of attar: KeyError")
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_one_process_works_at_a_time(session, tmp_path):
     settings = {"steps": 4, "seconds": 0.02}
     lines = []

@@ -27,7 +27,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def traced():
     """A client of a server, its tracer, and the spans that have ended."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
