@@ -133,6 +133,16 @@ def test_what_does_not_fit_is_refused_in_one_line(mixture, tmp_path, problem):
     assert "\n" not in raised.value.message
 
 
+@pytest.mark.parametrize("stated", [[4, 32], "4bit", 4])
+def test_a_quantization_that_is_no_object_is_refused(mixture, tmp_path, stated):
+    def change(tensors, config):
+        del config["quantization_config"]
+        config["quantization"] = stated
+
+    with pytest.raises(CheckpointError, match="has no quantization_config"):
+        admit(copied(mixture[1], tmp_path / "odd", change))
+
+
 def test_numbers_that_are_none_are_found(mixture, tmp_path):
     def change(tensors, config):
         tensors[f"{NAME}.scales"][3, 5] = float("nan")

@@ -88,6 +88,8 @@ def is_mlx(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool
 
 def with_method(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with MLX's ``quantization`` as a ``quantization_config`` that names its method."""
-    bare = {key: value for key, value in config.items() if key != "quantization"}
     stated = config.get("quantization")
-    return {**bare, "quantization_config": {"quant_method": METHOD, **stated}} if stated else bare
+    if not isinstance(stated, Mapping):
+        return dict(config)
+    bare = {key: value for key, value in config.items() if key != "quantization"}
+    return {**bare, "quantization_config": {**stated, "quant_method": METHOD}}
