@@ -131,7 +131,7 @@ def test_values_of_others_are_one_kind_of_error(text) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no such recipe file"):
+    with pytest.raises(RecipeError, match="no such file"):
         read_yaml(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="cannot be read"):
         read_yaml(tmp_path)

@@ -183,7 +183,7 @@ def read_yaml(path: Path) -> Located:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe file") from None
+        raise RecipeError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
     except OSError as error:

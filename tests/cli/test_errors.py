@@ -71,7 +71,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
             ["generate", "attar:tiny", "-p", "a", "--temperature", "-1"],
             "--temperature is -1.0, but must be a number from 0 to 1e+06",
         ),
-        (["run", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["inspect", "a", "b"], "Got unexpected extra argument"),
         (["prune", "m", "-o"], "Option '-o' requires an argument."),
     ],
