@@ -646,8 +646,8 @@ MUTANTS = (
     ),
     M(
         "serving/services/target_client.py",
-        "priority, deadline_s, salt[:256])",
-        'priority, deadline_s, "")',
+        "deadline_s, salt[:256], traceparent)",
+        'deadline_s, "", traceparent)',
         "serving/services/test_coordinator.py::test_every_message_of_a_request_carries_its_tenant",
     ),
     M(

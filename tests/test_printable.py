@@ -57,6 +57,7 @@ VERB_WORDS = {
     "status": [],
     "inspect": [],
     "list": [],
+    "mcp": [],
     "chat": [],
     "bench": [],
     "plan-kv": [],

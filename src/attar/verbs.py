@@ -8,8 +8,10 @@ texts or a ``datasets.Dataset``. torch is imported by the first call of a verb, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -156,7 +158,8 @@ def quantize(
     checked = _settings("quantize", settings)
     source = _sized(model, checked)
     check_output(out, force)
-    return _call("quantize", source, Path(out), checked, progress, force=force)
+    with _stage("quantize", {"model": source}, Path(out), checked, progress) as (run, ended):
+        return ended(run(source, Path(out), checked, force=force))
 
 
 def merge(
@@ -360,29 +363,28 @@ def run_stage(
     if verb == "quantize":
         model = _sized(model, settings)
     load("attar.recipe.memory_needs:check_memory")(verb, model, settings)
-    with remote.output(out, force) as (folder, replace):
-        return _call(verb, model, folder, settings, progress, force=replace, **teacher_option)
+    with (
+        remote.output(out, force) as (folder, replace),
+        _stage(verb, {"model": model, **teacher_option}, folder, settings, progress) as (run, ended),
+    ):
+        return ended(run(model, folder, settings, **teacher_option, force=replace))
 
 
-def _call(
-    verb: str,
-    model: Any,
-    folder: Path,
-    settings: Any,
-    progress: Progress | bool | None,
-    *,
-    force: bool,
-    **teacher: Any,
-) -> Checkpoint:
-    """Call a stage function with an open output; tracked where ``progress`` is."""
-    function, bar = STAGES[verb].run(), shown(progress)
-    models = {"model": model, **teacher}
+@contextmanager
+def _stage(
+    verb: str, models: Mapping[str, Any], folder: Path, settings: Any, progress: Progress | bool | None
+) -> Iterator[tuple[Callable[..., Checkpoint], Callable[[Checkpoint], Checkpoint]]]:
+    """A stage function, tracked where ``progress`` is, and a function that is given its checkpoint."""
+    bar = shown(progress)
     inputs = {name: str(getattr(value, "spelling", value)) for name, value in models.items()}
     with stage_run(bar, verb, {**inputs, **plain(settings)}, folder) as finish:
-        checkpoint: Checkpoint = function(model, folder, settings, **teacher, progress=bar, force=force)
-        if checkpoint.card is not None:
-            finish({"bytes": checkpoint.nbytes, **checkpoint.card.measurements, **checkpoint.card.details})
-    return checkpoint
+
+        def ended(checkpoint: Checkpoint) -> Checkpoint:
+            if (card := checkpoint.card) is not None:
+                finish({"bytes": checkpoint.nbytes, **card.measurements, **card.details})
+            return checkpoint
+
+        yield partial(STAGES[verb].run(), progress=bar), ended
 
 
 def config_text(config: str | Path | dict[str, Any]) -> str:
