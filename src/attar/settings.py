@@ -313,11 +313,16 @@ class PythonOrigin:
 
 @dataclass(frozen=True)
 class CommandOrigin:
-    """Options of a verb on the command line."""
+    """Options of a verb on the command line.
+
+    Attributes:
+        origins: the variable or file of an option that has its value from there, by its name.
+    """
 
     verb: str
     text: bool = True
     resolved: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
@@ -330,7 +335,8 @@ class CommandOrigin:
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
         """Name the option, and hint at the verb's help."""
-        return _settings_error(option(name), value, allowed, hint or f"attar {self.verb} --help")
+        spelling = self.origins.get(name, option(name))
+        return _settings_error(spelling, value, allowed, hint or f"attar {self.verb} --help")
 
 
 @dataclass(frozen=True)

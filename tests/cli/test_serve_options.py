@@ -54,7 +54,7 @@ def test_the_command_line_comes_before_variables_and_variables_before_the_file(s
         ("host: localhost\nport: [1, 2]\n", "serve.yaml:2: port is list, but must be a single value"),
         ("limits: {max_queue: 3}\n", "serve.yaml:1: limits is dict, but must be a single value"),
         ("- port\n", "serve.yaml:1: options are a mapping"),
-        ("port: abc\n", "--port is 'abc', but must be a whole number"),
+        ("port: abc\n", "serve.yaml: port is 'abc', but must be a whole number"),
         ("config: other.yaml\n", "unknown option 'config'"),
         ("port: 1\nport: 2\n", "serve.yaml:2"),
     ],
@@ -73,6 +73,14 @@ def test_options_of_vllm_that_mean_the_same(served):
     ((_, parts, options),) = served
     assert parts[0].name == "gpt" and options["kv_dtype"] == "fp8" and options["dtype"] == "float16"
     assert options["prefix_cache"] is True and parts[1].tool_parser == "qwen_xml"
+
+
+def test_a_wrong_variable_is_named(served, capsys, monkeypatch):
+    """Kubernetes sets it so for a service of the name attar-serve."""
+    monkeypatch.setenv("ATTAR_SERVE_PORT", "tcp://10.0.0.1:80")
+    assert call(["serve", "attar:tiny"]) == 2
+    assert "ATTAR_SERVE_PORT is 'tcp://10.0.0.1:80', but must be a whole number" in capsys.readouterr().err
+    assert call(["serve", "attar:tiny", "--port", "80"]) == 0 and served[0][1][0].port == 80
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

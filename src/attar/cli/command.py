@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -216,8 +216,13 @@ def settings_options(cls: type, without: Sequence[str] = ()) -> list[inspect.Par
     return [_setting_option(setting) for setting in settings_of(cls) if setting.name not in without]
 
 
-def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
+def read_settings(
+    cls: type, verb: str, values: dict[str, Any], origins: Mapping[str, str] | None = None
+) -> Any:
     """Settings from the options on the command line.
+
+    Args:
+        origins: the variable or file of an option that has its value from there, by its name.
 
     Raises:
         UsageError: names the option.
@@ -225,7 +230,7 @@ def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
     names = {setting.name for setting in settings_of(cls)}
     # some versions of typer return an empty list for an absent option that may be repeated
     given = {name: value for name, value in values.items() if name in names and value not in (None, [], ())}
-    return parse(cls, given, CommandOrigin(verb))
+    return parse(cls, given, CommandOrigin(verb, origins=origins or {}))
 
 
 def _setting_option(setting: SettingField) -> inspect.Parameter:

@@ -33,6 +33,7 @@ from attar.serving.http.transport import ConnectionSettings
 from attar.serving.services.settings import ServiceSettings
 from attar.verbs import check_models
 
+VARIABLES = "ATTAR_SERVE"
 _LIMITS = "file of bounds and times of requests (YAML): max_queue: 64"
 
 
@@ -55,15 +56,18 @@ def build_serve(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.serving.http import serve
 
+        def read(cls: type) -> Any:
+            return read_settings(cls, verb, values, command.origins)
+
         check_models(values["model"])
-        settings = read_settings(ServerSettings, verb, values)
-        answers = read_settings(TemplateSettings, verb, values)
-        services = read_settings(ServiceSettings, verb, values)
-        transport = read_settings(ConnectionSettings, verb, values)
-        embeddings = read_settings(EmbeddingSettings, verb, values)
-        models = read_settings(ModelsSettings, verb, values)
-        options = read_settings(EngineSettings, verb, values).options() | {"progress": progress}
-        lora = read_settings(LoraSettings, verb, values)
+        settings = read(ServerSettings)
+        answers = read(TemplateSettings)
+        services = read(ServiceSettings)
+        transport = read(ConnectionSettings)
+        embeddings = read(EmbeddingSettings)
+        models = read(ModelsSettings)
+        options = read(EngineSettings).options() | {"progress": progress}
+        lora = read(LoraSettings)
         parts = (settings, answers, services, transport, embeddings, models, lora)
         serve(values["model"], *parts, limits_file=values["limits"], show=_print_line, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
@@ -73,15 +77,31 @@ def build_serve(verb: str) -> Any:
         "ATTAR_SERVE_KV_DTYPE. Options of vllm serve that mean the same are read."
     )
     example = "attar serve attar:tiny --port 8000"
-    return build_command(verb, help, example, parameters, act, cls=ServerCommand, variables="ATTAR_SERVE")
+    command = build_command(verb, help, example, parameters, act, cls=ServerCommand, variables=VARIABLES)
+    return command
 
 
 class ServerCommand(GroupedCommand):
-    """The command that reads vLLM's options too."""
+    """The command that reads vLLM's options too, and options from variables and a file.
+
+    Attributes:
+        origins: the variable or file of an option that has its value from there, by its name.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.origins: dict[str, str] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As attar's options."""
-        return super().parse_args(ctx, with_our_names(args))
+        """vLLM's as attar's; an error names the variable or the file that has the option."""
+        words = super().parse_args(ctx, with_our_names(args))
+        for name in ctx.params:
+            source = getattr(ctx.get_parameter_source(name), "name", "")
+            if source == "ENVIRONMENT":
+                self.origins[name] = f"the variable {VARIABLES}_{name.upper()}"
+            elif source == "DEFAULT_MAP":
+                self.origins[name] = f"{ctx.params['config']}: {name}"
+        return words
 
 
 def _names(cls: type) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ ELSEWHERE = {
     "speculative_config": "--speculate says how tokens are drafted, --draft by which model",
     "enable_lora": "--lora NAME=PATH and --lora-folder say which adapters there are",
 }
-"""Options of vLLM that are said otherwise here, with underscores."""
+"""Options of vLLM that attar spells differently, with underscores."""
 
 
 def with_our_names(words: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ ANSWER = 96
 NAMES_DENSE = {compressed_tensors.METHOD: "ignore", gptq.METHOD: "dynamic", modelopt.METHOD: "ignore"}
 """Methods whose config names what is dense, and the field that does."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last names of Linears that engines keep dense without being told."""
+"""Last names of Linears that engines keep dense whatever the config says."""
 LENGTHS = 2.0
 """Times the original's answers that mean answers may be longer or shorter."""
 

@@ -217,7 +217,7 @@ class RecipeRun:
 
     @contextmanager
     def tracked(self, name: str, verb: str, settings: dict[str, Any], key: str) -> Iterator[None]:
-        """Within it a stage's receipt changes; what it says then is told to trackers."""
+        """Within it a stage's receipt changes; trackers get what it has then."""
         out = self.plan.out
         before = read_receipt(out, name)
         with stage_run(

@@ -75,5 +75,5 @@ class BackgroundTracker:
 
 
 def failure_line(name: str, reason: str) -> str:
-    """What is said of a tracker that is not called any more."""
+    """The log's line about a tracker that failed."""
     return f"--track {name}: {one_line(reason)[:300]}; the work goes on without it"

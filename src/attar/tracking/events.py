@@ -1,4 +1,4 @@
-"""What a tracker is told of a run: it starts, a step has numbers, it ends."""
+"""The events of a run: it starts, a step has numbers, it ends."""
 
 from __future__ import annotations
 

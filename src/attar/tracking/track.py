@@ -3,7 +3,7 @@
     attar.distill("attar:tiny", "out/student", progress=attar.track("mlflow"))
     attar.run("recipe.yaml", progress=attar.track(print))
 
-A run is a stage. Its id and the steps that its tasks have told are kept in ``.OUT.track`` beside the output
+A run is a stage. Its id and the last reported step of each task are kept in ``.OUT.track`` next to the output
 until the stage ends, so that the same command goes on in the same run after an interruption, and tells no
 step twice.
 """
@@ -84,7 +84,7 @@ class TrackedProgress:
 
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
-        """Open a task that is shown, and told where a run is tracked."""
+        """Open a task that is shown, and reported where a run is tracked."""
         with self.shown.task(what, total, done) as task:
             yield _TrackedTask(task, self._run, what, done)
 
@@ -142,7 +142,7 @@ def stage_run(
         out: the output, whose name the run has.
         group: of the stages of a recipe.
         key: identity of the work, where something else knows what is done; "": the settings are, and the run
-            goes on where ``.OUT.work`` beside the output is left.
+            goes on where ``.OUT.work`` next to the output is left.
     """
     if not isinstance(progress, TrackedProgress):
         yield lambda measurements: None
@@ -198,7 +198,7 @@ class TrackedRun:
         if done <= self._steps.get(task, 0):
             return
         self._steps[task] = done
-        self._write()  # before it is told: after a kill no step is told twice
+        self._write()  # before it is reported: after a kill no step is reported twice
         self._event("step", step=done, numbers=numbers_of(numbers, f"{task}/"))
 
     def measure(self, measurements: Mapping[str, Any]) -> None:

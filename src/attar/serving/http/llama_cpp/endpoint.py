@@ -97,7 +97,7 @@ async def infill(service: Service, body: InfillRequest, request: Request) -> Res
 
 
 def properties(service: Service) -> dict[str, Any]:
-    """The server as llama.cpp's clients see it; the path of the model is not told."""
+    """The server as llama.cpp's clients see it; the path of the model is not shown."""
     stats, template = service.backend.stats(), service.tokenizer.template
     return {
         "default_generation_settings": _slot(service, 0, False)

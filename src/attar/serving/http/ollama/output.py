@@ -54,7 +54,7 @@ class OllamaOutput:
     Args:
         model: as the client named it.
         parser: of the completion.
-        logprobs: were asked for.
+        logprobs: whether the answer has them.
         thinking: is in the answer.
     """
 
