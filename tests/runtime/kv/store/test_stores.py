@@ -7,7 +7,7 @@ import torch
 
 from attar.errors import SettingsError
 from attar.runtime.kv.store import STORES, PoolGeometry, make_store
-from attar.runtime.kv.store.scaled import encode
+from attar.kernels.kv_codes import encode
 
 GEOMETRY = PoolGeometry(layers=2, blocks=6, block_size=32, kv_heads=3, head_dim=16)
 CPU = torch.device("cpu")

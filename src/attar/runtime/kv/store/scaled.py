@@ -1,10 +1,8 @@
 """INT8 and FP8 (e4m3), symmetric, with a scale for each token and head.
 
-    s = max |x| / 127 (FP8: 448), at least 1e-6;  q = round(x / s);  x ~ s q
-
-x is the key or the value of one token in one head, so that no calibration is needed, and no token changes the
-rounding of another: appending, sharing and copying blocks work as for plain numbers. INT8 is better on smooth
-rows, FP8 where a few numbers of a row are much larger than the rest.
+x (kernels/kv_codes.py) is the key or the value of one token in one head, so that no calibration is needed,
+and no token changes the rounding of another: appending, sharing and copying blocks work as for plain
+numbers. INT8 is better on smooth rows, FP8 where a few numbers of a row are much larger than the rest.
 
 Source: vLLM's ``int8_per_token_head`` (``v1/attention/ops/triton_reshape_and_cache_flash.py``). Scales are
 float32: head_dim + 4 bytes for each token and head.
@@ -15,10 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.kernels.kv_codes import encode
 from attar.runtime.kv.store.planes import Cells, PlaneStore, PoolGeometry
-
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-FLOOR = 1e-6  # smallest scale
 
 
 class ScaledStore(PlaneStore):
@@ -53,11 +49,3 @@ class ScaledStore(PlaneStore):
             for q, s in zip(self.codes[layer], self.scales[layer], strict=True)
         )
         return self.geometry.loaded(*(kind.to(dtype) for kind in kinds))
-
-
-def encode(x: Tensor, code: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes (..., head_dim) and scales float32 (..., 1) of x (..., head_dim); accumulates in float32."""
-    x, top = x.float(), LARGEST[code]
-    s = (x.abs().amax(dim=-1, keepdim=True) / top).clamp_(min=FLOOR)
-    q = (x / s).clamp_(-top, top)
-    return (q.round_() if code == torch.int8 else q).to(code), s
