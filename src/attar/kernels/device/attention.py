@@ -194,8 +194,8 @@ def paged_attention(
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     """Heads (T, n, d) by angles (T, 1, r)."""
     cosines, sines = angles.chunk(2, dim=-1)
-    a, b, rest = x.tensor_split([cosines.shape[-1], angles.shape[-1]], dim=-1)
-    return torch.cat([a * cosines - b * sines, b * cosines + a * sines, rest], dim=-1)
+    a, b, unturned = x.tensor_split([cosines.shape[-1], angles.shape[-1]], dim=-1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines, unturned], dim=-1)
 
 
 def _gathered(pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ def _of_experts(
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         if last == first:
             continue
-        places = order[first:last].long()
-        y = rows_times(x[places // gather if gather else slice(first, last)].float(), weight(expert))
+        pairs = order[first:last].long()
+        y = rows_times(x[pairs // gather if gather else slice(first, last)].float(), weight(expert))
         y = y if bias is None else y + bias[expert]
-        result[slice(first, last) if gather else places] = y.to(x.dtype)
+        result[slice(first, last) if gather else pairs] = y.to(x.dtype)
     return result

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
-from attar.runtime.kv.store import STORES, PoolGeometry, make_store
 from attar.kernels.kv_codes import encode
+from attar.runtime.kv.store import STORES, PoolGeometry, make_store
 
 GEOMETRY = PoolGeometry(layers=2, blocks=6, block_size=32, kv_heads=3, head_dim=16)
 CPU = torch.device("cpu")
