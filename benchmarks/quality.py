@@ -6,8 +6,9 @@
 
 Every cell is one process: a tool quantizes the model on the seed's calibration tokens (the same token ids for
 everyone) and leaves a dense checkpoint of the weights that its own file stands for. All of these are measured
-here by attar on the same held-out text against the original: KL in nats per token, top-1 agreement,
-perplexity. Seeds change the calibration rows and whatever a method draws; methods without data run once.
+here by attar on the same held-out text against the original: KL in nats per token with its standard error
+over rows, top-1 agreement, perplexity; and KL again on each further text of ``--test``: other domains.
+Seeds change the calibration rows and whatever a method draws; methods without data run once.
 With ``--dtype float32`` everyone gets the same copy of the model in float32, so that scales are not rounded
 to bf16 by one tool and kept by another (GPTQModel and auto-round compute in bf16 all the same); with ``auto``
 the checkpoint as it is, which is what people do.
@@ -133,7 +134,8 @@ def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
                     "dtype": args.dtype,
                 }
                 if args.test:
-                    key["test"] = args.test
+                    key["test"], *others = args.test
+                    key |= {"others": others} if others else {}
                 if method.name == "autoround":
                     key["iterations"] = job.iterations
                 yield Cell(key, job, method)
@@ -183,24 +185,27 @@ def run_cell(
     cell: Cell,
     model: str,
     tokens: Path,
-    settings: EvaluateSettings,
-    reference: Reference,
+    references: dict[str, tuple[EvaluateSettings, Reference]],
     work: Path,
     limit: float,
 ) -> dict[str, Any]:
-    """Quantize and measure one cell."""
+    """Quantize one cell, and measure it on each text."""
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     job = replace(cell.job, model=model, tokens=str(tokens), out=str(out))
     answer = launch(cell.method.tool, job, limit)
-    quality = measure(out, settings, reference)
-    return {
-        "kl": quality.kl_mean,
-        "kl_p99": quality.kl_p99,
-        "top1": quality.top1_agreement,
-        "perplexity": quality.perplexity,
-        **{name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "versions")},
-    }
+    found, *others = [
+        {
+            "kl": quality.kl_mean,
+            "kl_error": quality.kl_mean_row_stderr,
+            "kl_p99": quality.kl_p99,
+            "top1": quality.top1_agreement,
+            "perplexity": quality.perplexity,
+        }
+        for quality in (measure(out, *each) for each in references.values())
+    ]
+    cost = {name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "versions")}
+    return {**found, "others": dict(zip(list(references)[1:], others, strict=True)), **cost}
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
@@ -219,14 +224,17 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
     """Fill the cells of one model; its tables."""
     checkpoint = open_checkpoint(name)
     digest = digest_of(checkpoint)
-    settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
-    reference: Reference | None = None
+    references: dict[str, tuple[EvaluateSettings, Reference]] = {}
     source: Path | None = None
     wanted = list(cells(args, digest))
     for number, cell in enumerate(wanted, 1):
         if args.cached or (cell.text in cache and not forgotten(cell, args.again)):
             continue
-        reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
+        references = references or {
+            text: (settings, make_reference(checkpoint, settings, memory_limit=2**31))
+            for text in args.test or [args.data]
+            for settings in [EvaluateSettings(data=text, tokens=args.tokens, speed=False, sample="")]
+        }
         source = source or given_model(checkpoint, args.dtype, work / digest[:16])
         tokens = work / f"{digest[:16]}-{cell.job.seed}.safetensors"
         if not tokens.exists():
@@ -235,7 +243,7 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
             )
         label = f"{cell.key['scheme']} {cell.method.tool} {cell.method.label} seed {cell.job.seed}"
         try:
-            result = run_cell(cell, str(source), tokens, settings, reference, work, args.limit)
+            result = run_cell(cell, str(source), tokens, references, work, args.limit)
         except (RunnerError, AttarError) as error:
             result = {"failed": str(error)}
         cache[cell.text] = result
@@ -282,20 +290,31 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
 
     theirs = [mean(row, "kl") for row in ended if row[0] != OURS]
     best = min(theirs) if theirs else math.nan
+    texts = list(rows[ended[0]][0].get("others", {})) if ended else []
+    titles = "".join(f" KL, {Path(text).name} |" for text in texts)
     lines = [
-        f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | call, s |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | call, s |"
+        + titles,
+        "|---|---|---|---|---|---|---|---|" + "---|" * len(texts),
     ]
     for row in sorted(ended, key=lambda row: mean(row, "kl")):
-        kl = spread([cell["kl"] for cell in rows[row]], ".3e")
+        kl = with_error(rows[row])
+        others = "".join(f" {with_error([cell['others'][text] for cell in rows[row]])} |" for text in texts)
         ratio = "–" if math.isnan(best) else f"{mean(row, 'kl') / best:.2f}"
         lines.append(
             f"| {row[0]} | {row[1]} | {kl} | {mean(row, 'kl_p99'):.2e} "
             f"| {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} | {ratio} "
-            f"| {mean(row, 'seconds'):.1f} |"
+            f"| {mean(row, 'seconds'):.1f} |{others}"
         )
     lines += [f"| {tool} | {name} | failed: {failed[tool, name]} | | | | | |" for tool, name in failed]
     return "\n".join(lines)
+
+
+def with_error(seeds: list[dict[str, Any]]) -> str:
+    """KL of the seeds with its standard error over rows of text, which the seeds share."""
+    kl = spread([cell["kl"] for cell in seeds], ".3e")
+    errors = [cell["kl_error"] for cell in seeds if cell.get("kl_error")]
+    return f"{kl} ± {statistics.fmean(errors):.1e}" if errors else kl
 
 
 def spread(values: list[float], digits: str) -> str:
@@ -322,7 +341,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=65_536, help="held-out")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round and of our autoround")
     parser.add_argument("--data", default="python-stdlib", help="calibration text")
-    parser.add_argument("--test", default="", help="the text to measure on; empty: --data's held-out part")
+    parser.add_argument(
+        "--test",
+        nargs="*",
+        default=[],
+        help="texts to measure on, the first decides; none: --data's held-out part",
+    )
     parser.add_argument("--dtype", default="float32", help="float32, or auto: the checkpoint's")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds that one cell may take")
     parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")

@@ -71,6 +71,7 @@ def options(rest: list[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--domains", nargs="*", default=["python-stdlib"], help="of quality: further texts")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration rows")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round and of our autoround")
     parser.add_argument("--questions", type=int, default=400, help="of each set of questions; 0: all")
@@ -95,7 +96,7 @@ def dense(args: argparse.Namespace) -> Path:
 
 def common(args: argparse.Namespace) -> list[str]:
     """What both tables are asked for."""
-    given: dict[str, Any] = {"models": dense(args), "data": args.valid, "test": args.test}
+    given: dict[str, Any] = {"models": dense(args), "data": args.valid}
     given |= {"samples": args.samples, "length": args.length, "tokens": args.tokens}
     texts = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return [*texts, "--seeds", *map(str, args.seeds)]
@@ -103,7 +104,8 @@ def common(args: argparse.Namespace) -> list[str]:
 
 def quality_options(args: argparse.Namespace) -> argparse.Namespace:
     """The options of ``benchmarks/quality.py`` for this model."""
-    command = [*common(args), "--dtype", "auto", "--cache", str(args.work / "quality.jsonl")]
+    command = [*common(args), "--test", args.test, *args.domains, "--dtype", "auto"]
+    command += ["--cache", str(args.work / "quality.jsonl")]
     command += ["--limit", str(args.limit), "--schemes", *args.schemes, "--skip", *args.skip]
     command += ["--iterations", str(args.iterations), *(["--cached"] if args.cached else [])]
     return packed.arguments().parse_args([*command, "--methods", *args.methods, "--peers", *args.peers])
@@ -111,7 +113,8 @@ def quality_options(args: argparse.Namespace) -> argparse.Namespace:
 
 def gguf_options(args: argparse.Namespace) -> argparse.Namespace:
     """The options of ``benchmarks/export.py`` for this model."""
-    command = [*common(args), "--cache", str(args.work / "gguf.jsonl"), "--mixes", "--types", *args.types]
+    command = [*common(args), "--test", args.test, "--cache", str(args.work / "gguf.jsonl"), "--mixes"]
+    command += ["--types", *args.types]
     return gguf_files.arguments().parse_args([*command, "--roundings", *args.roundings])
 
 

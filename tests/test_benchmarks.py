@@ -129,6 +129,13 @@ def test_quality_table_gives_mean_spread_and_the_ratio_to_the_best_peer():
     assert third.startswith("| gptqmodel |") and "| 2.00 |" in third
 
 
+def test_a_further_text_has_its_column_and_each_kl_its_error():
+    found = cell(0.1) | {"kl_error": 0.01, "others": {"d/code.txt": {"kl": 0.3, "kl_error": 0.02}}}
+    head, _, row = quality.table("W4:128", {("attar", "gptq"): [found, found]}).splitlines()
+    assert head.endswith("| KL, code.txt |") and row.endswith("| 3.000e-01 ± 2.0e-02 |")
+    assert row.startswith("| attar | gptq | 1.000e-01 ± 1.0e-02 |")
+
+
 def test_tables_of_what_is_cached_run_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "make_reference", lambda *_, **__: pytest.fail("it measures"))
     args = arguments(schemes=["W4:128"], methods=["rtn", "gptq"], cached=True)
@@ -245,9 +252,11 @@ def test_a_runner_that_dies_is_an_error_with_its_last_words(tmp_path):
 
 def test_measuring_on_another_text_is_another_cell():
     fixed = {"schemes": ["W4:64"], "methods": ["rtn"], "peers": []}
-    plain, other = (next(quality.cells(arguments(**fixed, test=text), "d")) for text in ("", "test.txt"))
+    texts = ([], ["test.txt"], ["test.txt", "code.txt"])
+    plain, other, both = (next(quality.cells(arguments(**fixed, test=each), "d")) for each in texts)
     assert "test" not in plain.key  # caches that are there stay of use
     assert other.key == {**plain.key, "test": "test.txt"}
+    assert both.key == {**other.key, "others": ["code.txt"]}
 
 
 @pytest.mark.parametrize("name", real.PARTS)
@@ -272,8 +281,9 @@ def test_the_real_model_s_options_pass_others_over_and_give_every_tool_the_same(
     (tmp_path / "smollm2-dense").mkdir()
     packed, files = real_quality.quality_options(args), real_quality.gguf_options(args)
     for one in (packed, files):
-        assert (one.data, one.test) == ("d/wikitext-2/valid.txt", "d/wikitext-2/test.txt")
+        assert one.data == "d/wikitext-2/valid.txt"
         assert (one.samples, one.length, one.tokens) == (128, 256, 64)
+    assert (packed.test, files.test) == (["d/wikitext-2/test.txt", "python-stdlib"], "d/wikitext-2/test.txt")
     assert packed.peers == ["auto-round"] and not packed.cached
     assert real_quality.quality_options(real_quality.options([*rest, "--cached"])).cached
     assert files.mixes == []
