@@ -13,7 +13,7 @@ import torch
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.cli.main import call
 from attar.deployment import gguf
-from attar.errors import ModelError
+from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.readers import Decoded
 from attar.models.loading.fit import admit
@@ -223,16 +223,50 @@ def test_a_merge_keeps_that_of_its_first_model(models, tmp_path, capsys):
     assert same_head(open_checkpoint(models["qwen2"]), open_checkpoint(tmp_path / "out"))
 
 
-def test_gguf_leaves_it_out_and_says_so(models, tmp_path, capsys):
+def test_gguf_leaves_deepseeks_out_and_says_so(models, tmp_path, capsys):
     file, options = tmp_path / "out.gguf", ["--format", "gguf", "--type", "F16"]
-    assert call(["export", str(models["glm4_moe"]), "-o", str(file), *options]) == 0
+    assert call(["export", str(models["deepseek_v3"]), "-o", str(file), *options]) == 0
     assert "prediction head is left out: attar writes none to gguf" in capsys.readouterr().err
     assert open_checkpoint(file).config["num_hidden_layers"] == 3
 
 
-def test_a_gguf_file_with_nextn_blocks_is_read_without_them(tmp_path, monkeypatch):
-    folder = tiny_models.save(tiny_models.build("glm4_moe", num_hidden_layers=4), tmp_path / "model")
-    nextn = {"glm4moe.nextn_predict_layers": 1}
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_gguf_file_has_the_head_and_gives_it_back(family, models, tmp_path):
+    source = open_checkpoint(models[family])
+    file = export(models[family], tmp_path / "x.gguf", format="gguf", type="F32")
+    again = Decoded(admit(file))
+    assert again.config["num_hidden_layers"] == 3 and not file.notes
+    assert again.mtp.keys() == source.mtp.keys()
+    for name in source.mtp:
+        torch.testing.assert_close(again.load(name), source.load(name), rtol=1e-6, atol=1e-7)
+    dense = export(file, tmp_path / "dense", format="dense")
+    assert dense.mtp.keys() == source.mtp.keys()
+    coded = export(dense, tmp_path / "y.gguf", format="gguf", type="Q8_0", effort="fast", imatrix="none")
+    assert {info.block for name, info in coded.mtp.items() if ".attn_q.weight" in name} == {"Q8_0"}
+
+
+def test_a_gguf_file_with_a_head_is_the_source_of_pruning(models, tmp_path):
+    file = export(models["glm4_moe"], tmp_path / "x.gguf", format="gguf", type="F32")
+    cut = prune(file, tmp_path / "out", method="experts", experts=4, **TEXT)
+    assert cut.config["n_routed_experts"] == 4
+    assert {name.split(".")[5] for name in cut.mtp if ".experts." in name} == set("0123")
+
+
+def test_a_gguf_file_with_a_part_of_a_block_is_refused(models, tmp_path, monkeypatch):
+    placements = gguf.placements
+    missing = "blk.3.attn_q.weight"
+    monkeypatch.setattr(
+        gguf, "placements", lambda *given: [item for item in placements(*given) if item.gguf != missing]
+    )
+    file = tmp_path / "x.gguf"
+    with pytest.raises(CheckpointError, match=rf"there is no tensor '{missing}'"):
+        admit(export(models["glm4_moe"], file, format="gguf", type="F32"))
+        Decoded(open_checkpoint(file))
+
+
+def test_a_gguf_file_with_nextn_blocks_of_deepseek_is_read_without_them(tmp_path, monkeypatch):
+    folder = tiny_models.save(tiny_models.build("deepseek_v3", num_hidden_layers=4), tmp_path / "model")
+    nextn = {"deepseek2.nextn_predict_layers": 1}
     monkeypatch.setattr(gguf, "described", lambda *given: {**described(*given), **nextn})
     opened = admit(export(folder, tmp_path / "x.gguf", format="gguf", type="F16"))
     assert opened.config["num_hidden_layers"] == 3

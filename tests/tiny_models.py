@@ -142,7 +142,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4ForCausalLM",
         {**MOE, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "intermediate_size": 32}
         | {"intermediate_size_mlp": 96, "head_dim": 16, "interleave_moe_layer_step": 2}
-        | {"attention_chunk_size": 32},
+        | {"attention_chunk_size": 8192},
     ),
     "qwen3_next": (
         "Qwen3NextConfig",

@@ -15,7 +15,7 @@ import torch
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.formats.gguf.container import read_gguf
-from tests import tiny_models
+from tests import tiny_models, tiny_mtp
 from tests.formats.gguf.variants import VARIANTS, build
 
 HOME = Path(os.environ.get("ATTAR_PEERS", "/nowhere")) / "llama-server"
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not SOURCES, reason="no source of llama.cpp under $ATTAR_PEERS/llama-server"),
 ]
-FAMILIES = ("lfm2", "lfm2_moe", "mamba2", "granitemoehybrid")
+FAMILIES = ("lfm2", "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "llama4", "qwen3_next")
 OTHER = {  # keys that attar means otherwise: the config's own context; what llama.cpp does not read
     "granitehybrid.context_length",
     "granitehybrid.rope.dimension_count",
@@ -33,12 +33,12 @@ OTHER = {  # keys that attar means otherwise: the config's own context; what lla
 }
 
 
-def convert(folder, file):
+def convert(folder, file, *options):
     """The file that llama.cpp's converter makes of a folder."""
     script = Path(__file__).with_name("convert_to_gguf.py")
     command = [sys.executable, str(script), str(SOURCES[0]), str(folder), "--outfile", str(file)]
     done = subprocess.run(
-        [*command, "--outtype", "f32"], capture_output=True, text=True, check=False, cwd=file.parent
+        [*command, "--outtype", "f32", *options], capture_output=True, text=True, check=False, cwd=file.parent
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return read_gguf(file)
@@ -51,8 +51,18 @@ def test_file_is_the_converters(tmp_path, variant):
         path = folder / "config.json"
         text = path.read_text().replace('"linear_attention"', '"mamba"')
         path.write_text(text.replace('"full_attention"', '"attention"'))
+    check_alike(folder, tmp_path, *["--no-mtp"] * (VARIANTS[variant][0] == "qwen3_next"))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_blocks_that_predict_further_tokens_are_the_converters(tmp_path, family):
+    check_alike(tiny_mtp.save(family, tmp_path / "model"), tmp_path)
+
+
+def check_alike(folder, tmp_path, *options):
+    """attar's file of a folder has the tensors and keys of the converter's."""
     export(folder, tmp_path / "own.gguf", ExportSettings(format="gguf", type="F32"))
-    own, theirs = read_gguf(tmp_path / "own.gguf"), convert(folder, tmp_path / "theirs.gguf")
+    own, theirs = read_gguf(tmp_path / "own.gguf"), convert(folder, tmp_path / "theirs.gguf", *options)
     assert own.tensors.keys() == theirs.tensors.keys()
     for name in theirs.tensors:
         first, second = own.load(name), theirs.load(name)

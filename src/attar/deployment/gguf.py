@@ -40,7 +40,7 @@ from attar.formats.gguf.metadata import notes as architecture_notes
 from attar.formats.gguf.placement import pieces
 from attar.formats.gguf.provenance import provenance_metadata
 from attar.formats.gguf.reader import scale_name
-from attar.formats.gguf.tensor_map import placements
+from attar.formats.gguf.tensor_map import architecture, placements
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
@@ -68,7 +68,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
         SettingsError: no such type.
     """
     view = dense_view(source)
-    placed = placements(view.config, view.tensors)
+    placed = placements(view.config, view.infos)
     refuse_type(settings, placed)
     if any(placement.experts for placement in placed) and (settings.bits or settings.size):
         raise ModelError(
@@ -87,6 +87,12 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
         )
 
 
+def keeps_mtp(source: Checkpoint) -> bool:
+    """Whether a file has the multi-token prediction head: of the families of which llama.cpp's converter
+    writes it."""
+    return architecture(source.config).nextn is not None
+
+
 def dense_view(source: Checkpoint) -> Any:
     """The checkpoint with its weights decoded on access."""
     return LastLoaded(Decoded(source) if quant_method(source) else source)
@@ -94,10 +100,16 @@ def dense_view(source: Checkpoint) -> Any:
 
 class LastLoaded:
     """A view that keeps the tensor that was loaded last: experts that are stored in one are asked for one
-    after the other."""
+    after the other.
+
+    Attributes:
+        infos: of the tensors that a file has a place for: the model's, and its head's where
+            :func:`keeps_mtp`.
+    """
 
     def __init__(self, view: Any) -> None:
         self._view = view
+        self.infos = {**view.tensors, **view.mtp} if view.mtp and keeps_mtp(view) else view.tensors
         self._last: tuple[str, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -114,11 +126,11 @@ class LastLoaded:
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the file (or its parts) into the output folder; what was checked, in words."""
     view = dense_view(source)
-    placed = placements(view.config, view.tensors)
+    placed = placements(view.config, view.infos)
     importance = importance_of(source, view, placed, settings, output.shared, output.processes, progress)
     tokenizer = read_tokenizer_files(source.path, view.config)
     metadata = {
-        **described(view.config, file_stem(source)),
+        **described(view.config, file_stem(source), view.infos),
         **source_metadata(tokenizer, settings.pretokenizer or None),
         **_provenance(source),
     }

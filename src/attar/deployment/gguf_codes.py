@@ -198,6 +198,7 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
         if (
             placement.stored in linears
             and placement.part is None
+            and not placement.scales
             and kind not in FLOATS
             and placement.gguf not in kinds.carried
         ):
@@ -238,7 +239,7 @@ class _Maker:
     @cached_property
     def packed(self) -> Any:
         """The reader of the source's codes."""
-        return reader(self.source)
+        return reader(self.source.with_mtp)
 
     def __call__(self, placement: Any, kind: str) -> QuantizedTensor:
         if placement.gguf in self.kinds.carried:
@@ -272,7 +273,7 @@ class _Maker:
             rows, (codes, stored) = None, packed.blocks(mine)
             above = torch.tensor([1.0 / packed.whole_scale(packed.placements[mine])])
         else:
-            coded = stored_codes(packed, self.view.tensors[placement.stored].stored, placement)
+            coded = stored_codes(packed, self.view.infos[placement.stored].stored, placement)
             assert coded is not None, "a carried tensor has codes"
             codes, stored = to_blocks(kind, *coded)
             above = coded[0].global_scale

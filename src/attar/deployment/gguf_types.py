@@ -136,7 +136,7 @@ def _mix(
 
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
     """Codes kept where a type can hold them, everything else in its own number type."""
-    packed = reader(source) if quant_method(source) else None
+    packed = reader(source.with_mtp) if quant_method(source) else None
     of: dict[str, str] = {}
     wanted: dict[str, set[str | None]] = {}
     reasons = Counter[str]()
@@ -144,7 +144,7 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTy
         of[placement.gguf] = _float_kind(view, placement)
         if packed is None or placement.stored is None or not placement.matrix:
             continue
-        kind, why = _stored_kind(packed, view.tensors[placement.stored].stored, placement)  # type: ignore[attr-defined]
+        kind, why = _stored_kind(packed, view.infos[placement.stored].stored, placement)  # type: ignore[attr-defined]
         wanted.setdefault(placement.gguf, set()).add(kind)
         if why:
             reasons[why] += 1
@@ -176,6 +176,8 @@ def stored_codes(packed: FormatReader, name: str, placement: Placement) -> tuple
     Args:
         name: of the stored tensor.
     """
+    if placement.scales:
+        return None
     if placement.part is None:
         return None if placement.transposed else packed.codes(name)
     if placement.part.index is None or not isinstance(packed, ExpertMXFP4Reader) or not packed.is_coded(name):
@@ -188,7 +190,7 @@ def _float_kind(view: Any, placement: Any) -> str:
     """The number type of a tensor that stays one: its own, and float32 for vectors."""
     if len(placement.shape) < 2 or not placement.matrix or placement.stored is None:
         return "F32"
-    stored = view.tensors[placement.stored].dtype
+    stored = view.infos[placement.stored].dtype
     return stored if stored in FLOATS else "F32"
 
 

@@ -86,6 +86,11 @@ class _Matrix:
     rule: MLXRule | None = None
 
 
+def keeps_mtp(source: Checkpoint) -> bool:
+    """mlx-lm loads no multi-token prediction head."""
+    return False
+
+
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     """Raise where a checkpoint cannot become an MLX folder.
 

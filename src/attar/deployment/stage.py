@@ -134,7 +134,7 @@ def _write(
             settings = _recorded(source, settings, output, progress)
         details: dict[str, Any] = output.details
         details["checks"] = writer.write(source, settings, output, progress)
-        if source.mtp and settings.format in ("gguf", "mlx"):
+        if source.mtp and settings.format in ("gguf", "mlx") and not writer.keeps_mtp(source):
             why = f"attar writes none to {settings.format}"
             details["notes"] = [*details.get("notes", ()), LEFT_OUT.format(why)]
         for note in (*details.get("notes", ()), *details.get("limits", ())):

@@ -189,6 +189,16 @@ class Decoded:
         """Every tensor, the head's behind the model's."""
         return {**self.tensors, **self.mtp}
 
+    def renamed(self, config: dict[str, Any], tensors: dict[str, DecodedInfo]) -> Decoded:
+        """The same weights as those of another config, under other names and without a head.
+
+        Args:
+            tensors: of this view, by their new names.
+        """
+        view = Decoded.__new__(Decoded)
+        view.__dict__.update(self.__dict__, config=config, tensors=tensors, mtp={}, as_stored=False)
+        return view
+
     def load(self, name: str) -> Tensor:
         """One tensor, decoded.
 

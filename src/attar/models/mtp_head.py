@@ -104,19 +104,20 @@ def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
     Raises:
         ModelError: the checkpoint has none, or one of another form.
     """
-    if not checkpoint.mtp:
+    view = checkpoint if isinstance(checkpoint, Decoded) else Decoded(checkpoint)
+    if not view.mtp:
         raise ModelError(
             f"{checkpoint.name} has no multi-token prediction head",
             hint="--speculate suffix; or train a head: attar train-head",
         )
-    stored = {step: name for name in checkpoint.mtp for step in name.split(".")}
+    stored = {step: name for name in view.mtp for step in name.split(".")}
     known = next((joint for joint in JOINTS if all(part in stored for part in joint)), None)
-    prefix = next((block[1] for name in checkpoint.mtp if (block := _BLOCK.fullmatch(name))), None)
+    prefix = next((block[1] for name in view.mtp if (block := _BLOCK.fullmatch(name))), None)
     if known is None or prefix is None:
         raise ModelError(f"{checkpoint.name}: its multi-token prediction head is of a form unknown here")
     around = frozenset(stored[part] for part in known)
-    model = load_model(_one_layer(checkpoint, prefix, around), dtype=torch.float32)
-    block, view = model.get_decoder(), Decoded(checkpoint.with_mtp)
+    model = load_model(_one_layer(view, prefix, around), dtype=torch.float32)
+    block = model.get_decoder()
 
     def norm_of(name: str) -> nn.Module:
         norm = copy.deepcopy(block.norm)
@@ -127,7 +128,7 @@ def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
     joint = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joint.weight = nn.Parameter(weight)
     norms = norm_of(stored[known[1]]), norm_of(stored[known[2]])
-    last = next((name for name in checkpoint.mtp if _NORM.fullmatch(name)), None)
+    last = next((name for name in view.mtp if _NORM.fullmatch(name)), None)
     norm = nn.Identity() if last is None else norm_of(last)
     block.norm, block.embed_tokens = nn.Identity(), None
     head = MtpHead(
@@ -137,14 +138,14 @@ def load_mtp_head(checkpoint: Checkpoint) -> MtpHead:
     return head
 
 
-def _one_layer(checkpoint: Checkpoint, prefix: str, around: frozenset[str]) -> Checkpoint:
+def _one_layer(view: Decoded, prefix: str, around: frozenset[str]) -> Any:
     """The checkpoint with the head's block as its one layer, of the kind of the last layer of the model that
     has the same modules."""
-    layers = {name: match for name in checkpoint.tensors if (match := _LAYER.match(name))}
+    layers = {name: match for name in view.tensors if (match := _LAYER.match(name))}
     stack = next(iter(layers.values()))[1]
     block = {
         name.removeprefix(prefix): info
-        for name, info in checkpoint.mtp.items()
+        for name, info in view.mtp.items()
         if name.startswith(prefix) and name not in around and not _NORM.fullmatch(name)
     }
     of_layers: dict[int, set[str]] = {}
@@ -154,16 +155,14 @@ def _one_layer(checkpoint: Checkpoint, prefix: str, around: frozenset[str]) -> C
     modules = {_module(name) for name in block} - {"embed_tokens", "shared_head.head"}
     like = max((layer for layer, parts in of_layers.items() if parts == modules), default=None)
     if like is None:
-        raise ModelError(
-            f"{checkpoint.name}: the block of its multi-token prediction head is of no layer's kind"
-        )
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in layers}
+        raise ModelError(f"{view.name}: the block of its multi-token prediction head is of no layer's kind")
+    tensors = {name: info for name, info in view.tensors.items() if name not in layers}
     for name, info in block.items():
         if _module(name) in modules:
             renamed = f"{stack}layers.0.{name}"
             tensors[renamed] = replace(info, name=renamed)
-    config = _config_of_one(checkpoint.config, like, len(of_layers))
-    return replace(checkpoint, config=config, tensors=tensors, mtp={}, as_stored=False)
+    config = _config_of_one(view.config, like, len(of_layers))
+    return view.renamed(config, tensors)
 
 
 def _module(local_name: str) -> str:

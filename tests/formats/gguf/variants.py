@@ -63,6 +63,13 @@ FAMILIES = {
     "lfm2_moe": tiny_models.MIXTURES["lfm2_moe"],
     "mamba2": tiny_models.HYBRIDS["mamba2"],
     "granitemoehybrid": tiny_models.MIXTURES["granitemoehybrid"],
+    "falcon_h1": tiny_models.HYBRIDS["falcon_h1"],
+    "llama4": (
+        *tiny_models.MIXTURES["llama4"][:2],
+        {**tiny_models.MIXTURES["llama4"][2], "attention_chunk_size": 8192, "num_hidden_layers": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
+    "qwen3_next": tiny_models.MIXTURES["qwen3_next"],
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -141,6 +148,17 @@ VARIANTS = {
         "granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64}
         | {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "logits_scaling": 2.0}
         | {"layer_types": ["attention", "mamba", "mamba"]}),
+    "falcon_h1 with multipliers": (
+        "falcon_h1", {"embedding_multiplier": 5.5, "lm_head_multiplier": 0.04, "key_multiplier": 0.3}
+        | {"attention_in_multiplier": 0.9, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.25}
+        | {"ssm_out_multiplier": 0.35, "mlp_multipliers": [0.8, 0.6], "mamba_rms_norm": True}
+        | {"ssm_multipliers": [0.35, 0.25, 0.5, 0.7, 0.3], "mamba_norm_before_gate": False}
+        | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_n_groups": 2}),
+    "llama4 with rope of llama3": (
+        "llama4", rope("llama3", 500000.0, factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0,
+                       original_max_position_embeddings=16) | {"interleave_moe_layer_step": 1}),
+    "qwen3_next by its interval": (
+        "qwen3_next", {"layer_types": None, "num_hidden_layers": 5, "linear_num_value_heads": 6}),
     "gpt_oss with yarn": ("gpt_oss", YARN),
 }  # fmt: skip
 

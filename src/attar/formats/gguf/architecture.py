@@ -11,7 +11,7 @@ hidden / heads, KV heads are as many as heads, the MLP is four times as wide as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,8 +51,11 @@ class ModuleMapping:
             that of a convolution or of a recurrence.
         form: the stored shape, where the file has the same numbers in another one.
         negative_exp: the file has -exp of the stored numbers.
+        scales: keys of the config whose numbers the file has multiplied in, in this order; ``KEY.1``: the
+            second number of a list.
         part: the part of a stored tensor: the ``first`` or ``second`` half of the rows, the ``even`` or
-            ``odd`` rows, the ``keys`` or ``values`` of MLA, or the only ``row``.
+            ``odd`` rows, the ``keys`` or ``values`` of MLA, the ``qkv`` or ``gate`` of linear attention.
+        optional: of blocks that predict further tokens: present where it is stored.
     """
 
     gguf: str
@@ -74,6 +77,23 @@ class ModuleMapping:
     mixer: str = ""
     form: tuple[str, ...] = ()
     negative_exp: bool = False
+    scales: tuple[str, ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class NextnBlocks:
+    """The blocks behind the last one that predict further tokens.
+
+    Attributes:
+        modules: what such a block has besides a block's own; ``{}`` is the block, or the only head.
+        stored: the block's name in the checkpoint, ``{}`` its number among them; empty: the name of a block.
+        key: of the config for their number, where a config is made from a file.
+    """
+
+    modules: tuple[ModuleMapping, ...]
+    stored: str = ""
+    key: str = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -146,6 +166,13 @@ class Architecture:
             none: every block has attention.
         attention_free: no block has attention.
         stated: further keys of a config that is made from a file.
+        head_scale: key of the config by which logits are multiplied, which the file has in the head.
+        misfit: what of a config llama.cpp computes otherwise, in words; empty: nothing.
+        more_keys: further keys of the file.
+        nextn: its blocks that predict further tokens; None: llama.cpp's converter knows none.
+        attention_interval: each n-th block has attention where the config has no ``layer_types``; the file
+            marks the others by ``attention.recurrent_layers``. 0: by 0 KV heads.
+        more_config: further keys of a config, from the value of (key of the file, default) and the sizes.
     """
 
     family: str
@@ -176,6 +203,12 @@ class Architecture:
     layer_types: tuple[str, ...] = ()
     attention_free: bool = False
     stated: Mapping[str, Any] = field(default_factory=dict)
+    head_scale: str = ""
+    nextn: NextnBlocks | None = None
+    attention_interval: int = 0
+    misfit: Callable[[Mapping[str, Any], Sizes], str] = lambda config, sizes: ""
+    more_keys: Callable[[Mapping[str, Any], Sizes], Mapping[str, Any]] = lambda config, sizes: {}
+    more_config: Callable[[Callable[[str, Any], Any], Sizes], Mapping[str, Any]] = lambda get, sizes: {}
 
     @property
     def mixture(self) -> bool:
@@ -205,6 +238,9 @@ class Architecture:
 
 AUTO_WIDTH = "block_auto_adjust_ff_dim"
 """LFM2's key that says whether the width of an MLP follows from another one."""
+NEXTN = "nextn_predict_layers"
+"""A file's key for the number of blocks behind the last one that predict further tokens; they count as
+blocks."""
 UNBOUNDED = 1 << 20
 """Tokens of a file's context where the config has no number; llama.cpp's converter writes it too."""
 USUAL = {
@@ -229,7 +265,9 @@ class Sizes:
         more: counts of :class:`ConfigCount` by name: ``experts``, ``expert_ff`` (neurons of an expert),
             ``shared_ff`` or ``shared`` (how many experts all tokens share), ``dense`` (leading blocks without
             experts); of MLA ``q_rank``, ``kv_rank``, ``nope`` and ``rope`` (of a head's keys), ``value``; of
-            a state space ``ssm_heads``, ``ssm_head`` (width of one), ``ssm_state``, ``ssm_groups``.
+            a state space ``ssm_heads``, ``ssm_head`` (width of one), ``ssm_state``, ``ssm_groups``; of linear
+            attention ``delta_heads`` (of values), ``delta_groups`` (heads of keys), ``delta_state`` (width).
+        nextn: blocks behind the last one that predict further tokens.
     """
 
     layers: int
@@ -241,6 +279,7 @@ class Sizes:
     vocabulary: int
     context: int
     more: Mapping[str, int] = field(default_factory=dict)
+    nextn: int = 0
 
     def of(self, name: str) -> int:
         """A size by its name in :class:`ModuleMapping`; 0 where the family has none."""
@@ -255,6 +294,12 @@ class Sizes:
             return self.heads * self.more["value"]
         if name == "one":
             return 1
+        if name in ("q_gated", "joined"):
+            return 2 * (self.of("q") if name == "q_gated" else self.hidden)
+        if name.startswith("delta_") and name not in self.more:
+            keys, values = (self.of(f"delta_{of}") * self.of("delta_state") for of in ("groups", "heads"))
+            widths = {"qkv": 2 * keys + values, "qkvz": 2 * (keys + values), "values": values}
+            return {**widths, "betas": 2 * self.of("delta_heads")}[name.removeprefix("delta_")]
         if name == "conv_projected":
             return 3 * self.hidden
         if name.startswith("ssm_") and name not in self.more:
@@ -263,18 +308,25 @@ class Sizes:
             return self.more["shared"] * self.more["expert_ff"]
         return self.more.get(name, 0) if name not in USUAL else int(getattr(self, name))
 
+    @property
+    def ssm_rows(self) -> tuple[int, ...]:
+        """Rows of a state space's projection that are z, x, B, C and the time steps."""
+        if "ssm_heads" not in self.more:
+            return ()
+        inner, group = self.of("ssm_inner"), self.of("ssm_groups") * self.of("ssm_state")
+        return inner, inner, group, group, self.of("ssm_heads")
+
     def _of_state_space(self, name: str) -> int:
         """Widths that follow from others: of all heads, of a group, of what is convolved (x, B and C), and of
         the projection into it (z, x, B, C and the time steps)."""
-        inner, both = (
-            self.of("ssm_heads") * self.of("ssm_head"),
-            2 * self.of("ssm_groups") * self.of("ssm_state"),
-        )
+        inner = self.of("ssm_heads") * self.of("ssm_head")
+        if name == "ssm_inner":
+            return inner
+        rows = self.ssm_rows
         return {
-            "ssm_inner": inner,
             "ssm_group": inner // self.of("ssm_groups"),
-            "ssm_convolved": inner + both,
-            "ssm_projected": 2 * inner + both + self.of("ssm_heads"),
+            "ssm_convolved": sum(rows[1:4]),
+            "ssm_projected": sum(rows),
         }[name]
 
 
@@ -369,13 +421,14 @@ def _counts(config: Mapping[str, Any], architecture: Architecture) -> dict[str, 
 def _check_state_space(
     config: Mapping[str, Any], architecture: Architecture, counts: Mapping[str, int]
 ) -> None:
-    """llama.cpp's state space is twice as wide as the model, in whole groups of heads."""
+    """llama.cpp's state space has whole groups of heads; it is twice as wide as the model, or as wide as the
+    config says."""
     inner = counts["ssm_heads"] * counts["ssm_head"]
-    hidden = _positive_integer(config, architecture, "hidden")
-    if inner != 2 * hidden or counts["ssm_heads"] % counts["ssm_groups"]:
+    wanted = counts.get("ssm_inner", 2 * _positive_integer(config, architecture, "hidden"))
+    if inner != wanted or counts["ssm_heads"] % counts["ssm_groups"]:
         raise ModelError(
             f"config of {architecture.family}: {counts['ssm_heads']} heads of {counts['ssm_head']} in "
-            f"{counts['ssm_groups']} groups, but llama.cpp needs whole groups, {2 * hidden} wide together",
+            f"{counts['ssm_groups']} groups, but llama.cpp needs whole groups, {wanted} wide together",
             hint="export to another format",
         )
 
@@ -456,7 +509,12 @@ def attends(config: Mapping[str, Any], architecture: Architecture, layers: int) 
     if not architecture.layer_types:
         return (not architecture.attention_free,) * layers
     marked, indices = config.get("layer_types"), config.get("full_attn_idxs")
-    if isinstance(marked, list):
+    if marked is None and architecture.attention_interval:
+        every = config.get("full_attention_interval", architecture.attention_interval)
+        if type(every) is not int or every < 1:
+            raise ModelError(f"config of {architecture.family}: full_attention_interval is {every!r}")
+        marks = tuple(not (index + 1) % every for index in range(layers))
+    elif isinstance(marked, list):
         marks = tuple(kind in ("attention", "full_attention") for kind in marked)
     else:
         marks = tuple(index in indices for index in range(layers)) if isinstance(indices, list) else ()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.architecture import (
+    NEXTN,
     Architecture,
     ConfigCount,
     ConfigRule,
@@ -37,8 +38,6 @@ from attar.formats.gguf.tokenizer.special_tokens import stored_ids
 
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-NEXTN = "nextn_predict_layers"
-"""Blocks behind the last one, which predict further tokens; they count as blocks."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 COUNTS_FROM_0 = ("dense", "experts", "used")
 """Numbers that are 0, and not null, in a config of a file that has none."""
@@ -117,9 +116,16 @@ def hf_config(
         **arch.stated,
         **_layer_types(keys, arch),
         **_window(keys, arch, measured),
+        **arch.more_config(keys.get, measured),
+        **({arch.nextn.key: measured.nextn} if arch.nextn and measured.nextn else {}),
         **rope_config(keys.get, arch, measured, factors),
         **_tokens(metadata),
     }
+
+
+def knows_nextn(metadata: Mapping[str, Any]) -> bool:
+    """Whether attar reads the blocks of a file that predict further tokens."""
+    return _family(ArchitectureMetadata(metadata)).nextn is not None
 
 
 def nextn_tensors(metadata: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -198,6 +204,7 @@ def _sizes(keys: ArchitectureMetadata, arch: Architecture, tensors: Mapping[str,
         vocabulary=int(tensors["token_embd.weight"].shape[0]),
         context=keys.positive("context_length"),
         more=more,
+        nextn=int(keys.get(NEXTN, 0)),
     )
 
 
@@ -214,14 +221,28 @@ def _kv_heads(keys: ArchitectureMetadata, arch: Architecture, heads: int) -> int
 
 def _layer_types(keys: ArchitectureMetadata, arch: Architecture) -> dict[str, Any]:
     """The blocks with attention, by their KV heads."""
-    counts = keys.metadata.get(f"{keys.arch}.attention.head_count_kv")
     if not arch.layer_types:
         return {}
+    if arch.attention_interval:
+        return {"layer_types": _by_interval(keys, arch)}
+    counts = keys.metadata.get(f"{keys.arch}.attention.head_count_kv")
     if not isinstance(counts, list):
         raise CheckpointError(
             f"GGUF: {keys.arch}.attention.head_count_kv is {counts!r}, not a list", hint=DAMAGED
         )
     return {"layer_types": [arch.layer_types[0 if count else 1] for count in counts]}
+
+
+def _by_interval(keys: ArchitectureMetadata, arch: Architecture) -> list[str]:
+    """The kinds of blocks of a file that marks those without attention, or has each n-th with it."""
+    layers = keys.positive("block_count") - keys.get(NEXTN, 0)
+    every = keys.positive("full_attention_interval", arch.attention_interval)
+    marks = keys.metadata.get(f"{keys.arch}.attention.recurrent_layers")
+    if marks is None:
+        marks = usual_pattern(every, layers)
+    if not isinstance(marks, list) or len(marks) < layers:
+        raise CheckpointError(f"GGUF: {keys.arch}.attention.recurrent_layers is {marks!r}", hint=DAMAGED)
+    return [arch.layer_types[1 if mark else 0] for mark in marks[:layers]]
 
 
 def _check_latent(keys: ArchitectureMetadata, more: Mapping[str, int]) -> None:
@@ -341,12 +362,13 @@ def file_placements(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> li
     Raises:
         CheckpointError: a tensor is missing, of another shape, or unknown; names it.
     """
-    wanted = [placement for placement in expected_placements(config) if placement.stored is not None]
+    expected = expected_placements(config, tensors)
+    wanted = [placement for placement in expected if placement.stored is not None]
     for placement in wanted:
         if placement.piece not in tensors:
             raise CheckpointError(f"GGUF: there is no tensor {placement.piece!r}", hint=DAMAGED)
         shape = tuple(tensors[placement.piece].shape)
-        if shape != placement.shape:
+        if shape != placement.shape and (1, *shape) != placement.shape:
             raise CheckpointError(
                 f"GGUF: tensor {placement.piece!r} is {list(shape)}, but must be {list(placement.shape)}"
             )

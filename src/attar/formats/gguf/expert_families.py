@@ -31,6 +31,7 @@ from attar.formats.gguf.modules import (
     experts,
     gated_mlp,
     head_norms,
+    nextn,
     norm,
     outside,
     pre_norms,
@@ -39,7 +40,7 @@ from attar.formats.gguf.modules import (
     stacked_experts,
 )
 
-_EVERY_BLOCK = (
+EVERY_BLOCK = (
     ConfigRule("decoder_sparse_step", (1,), 1),
     ConfigRule("mlp_only_layers", ([], None), []),
 )
@@ -75,9 +76,8 @@ QWEN2_MOE = Architecture(
         ModuleMapping(
             "blk.{}.ffn_gate_inp_shexp",
             "layers.{}.mlp.shared_expert_gate",
-            ("hidden",),
+            ("one", "hidden"),
             matrix=False,
-            part="row",
         ),
         *shared_expert("layers.{}.mlp.shared_expert"),
         *pre_norms(),
@@ -93,7 +93,7 @@ QWEN2_MOE = Architecture(
     ),
     rules=(
         SILU_RULE,
-        *_EVERY_BLOCK,
+        *EVERY_BLOCK,
         ConfigRule("qkv_bias", (True,), True),
         ConfigRule("norm_topk_prob", (False,), False),
         ConfigRule("use_sliding_window", (False,), False),
@@ -118,7 +118,7 @@ QWEN3_MOE = Architecture(
     rules=(
         SILU_RULE,
         NO_BIAS,
-        *_EVERY_BLOCK,
+        *EVERY_BLOCK,
         ConfigRule("norm_topk_prob", (True,), False),
         ConfigRule("use_sliding_window", (False,), False),
     ),
@@ -199,6 +199,7 @@ GLM4_MOE = Architecture(
         ("expert_weights_scale", "routed_scaling_factor"),
         ("expert_weights_norm", "norm_topk_prob"),
     ),
+    nextn=nextn("layers.{}.", ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
 )
 
 

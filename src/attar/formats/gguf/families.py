@@ -18,6 +18,8 @@ from attar.formats.gguf.architecture import (
     ModuleMapping,
 )
 from attar.formats.gguf.expert_families import EXPERT_FAMILIES, GRANITE
+from attar.formats.gguf.falcon_h1 import FALCON_H1
+from attar.formats.gguf.llama4 import LLAMA4
 from attar.formats.gguf.modules import (
     around_norms,
     attention,
@@ -28,6 +30,7 @@ from attar.formats.gguf.modules import (
     plain_mlp,
     pre_norms,
 )
+from attar.formats.gguf.qwen3_next import QWEN3_NEXT
 from attar.formats.gguf.state_families import STATE_FAMILIES
 
 CAUSAL = ConfigRule("use_bidirectional_attention", (None, False), None)
@@ -364,7 +367,7 @@ ARCHITECTURES = {
     for known in (
         LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
         GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3, SEED_OSS,
-        *EXPERT_FAMILIES, *STATE_FAMILIES,
+        *EXPERT_FAMILIES, *STATE_FAMILIES, FALCON_H1, LLAMA4, QWEN3_NEXT,
     )
 }  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

@@ -9,10 +9,12 @@ written for every family, also where its loader has the same default.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from attar.formats.gguf.architecture import (
+    NEXTN,
     Architecture,
     Sizes,
     SlidingWindow,
@@ -23,21 +25,23 @@ from attar.formats.gguf.architecture import (
     window,
 )
 from attar.formats.gguf.rope import read_rope, rope_metadata
-from attar.formats.gguf.tensor_map import architecture, expected_placements
+from attar.formats.gguf.tensor_map import architecture, expected_placements, nextn_count
 
 
-def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def metadata(config: Mapping[str, Any], name: str, names: Collection[str] = ()) -> dict[str, Any]:
     """``general.*`` and the architecture's keys, in a fixed order.
 
     Args:
         name: ``general.name``.
+        names: of the checkpoint's tensors, which say how many blocks predict further tokens.
 
     Raises:
         ModelError: as :func:`architecture`.
     """
     arch = architecture(config)
     measured = sizes(config, arch)
-    count = sum(math.prod(placement.shape) for placement in expected_placements(config))
+    measured = replace(measured, nextn=nextn_count(arch, measured.layers, names))
+    count = sum(math.prod(placement.shape) for placement in expected_placements(config, names))
     general = {
         "general.architecture": arch.arch,
         "general.type": "model",
@@ -45,7 +49,7 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "general.size_label": size_label(count),
     }
     keys = _dimensions(arch, measured, float(number(config, arch, "epsilon")))
-    if arch.layer_types:
+    if arch.layer_types and not arch.attention_interval:
         marks = attends(config, arch, measured.layers)
         keys["attention.head_count_kv"] = [measured.kv_heads if mark else 0 for mark in marks]
     rope = read_rope(config, arch, measured)
@@ -56,13 +60,14 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         value = config.get(source, arch.defaults.get(source))
         if value is not None:
             keys[key] = value if isinstance(value, bool) else float(value)
-    keys |= dict(arch.fixed)
+    keys |= {NEXTN: measured.nextn} if measured.nextn else {}
+    keys |= dict(arch.fixed) | dict(arch.more_keys(config, measured))
     return general | {f"{arch.arch}.{key}": value for key, value in keys.items()}
 
 
 def _dimensions(arch: Architecture, measured: Sizes, epsilon: float) -> dict[str, Any]:
     keys: dict[str, Any] = {
-        "block_count": measured.layers,
+        "block_count": measured.layers + measured.nextn,
         "context_length": measured.context,
         "embedding_length": measured.hidden,
         "feed_forward_length": measured.ff,

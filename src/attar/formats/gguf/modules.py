@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from attar.formats.gguf.architecture import ConfigCount, ModuleMapping
+from attar.formats.gguf.architecture import ConfigCount, ModuleMapping, NextnBlocks
 
 SOFTMAX, SIGMOID = 1, 2
 """llama.cpp's numbers of the router's functions."""
@@ -159,13 +160,13 @@ def stacked_experts(
     )
 
 
-def shared_expert(stored: str, *, blocks: str = "") -> tuple[ModuleMapping, ...]:
+def shared_expert(stored: str, *, blocks: str = "", width: str = "shared_ff") -> tuple[ModuleMapping, ...]:
     """gate, up and down of the expert that all tokens share."""
     return tuple(
         ModuleMapping(
             f"blk.{{}}.ffn_{part}_shexp",
             f"{stored}.{part}_proj",
-            ("hidden", "shared_ff") if part == "down" else ("shared_ff", "hidden"),
+            ("hidden", width) if part == "down" else (width, "hidden"),
             blocks=blocks,
         )
         for part in ("gate", "up", "down")
@@ -185,3 +186,37 @@ def expert_counts(count: str, *, total: int = 0, used: int = 0) -> tuple[ConfigC
 def expert_neurons(key: str, default: int = 0) -> ConfigCount:
     """The width of an expert, where it is its own."""
     return ConfigCount("expert_ff", "expert_feed_forward_length", (key,), default)
+
+
+def nextn(
+    stored: str, names: tuple[str, str, str, str], *, plus: float = 0.0, block: str = "", key: str = ""
+) -> NextnBlocks:
+    """Blocks that predict further tokens.
+
+    Args:
+        stored: where the head's own modules are.
+        names: of the projection, of the norms of embedding and hidden state, and of the last norm.
+        plus: added to the norms.
+        block: as :attr:`NextnBlocks.stored`; such a head has the model's embedding and head alone.
+        key: of the config for their number; empty: the usual one.
+    """
+    joint, *norms = (f"{stored}{name}" for name in names)
+    parts = ("enorm", "hnorm", "shared_head_norm")
+    copies = () if block else ("embed_tokens", "shared_head_head")
+    modules = (
+        ModuleMapping("blk.{}.nextn.eh_proj", joint, ("hidden", "joined")),
+        *(
+            replace(norm(f"blk.{{}}.nextn.{part}", name, plus=plus), optional=part == "shared_head_norm")
+            for part, name in zip(parts, norms, strict=True)
+        ),
+        *(
+            ModuleMapping(
+                f"blk.{{}}.nextn.{name}",
+                f"{stored}{name.replace('head_head', 'head.head')}",
+                ("vocabulary", "hidden"),
+                optional=True,
+            )
+            for name in copies
+        ),
+    )
+    return NextnBlocks(modules, block, key or NextnBlocks.key)

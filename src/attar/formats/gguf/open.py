@@ -26,7 +26,7 @@ from attar.checkpoint.oddities import oddity
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.weight_files import more
 from attar.errors import CheckpointError, OutputError
-from attar.formats.gguf.config import hf_config, nextn_tensors
+from attar.formats.gguf.config import hf_config, knows_nextn, nextn_tensors
 from attar.formats.gguf.container import GGUF, read_gguf
 from attar.formats.gguf.generation import generation_config
 from attar.formats.gguf.placement import pieces
@@ -72,14 +72,16 @@ def open_gguf(path: Path) -> Checkpoint:
         config = _config(opened)
         folder = _companion(opened, config)
     head = nextn_tensors(opened.metadata, opened.tensors)
-    odd = (oddity("nextn blocks", tensor=f"{head[0]}{more(head)}"),) if head else ()
-    infos = {name: tensor.info for name, tensor in opened.tensors.items() if name not in head}
+    read = knows_nextn(opened.metadata)
+    odd = (oddity("nextn blocks", tensor=f"{head[0]}{more(head)}"),) if head and not read else ()
+    infos = {name: tensor.info for name, tensor in opened.tensors.items()}
     return Checkpoint(
         path=folder,
         name=model_name(opened.files[0]),
         config=config,
         card=card_of(opened.files[0]),
-        tensors=pieces(infos),
+        tensors=pieces({name: info for name, info in infos.items() if name not in head}),
+        mtp=pieces({name: infos[name] for name in head}) if read else {},
         oddities=odd,
     )
 

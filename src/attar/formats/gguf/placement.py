@@ -13,7 +13,7 @@ A tensor changes in six steps, in this order, which :meth:`Placement.undo` rever
 5. Gemma's norms gain 1, because llama.cpp multiplies by the weight where transformers multiplies by 1 +
    weight.
 6. Where the file has the numbers in another shape (convolutions, heads of a state space), they get it; A_log
-   of Mamba becomes -exp(A_log).
+   of Mamba becomes -exp(A_log). Numbers by which Falcon-H1's config multiplies are multiplied in.
 
 Steps 1 to 4 lose nothing. Step 5 rounds to float32: a bfloat16 weight above 2^-15 or a float16 one above
 2^-12 is restored bit for bit when ``undo`` is given its type, a float32 one within the rounding of the sum.
@@ -52,6 +52,7 @@ class Placement:
         value: float32, where ``stored`` is None.
         form: the stored shape, where the file has the same numbers in another one.
         negative_exp: the file has -exp of the stored numbers.
+        scales: what the file's numbers are multiplied with, one after the other: a number, or float32 (N, 1).
         part: the part of the stored tensor; None: all.
         expert: its number; None: it is a whole tensor of the file.
         experts: how many the file's tensor stacks; 0: it is no stack.
@@ -68,6 +69,7 @@ class Placement:
     value: Tensor | None = None
     form: tuple[int, ...] = ()
     negative_exp: bool = False
+    scales: tuple[float | Tensor, ...] = ()
     part: StoredPart | None = None
     expert: int | None = None
     experts: int = 0
@@ -93,13 +95,17 @@ class Placement:
         return tuple(reversed(self.shape)) if self.transposed else self.shape
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The file's tensor from the checkpoint's; matrices keep their dtype. Does not modify the input."""
+        """The file's tensor from the checkpoint's; matrices keep their dtype, where nothing is multiplied in.
+        Does not modify the input."""
         placed = tensor if self.part is None else self.part.view(tensor)
+        placed = placed.flatten(0, 1) if placed.dim() > max(len(self.shape), len(self.form)) else placed
         placed = placed.T if self.transposed else placed
         if self.rows is not None:
             placed = placed.index_select(0, self.rows)
-        if not self.matrix:
+        if not self.matrix or self.scales:
             placed = placed.float()
+        for scale in self.scales:
+            placed = placed * scale
         placed = -placed.exp() if self.negative_exp else placed
         placed = placed.reshape(self.shape) if self.form else placed
         return (placed + self.plus if self.plus else placed).contiguous()
@@ -108,12 +114,15 @@ class Placement:
         """The checkpoint's tensor from the file's; of a part, the part alone.
 
         Args:
-            tensor: as :meth:`apply` returned it.
+            tensor: as :meth:`apply` returned it; a single row may lack its first dimension.
             dtype: of the result; None: as ``tensor``.
         """
-        restored = tensor - self.plus if self.plus else tensor
+        restored = tensor.reshape(self.shape)
+        restored = restored - self.plus if self.plus else restored
         restored = restored.reshape(self.form) if self.form else restored
         restored = (-restored).log() if self.negative_exp else restored
+        for scale in reversed(self.scales):
+            restored = restored / scale
         if self.rows is not None:
             restored = restored.index_select(0, torch.argsort(self.rows))
         if self.transposed:
@@ -123,7 +132,7 @@ class Placement:
     def fill(self, stored: Tensor, tensor: Tensor) -> None:
         """Write the file's tensor into its place in the checkpoint's, which is changed."""
         target = stored if self.part is None else self.part.view(stored)
-        target.copy_(self.undo(tensor, stored.dtype))
+        target.copy_(self.undo(tensor, stored.dtype).reshape(target.shape))
 
 
 def piece_name(gguf: str, expert: int) -> str:

@@ -154,7 +154,7 @@ class GGUFReader:
         mine = self.placements.get(placement.piece)
         if mine is None or self._info(mine.piece).block not in blocks.LAYOUTS or not placement.matrix:
             return None
-        same = mine.stored == placement.stored and mine.part == placement.part
+        same = mine.stored == placement.stored and mine.part == placement.part and not placement.scales
         if not same or placement.transposed or (mine.rows is None) != (placement.rows is None):
             return None
         return mine.piece if mine.rows is None or torch.equal(mine.rows, placement.rows) else None

@@ -378,7 +378,7 @@ def _llama3_config(factors: Tensor, theta: float) -> dict[str, Any] | None:
     largest = float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < largest * (1 - 1e-6))
     if largest == 1.0 or int(between.sum()) < 2:
-        return None
+        return _step_config(factors, theta) if largest != 1.0 and not int(between.sum()) else None
     rates = 1 / _wavelengths(theta, 2 * len(factors))
     smooth = (1 / factors - 1 / largest) / (1 - 1 / largest)
     slope, offset = np.polyfit(rates[between].numpy(), smooth[between].numpy(), 1)
@@ -388,4 +388,19 @@ def _llama3_config(factors: Tensor, theta: float) -> dict[str, Any] | None:
     again = llama3_factors(Rope("llama3", theta, 2 * len(factors), settings, original)).double()
     if not torch.allclose(again, factors, rtol=1e-5, atol=0):
         return None
+    return {"rope_type": "llama3", **settings, ORIGINAL: original}
+
+
+def _step_config(factors: Tensor, theta: float) -> dict[str, Any] | None:
+    """The llama3 settings without a transition (Llama 4): the original context lies between the wavelengths
+    of the last factor of 1 and of the first other one, and is 8192 where that does."""
+    largest = float(factors.max())
+    waves, first = _wavelengths(theta, 2 * len(factors)), int((factors == 1).sum())
+    if first in (0, len(factors)) or not bool((factors[:first] == 1).all()):
+        return None
+    low, high = float(waves[first - 1]), float(waves[first])
+    original = next((c for c in (8192, math.ceil(math.sqrt(low * high))) if low < c < high), None)
+    if original is None:
+        return None
+    settings = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     return {"rope_type": "llama3", **settings, ORIGINAL: original}

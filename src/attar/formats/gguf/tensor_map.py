@@ -13,7 +13,7 @@ llama.cpp cannot follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from attar.formats.gguf.architecture import (
     window,
 )
 from attar.formats.gguf.families import ARCHITECTURES
+from attar.formats.gguf.multipliers import multipliers
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.rope import read_rope, rope_tensors
 from attar.formats.stored_part import StoredPart
@@ -83,6 +84,8 @@ def _check(config: Mapping[str, Any], arch: Architecture) -> None:
     _check_scale(config, arch, measured)
     _check_no_rope(config, arch, measured.layers)
     attends(config, arch, measured.layers)
+    if misfit := arch.misfit(config, measured):
+        raise ModelError(f"config of {arch.family}: {misfit}", hint="export to another format")
     if arch.latent and measured.of("q_rank") and measured.layers in UNRANKED:
         raise ModelError(
             f"config of {arch.family}: llama.cpp takes one of {measured.layers} blocks for a model without "
@@ -152,7 +155,7 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
         CheckpointError: a tensor is missing, of another shape, or unknown; names it.
     """
     arch = architecture(config)
-    resolved = [_resolve(placement, arch, stored) for placement in expected_placements(config)]
+    resolved = [_resolve(placement, arch, stored) for placement in expected_placements(config, stored)]
     used = frozenset(placement.stored for placement in resolved)
     if _tied(config, arch):
         used |= {f"{name}.weight" for name in arch.head_names}
@@ -195,9 +198,13 @@ def _resolve(placement: Placement, arch: Architecture, stored: Mapping[str, Any]
     return replace(placement, stored=name)
 
 
-def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
+def expected_placements(config: Mapping[str, Any], names: Collection[str] = ()) -> list[Placement]:
     """The tensors that a config implies, under transformers' usual names; nothing is checked against a
-    file."""
+    file.
+
+    Args:
+        names: of the checkpoint's tensors or of the file's, which say how many blocks predict further tokens.
+    """
     arch = architecture(config)
     measured = sizes(config, arch)
     rows = _orders(arch, measured)
@@ -214,12 +221,58 @@ def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
         for module in arch.blocks
         if _present(module, index, config, measured)
         and (not module.mixer or (module.mixer == "attention") == marks[index])
-    ]
+    ] + _nextn_modules(config, arch, measured, names)
     outside, inside = (
         [placement for module in modules for placement in _tensors(config, arch, measured, module, rows)]
         for modules in (outer, blocks)
     )
     return outside + computed + inside
+
+
+def nextn_count(arch: Architecture, layers: int, names: Collection[str]) -> int:
+    """How many blocks that predict further tokens a checkpoint or a file has, by its tensors' names."""
+    count = 0
+    if arch.nextn is None:
+        return count
+    stored = [f"{arch.prefix}layers.{{}}.", "layers.{}."]
+    first = layers
+    if arch.nextn.stored:
+        stored, first = [f"{arch.nextn.stored}."], 0
+    while any(
+        name.startswith((f"blk.{layers + count}.", *(block.format(first + count) for block in stored)))
+        for name in names
+    ):
+        count += 1
+    return count
+
+
+def _nextn_modules(
+    config: Mapping[str, Any], arch: Architecture, measured: Sizes, names: Collection[str]
+) -> list[ModuleMapping]:
+    """The modules of the blocks that predict further tokens: a block with attention, and what joins it."""
+    modules: list[ModuleMapping] = []
+    for position in range(nextn_count(arch, measured.layers, names)):
+        assert arch.nextn is not None, "they were counted"
+        index, inside = measured.layers + position, arch.nextn.stored.format(position)
+        for module in arch.blocks:
+            if module.mixer != "state" and _present(module, index, config, measured):
+                moved = (
+                    replace(module, stored=module.stored.replace("layers.{}", inside, 1))
+                    if inside
+                    else module
+                )
+                modules.append(_in_block(moved, index))
+        for module in (
+            _in_block(module, index) for module in arch.nextn.modules if not (inside and position)
+        ):
+            if not module.optional or any(name in names for name in _both_names(module, arch)):
+                modules.append(module)
+    return modules
+
+
+def _both_names(module: ModuleMapping, arch: Architecture) -> tuple[str, ...]:
+    stored = f"{module.stored}{module.leaves[1]}"
+    return f"{module.gguf}{module.leaves[0]}", stored, f"{arch.prefix}{stored}"
 
 
 def _in_block(module: ModuleMapping, index: int) -> ModuleMapping:
@@ -238,18 +291,23 @@ def _orders(arch: Architecture, measured: Sizes) -> dict[str, Tensor]:
     return {
         order: paired(heads[order], measured.head)
         if order in heads
+        else sorted_delta(*(measured.of(f"delta_{of}") for of in ("groups", "heads", "state")))
+        if order == "delta"
         else sorted_groups(measured.heads, measured.kv_heads, measured.head)
         for order in orders
     }
 
 
 def _head(config: Mapping[str, Any], arch: Architecture) -> list[ModuleMapping]:
-    """The head, unless the embedding replaces it; a needed tied head is a copy of the embedding."""
-    shape = ("vocabulary", "hidden")
+    """The head, unless the embedding replaces it; a needed tied head is a copy of the embedding, and so is
+    one that is multiplied by another number."""
+    shape, scales = ("vocabulary", "hidden"), (arch.head_scale,) if arch.head_scale else ()
     if not _tied(config, arch):
-        return [ModuleMapping("output", arch.head_names[0], shape, bias=arch.head_bias)]
-    embedding = next(module.stored for module in arch.outer if module.gguf == "token_embd")
-    return [ModuleMapping("output", embedding, shape)] if arch.head == "needed" else []
+        return [ModuleMapping("output", arch.head_names[0], shape, bias=arch.head_bias, scales=scales)]
+    embedding = next(module for module in arch.outer if module.gguf == "token_embd")
+    other = multipliers(config, embedding.scales, ()) != multipliers(config, scales, ())
+    needed = arch.head == "needed" or other
+    return [ModuleMapping("output", embedding.stored, shape, scales=scales)] if needed else []
 
 
 def _tied(config: Mapping[str, Any], arch: Architecture) -> bool:
@@ -266,7 +324,8 @@ def _tensors(
     rows: Mapping[str, Tensor],
 ) -> Iterator[Placement]:
     """Weight and bias of a module."""
-    prefix = "" if module.stored in arch.head_names else arch.prefix
+    apart = module.stored in arch.head_names or module.stored.startswith("mtp.")
+    prefix = "" if apart else arch.prefix
     stored, shape = f"{prefix}{module.stored}", tuple(measured.of(size) for size in module.shape)
     weight = Placement(
         f"{module.gguf}{module.leaves[0]}",
@@ -278,6 +337,7 @@ def _tensors(
         matrix=module.matrix,
         form=tuple(measured.of(size) for size in module.form),
         negative_exp=module.negative_exp,
+        scales=multipliers(config, module.scales, measured.ssm_rows),
     )
     if module.experts:
         count = measured.of("experts")
@@ -300,8 +360,6 @@ def _part(
     module: ModuleMapping, shape: tuple[int, ...], measured: Sizes, expert: int | None
 ) -> StoredPart | None:
     """What a module is of its stored tensor; None: all of it."""
-    if module.part == "row":
-        return StoredPart((1, *shape), index=0)
     if module.part in ("keys", "values"):
         heads, nope = measured.heads, measured.of("nope")
         both = (heads * (nope + measured.of("value")), measured.of("kv_rank"))
@@ -309,6 +367,10 @@ def _part(
         return StoredPart(
             both, heads=heads, axis=1, rows=slice(nope) if keys else slice(nope, None), turned=keys
         )
+    if module.part in ("qkv", "gate"):
+        groups, qkv = measured.of("delta_groups"), measured.of("delta_qkv") // measured.of("delta_groups")
+        part = slice(qkv) if module.part == "qkv" else slice(qkv, None)
+        return StoredPart((measured.of("delta_qkvz"), *shape[1:]), heads=groups, axis=1, rows=part)
     if not module.part and expert is None:
         return None
     count = shape[0]
@@ -331,7 +393,8 @@ def _part(
 
 def _present(module: ModuleMapping, index: int, config: Mapping[str, Any], measured: Sizes) -> bool:
     """Whether a block has a module."""
-    dense = index < measured.of("dense")
+    step = measured.of("moe_step")
+    dense = bool((index + 1) % step) if step else index < measured.of("dense")
     if module.blocks and (module.blocks == "dense") != dense:
         return False
     if (module.needs and not measured.of(module.needs)) or (module.lacks and measured.of(module.lacks)):
@@ -353,3 +416,11 @@ def sorted_groups(heads: int, kv_heads: int, width: int) -> Tensor:
     count = heads // kv_heads
     groups = torch.arange((heads + 2 * kv_heads) * width).view(kv_heads, count + 2, width)
     return torch.cat([groups[:, :count].reshape(-1), groups[:, count].reshape(-1), groups[:, -1].reshape(-1)])
+
+
+def sorted_delta(groups: int, heads: int, width: int) -> Tensor:
+    """Row order ((2 groups + heads) * width,) from groups of (q, k, v..) of linear attention to all q, all k,
+    all v."""
+    rows = torch.arange((2 * groups + heads) * width).view(groups, -1)
+    parts = rows.split((width, width, heads // groups * width), 1)
+    return torch.cat([part.reshape(-1) for part in parts])
