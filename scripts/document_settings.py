@@ -21,6 +21,7 @@ from attar.cli.main import VERBS
 from attar.cluster.settings import ClusterSettings
 from attar.measure.settings import VerifySettings
 from attar.merging.methods import METHODS, MergeMethod, Parameter
+from attar.planner.settings import PlanSettings
 from attar.recipe.stages import COLLECT_SETTINGS, EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
 from attar.runtime.speculate.settings import ProfileSettings
@@ -79,6 +80,7 @@ def page() -> str:
     parts.append(_section("verify", VerifySettings))
     parts.append(_section("generate", TextSettings))
     parts.append(_section("chat", ChatSettings))
+    parts.append(_section("plan", PlanSettings))
     parts.append(_section("bench", BenchSettings))
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings, _names(LimitSettings)))

@@ -29,6 +29,7 @@ BUDGETS = {
     "walks": 6,
     "collection": 5,
     "data": 4,
+    "planner": 4,
     "mcp": 2,
     "sensitivity": 1,
 }

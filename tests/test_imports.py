@@ -186,6 +186,7 @@ FLOORS: tuple[set[str], ...] = (
     {"collection", "distillation", "measure", "merging", "quantization"},
     {"deployment", "pruning"},
     {"recipe", "serving"},
+    {"planner"},
     {"mcp"},
     {"cli"},
 )
@@ -262,6 +263,7 @@ LIGHT = (
     "attar.merging.settings",
     "attar.merging.adapters.settings",
     "attar.measure.settings",
+    "attar.planner.settings",
     "attar.runtime.kv.memory",
     "attar.runtime.kv.block_manager",
     "attar.runtime.sampling.params",

@@ -2,9 +2,9 @@
 
 The verbs are functions: :func:`collect`, :func:`distill`, :func:`train_head`, :func:`prune`, :func:`recover`,
 :func:`quantize`, :func:`merge`, :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`,
-:func:`inspect`, :func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :func:`track` tells trackers of a
-run; :class:`LLM` runs a model in this process. Names are loaded
-when first used, so ``import attar`` costs nothing.
+:func:`inspect`, :func:`plan`, :func:`run`, :func:`sweep`, :func:`report`, :func:`demo`; :func:`track` tells
+trackers of a run; :class:`LLM` runs a model in this process. Names are loaded when first used, so ``import
+attar`` costs nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         generate,
         inspect,
         merge,
+        plan,
         prune,
         quantize,
         recover,
@@ -84,6 +85,7 @@ __all__ = [
     "load_recipe",
     "merge",
     "open_checkpoint",
+    "plan",
     "prune",
     "quantize",
     "recover",

@@ -26,6 +26,7 @@ from attar.errors import SettingsError as SettingsError
 from attar.errors import UsageError as UsageError
 from attar.measure.evaluate import Measurements as Measurements
 from attar.measure.verification import Verification as Verification
+from attar.planner.result import Plan as Plan
 from attar.progress import Progress as Progress
 from attar.progress import Terminal as Terminal
 from attar.quantization.settings import QuantizeSettings as QuantizeSettings
@@ -71,6 +72,7 @@ __all__ = [
     "load_recipe",
     "merge",
     "open_checkpoint",
+    "plan",
     "prune",
     "quantize",
     "recover",
@@ -363,6 +365,28 @@ def merge(
     accept_licence: Sequence[str] = (),
     reason: str = "",
 ) -> Checkpoint: ...
+def plan(
+    model: ModelSource,
+    out: str | Path | None = None,
+    *,
+    progress: Progress | bool | None = None,
+    size: str = "",
+    quality: str = "",
+    speed: str = "",
+    context: int | str = 0,
+    batch: int = 1,
+    engine: Literal["attar", "vllm"] = "attar",
+    hardware: str = "this",
+    method: Literal["rtn", "awq", "gptq", "gptaq", "qronos"] = "gptq",
+    check: int = 3,
+    data: str | Path | Sequence[str] | Any = "auto",
+    bos: Literal["auto", "always", "never"] = "auto",
+    samples: int = 8,
+    sequence_length: int = 128,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "auto",
+) -> Plan: ...
 def prune(
     model: ModelSource,
     out: str | Path,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from attar.collection.cost import CollectionEstimate
     from attar.measure.evaluate import Measurements
     from attar.measure.verification import Verification
+    from attar.planner.result import Plan
     from attar.quantization.settings import QuantizeSettings
     from attar.recipe.run import RunResult
     from attar.recipe.sweep import SweepOutcome
@@ -160,6 +161,25 @@ def quantize(
     check_output(out, force)
     with _stage("quantize", {"model": source}, Path(out), checked, progress) as (run, ended):
         return ended(run(source, Path(out), checked, force=force))
+
+
+def plan(
+    model: ModelSource,
+    out: str | Path | None = None,
+    *,
+    progress: Progress | bool | None = None,
+    **settings: Any,
+) -> Plan:
+    """Find the recipe that meets a budget at the smallest loss, and predict what it will lose.
+
+    Args:
+        out: a YAML file for the recipe, which :func:`run` takes; None: ``plan.write(path)`` writes it.
+        settings: see :class:`attar.planner.settings.PlanSettings`: ``size="5GB"``, ``quality="kl<=0.05"``.
+
+    Raises:
+        UsageError: no recipe meets the budget; names the nearest point in each direction.
+    """
+    return run_plan(model, out, _settings("plan", settings), progress=progress)
 
 
 def merge(
@@ -385,6 +405,20 @@ def _stage(
             return checkpoint
 
         yield partial(STAGES[verb].run(), progress=bar), ended
+
+
+def run_plan(
+    model: ModelSource,
+    out: str | Path | None,
+    settings: Any,
+    *,
+    progress: Progress | bool | None = None,
+) -> Plan:
+    """Plan with settings that are checked already."""
+    planned: Plan = load("attar.planner.plan:make_plan")(source_of(model), settings, progress=shown(progress))
+    if out is not None:
+        planned.write(out)
+    return planned
 
 
 def config_text(config: str | Path | dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from attar.quantization.grids import QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import plan
 from attar.quantization.schemes import SCHEMES
-from attar.quantization.write import write
+from attar.quantization.write import file_bytes, write
 from tests import tiny_models
 from tests.quantization.packing import nearest, pack, save, settings
 
@@ -67,6 +67,17 @@ def test_the_dense_weights_are_those_of_the_codes(name, family, tmp_path):
     for stored, quantized in kept.items():
         weight = state[stored].T if chosen.sites[stored].transposed else state[stored]
         assert torch.equal(weight, quantized.dequantize()), stored
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("name", [*LIBRARY, "NF4"])
+def test_the_bytes_of_the_files_are_known_before(name, more, tmp_path):
+    changes = {"embedding_bits": 8, "kv_cache": "fp8"} if more and name != "NF4" else {}
+    folder = save(tmp_path / "dense", tie_word_embeddings=True)
+    chosen, _ = pack(folder, tmp_path / "out", scheme=name, **changes)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert file_bytes(open_checkpoint(folder), chosen) == written
 
 
 def test_static_scales_are_stored_and_used(tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from attar.errors import DataError, NumericsError, OutputError, RecipeError, SettingsError
+from attar.recipe.plan_history import read_records
 from attar.recipe.run import run_recipe
 from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import load_recipe
+from tests.recipe.recipe_fakes import TOOLS
 
 FOLDERS = ["01-prune", "02-prune-2", "03-recover", "04-side"]
 
@@ -362,3 +365,23 @@ def test_a_crash_anywhere_ends_in_the_same_bytes(run: Any, tmp_path: Path) -> No
         shutil.rmtree(tmp_path / "run")
         count += 5
     assert count > 60
+
+
+def test_a_plan_is_measured_beside_what_it_predicted(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "history"))
+    predicted = {"kl": 0.4, "kl_low": 0.3, "kl_high": 0.6, "bytes": 1, "loss": 0.5}
+    plan = replace(recipe(), predicted=predicted)
+    for _ in range(2):  # a run that is called again adds nothing
+        result = run_recipe(plan, tmp_path / "run", tools=TOOLS)
+    files = (tmp_path / "run" / "04-side" / "model.safetensors").stat().st_size
+    written = load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert written.predicted == predicted
+    assert written.measured == {"bytes": files, "kl": 0.5}
+    assert result.outcome().startswith(
+        "predicted KL 0.4 (0.3 to 0.6), measured 0.5: inside; predicted 1 bytes"
+    )
+    (record,) = read_records()
+    assert (record.predicted, record.measured, record.inside) == (predicted, dict(written.measured), True)
+    assert (tmp_path / "history" / "plans.jsonl").read_text().count("\n") == 1

@@ -208,6 +208,11 @@ def write_checkpoint_tensors(
     return _write_spooled(folder, tensors, max_shard_bytes)
 
 
+def shard_bytes(layout: Sequence[tuple[str, str, tuple[int, ...]]], max_shard_bytes: int) -> int:
+    """Bytes of the shards that a :class:`ShardWriter` of this layout writes, headers included."""
+    return sum(shard.size for shard in _plan([TensorSpec(*spec) for spec in layout], max_shard_bytes))
+
+
 class _Shard(NamedTuple):
     name: str
     header: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from attar.cli.command import (
     Answer,
     argument,
     build_command,
+    flag,
     read_settings,
     settings_options,
     text_option,
@@ -40,6 +42,7 @@ def build_bench(verb: str) -> Any:
         *settings_options(BenchSettings),
         *settings_options(ProfileSettings),
         text_option("picture", "--picture", help="with --speculate or --draft: draw it", metavar="FILE.svg"),
+        flag("kernels", "--kernels", help="time the products of its layers in each format, for attar plan"),
         *settings_options(EngineSettings, without=profile_options),
     ]
 
@@ -51,6 +54,8 @@ def build_bench(verb: str) -> Any:
             read_settings(EngineSettings, verb, other_options),
             read_settings(BenchSettings, verb, other_options),
         )
+        if values["kernels"]:
+            return _kernels(values["model"], cases.batch, progress)
         if methods.requested:
             batches = cases.batch if values.get("batch") else (1,)
             return _profile(values, methods, cases, engine, batches, progress)
@@ -66,9 +71,18 @@ def build_bench(verb: str) -> Any:
 
     help = (
         "Measure how fast a model reads prompts and generates completions: alone, and several at a time. "
-        "With --speculate or --draft: plain decoding against speculation methods."
+        "With --speculate or --draft: plain decoding against speculation methods. With --kernels: the times "
+        "of its products, which are kept for attar plan --speed; as YAML for --hardware elsewhere."
     )
     return build_command(verb, help, _EXAMPLE, parameters, act)
+
+
+def _kernels(model: str, batches: Sequence[int], progress: Progress) -> Answer:
+    """Times of a model's products; as text the YAML that ``attar plan --hardware`` takes elsewhere."""
+    from attar.planner.speed import model_kernels
+
+    times = model_kernels(model, batches, progress)
+    return Answer(times.to_dict(), times.to_yaml().rstrip())
 
 
 def _profile(

@@ -43,6 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "upload": ("Upload a checkpoint to an object store or the hub.", "attar.cli.upload:build_upload"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build_generate"),
     "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),
+    "plan": ("Find the recipe that meets a budget.", "attar.cli.plan:build_plan"),
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),
     "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build_serve"),
     "mcp": ("Offer attar to an agent as tools.", "attar.cli.mcp:build_mcp"),

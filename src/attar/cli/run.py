@@ -102,8 +102,8 @@ def _run(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
         from attar.measure.table import print_table
 
         print_table(result.run)
-        lines = ["", result.verdict(), *result.findings(), f"Report: {result.report}"]
-        print(printable("\n".join(lines)), flush=True)
+        lines = [result.verdict(), *result.findings(), result.outcome(), f"Report: {result.report}"]
+        print(printable("\n".join(["", *filter(None, lines)])), flush=True)
 
     return Answer(result.to_dict(), show)
 

@@ -3,7 +3,8 @@ load it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import write_config
 from attar.checkpoint.processes import SINGLE_PROCESS, Processes
-from attar.checkpoint.shards import TensorSpec
+from attar.checkpoint.shards import TensorSpec, shard_bytes
 from attar.checkpoint.tensors import TORCH, check_finite, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
@@ -23,7 +24,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import LayerPlan, QuantizationPlan
-from attar.walks.stream import stream
+from attar.walks.stream import SHARD_BYTES, stream
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -92,19 +93,6 @@ def write(
 
     coded = {**chosen.sites, **chosen.mtp}
 
-    def kept(kind: str) -> str:
-        return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind
-
-    def layout(info: Any) -> Sequence[TensorSpec]:
-        base, kind = info.name.removesuffix(".weight"), kept(info.dtype)
-        caches = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
-        if info.name in coded:
-            return [*layer_specs(coded[info.name], base), *caches]
-        if info.name == chosen.embedding:
-            scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
-            return [TensorSpec(info.name, "I8", info.shape), *scale, *caches]
-        return [TensorSpec(info.name, kind, info.shape), *caches]
-
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -112,7 +100,7 @@ def write(
         base = name.removesuffix(".weight")
         cache_scales = {}
         if name in chosen.caches:
-            kind = getattr(torch, TORCH[kept(checkpoint.tensors[name].dtype)])
+            kind = getattr(torch, TORCH[_kept(checkpoint.tensors[name].dtype, dtype)])
             scales = (torch.tensor([value], dtype=kind) for value in caches[chosen.caches[name]])
             cache_scales = dict(zip(_cache_names(chosen, name), scales, strict=True))
         if name in coded:
@@ -129,7 +117,7 @@ def write(
 
     stream(
         checkpoint,
-        layout,
+        partial(tensor_specs, chosen, dtype=dtype),
         transform,
         folder,
         work=work,
@@ -137,6 +125,40 @@ def write(
         progress=progress,
         what="pack",
     )
+
+
+def tensor_specs(chosen: QuantizationPlan, info: Any, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """What a stored tensor becomes.
+
+    Args:
+        info: its header.
+        dtype: as :func:`write` has it.
+    """
+    base, kind = info.name.removesuffix(".weight"), _kept(info.dtype, dtype)
+    caches = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
+    layer = chosen.sites.get(info.name) or chosen.mtp.get(info.name)
+    if layer is not None:
+        return [*layer_specs(layer, base), *caches]
+    if info.name == chosen.embedding:
+        scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
+        return [TensorSpec(info.name, "I8", info.shape), *scale, *caches]
+    return [TensorSpec(info.name, kind, info.shape), *caches]
+
+
+def file_bytes(checkpoint: Checkpoint, chosen: QuantizationPlan, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the weight files that :func:`write` makes, their headers included. Reads headers only.
+
+    Args:
+        checkpoint: with single experts, as the plan has them (``models/loading/single_experts.py``).
+    """
+    infos = (*checkpoint.tensors.values(), *checkpoint.mtp.values())
+    specs = [spec for info in infos for spec in tensor_specs(chosen, info, dtype)]
+    return shard_bytes(specs, SHARD_BYTES)
+
+
+def _kept(kind: str, dtype: torch.dtype | None) -> str:
+    """The format's name of the type of a tensor that stays dense."""
+    return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind
 
 
 def layer_specs(layer: LayerPlan, base: str) -> list[TensorSpec]:

@@ -35,6 +35,7 @@ from attar.progress import SILENT, Progress
 from attar.recipe.history import kind_of, read_history
 from attar.recipe.machine import PACKAGES
 from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, fitted, make_plan
+from attar.recipe.plan_history import append_record, outcome_line
 from attar.recipe.run_json import entries, write_run
 from attar.recipe.runfolder import (
     ORIGINAL_RECEIPT,
@@ -112,6 +113,11 @@ class RunResult:
 
         return findings(self.run)
 
+    def outcome(self) -> str:
+        """Of a plan, a line: what was predicted and measured; empty for other recipes."""
+        recipe = self.content["recipe"]
+        return outcome_line(recipe.get("predicted", {}), recipe.get("measured", {}))
+
     def to_frame(self) -> pandas.DataFrame:
         """The measurements, a row per stage."""
         from attar.measure.notebook import run_frame
@@ -167,6 +173,26 @@ def check_foreign(plan: RecipePlan) -> None:
         if step.folder.exists() and step.state != DONE and step.folder.name not in step_folders:
             hint = "choose another folder with -o"
             raise OutputError(f"{step.folder}: exists, but this run did not make it", hint=hint)
+
+
+def with_measured(plan: RecipePlan) -> RecipePlan:
+    """A finished plan whose recipe has ``measured``, of its last model; it is added to the history of plans.
+
+    Raises:
+        OutputError: the history cannot be written.
+    """
+    recipe = plan.recipe
+    last = next((step for step in reversed(plan.steps) if step.entry.makes_model), None)
+    receipt = read_receipt(plan.out, last.folder.name) if last else None
+    if last is None or receipt is None:
+        return plan
+    files = sum(path.stat().st_size for path in last.folder.glob("*.safetensors"))
+    values = {"bytes": files, "kl": receipt.measurements.get("kl_mean")}
+    values["decode_tokens_per_s"] = receipt.measurements.get("decode_tokens_per_s")
+    measured = {name: value for name, value in values.items() if value is not None}
+    method = str(getattr(last.entry.settings, "method", ""))
+    append_record(plan.original_key, recipe.model, last.key, method, recipe.predicted, measured)
+    return replace(plan, recipe=replace(recipe, measured=measured))
 
 
 @dataclass
@@ -233,6 +259,9 @@ class RecipeRun:
         """Write ``run.json`` and the report of a run whose stages are all done."""
         plan = self.plan
         shutil.rmtree(plan.out / SIGNAL, ignore_errors=True)
+        if plan.recipe.predicted:
+            self.plan = plan = with_measured(plan)
+            write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
         content = write_run(plan, versions(PACKAGES), entries(plan, len(plan.steps)), finished=True)
         load(self.tools.report)(plan.out)
         return RunResult(plan.out, content)

@@ -8,6 +8,7 @@
       - {stage: prune, method: heads, ratio: 0.25}
       - {stage: recover, steps: 100}
       - {stage: quantize, name: rtn, method: rtn, from: recover}
+    predicted: {kl: 0.04, bytes: 3500000}   # by attar plan; a run writes measured: beside it
 
 Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
 (the stage whose checkpoint it takes; default: the previous one that makes a model, no draft head). A recovery
@@ -29,13 +30,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from attar.data.settings import SOURCES
 from attar.errors import RecipeError, did_you_mean
 from attar.recipe.overrides import override
+from attar.recipe.plan_history import NUMBERS, is_prediction
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
 from attar.settings import RecipeOrigin, parse, plain, settings_of
 from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
@@ -43,7 +45,7 @@ from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
 ORIGINAL = "original"
 """Name of the model that the recipe starts from."""
 
-_TOP = ("model", "data", "seed", "evaluate", "stages")
+_TOP = ("model", "data", "seed", "evaluate", "stages", "predicted", "measured")
 _COMMON = ("stage", "name", "from")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 
@@ -93,6 +95,8 @@ class Recipe:
     Args:
         path: its file, or a name for errors.
         evaluate: EvaluateSettings, or None for no measurements.
+        predicted: of a plan, the numbers of :mod:`attar.recipe.plan_history`; empty: it is none.
+        measured: the same of its last model, once it ran.
     """
 
     path: str
@@ -101,6 +105,8 @@ class Recipe:
     seed: int
     evaluate: Any | None
     stages: tuple[StageEntry, ...]
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     def entry(self, name: str) -> StageEntry:
         """The stage with a name."""
@@ -122,6 +128,7 @@ class Recipe:
             "seed": self.seed,
             "evaluate": evaluate,
             "stages": stages,
+            **self._outcome(),
         }
 
     def written(self) -> str:
@@ -132,7 +139,12 @@ class Recipe:
         evaluate = False if self.evaluate is None else self._differing(self.evaluate)
         content |= {"evaluate": evaluate} if evaluate != {} else {}
         content["stages"] = [self._written_stage(number) for number in range(len(self.stages))]
-        return _dump(content)
+        return _dump(content | self._outcome())
+
+    def _outcome(self) -> dict[str, Any]:
+        """What is predicted and measured, where there is something."""
+        outcome = {"predicted": dict(self.predicted), "measured": dict(self.measured)}
+        return {name: numbers for name, numbers in outcome.items() if numbers}
 
     def _written_stage(self, number: int) -> dict[str, Any]:
         entry, done = self.stages[number], list(self.stages[:number])
@@ -193,7 +205,13 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(f"{top['seed'].where}: seed is {seed}, but must be a whole number, 0 or more")
     defaults = {name: top[name] for name in ("data", "seed") if name in top}
     return Recipe(
-        path, model, data, seed, _evaluate(top.get("evaluate"), defaults, root), _stages(root, defaults, path)
+        path,
+        model,
+        data,
+        seed,
+        _evaluate(top.get("evaluate"), defaults, root),
+        _stages(root, defaults, path),
+        *(_numbers(top, name) for name in ("predicted", "measured")),
     )
 
 
@@ -205,6 +223,15 @@ def _typed(mapping: Mapping[str, YamlEntry], name: str, kind: type, allowed: str
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RecipeError(f"{mapping[name].where}: {name} is {value!r}, but must be {allowed}")
     return value
+
+
+def _numbers(top: Mapping[str, YamlEntry], name: str) -> dict[str, float]:
+    """What a plan predicts, or a run measured; empty without the key."""
+    value = top[name].value.plain() if name in top else {}
+    if not is_prediction(value):
+        allowed = f"a mapping with numbers of {', '.join(NUMBERS)}"
+        raise RecipeError(f"{top[name].where}: {name} is {value!r}, but must be {allowed}")
+    return dict(value)
 
 
 def _evaluate(entry: YamlEntry | None, defaults: Mapping[str, YamlEntry], root: Located) -> Any | None:

@@ -125,6 +125,7 @@ OTHER_SETTINGS = {
     "collect": (COLLECT_SETTINGS,),
     "evaluate": (EVALUATE_SETTINGS,),
     "extract": (EXTRACT_SETTINGS,),
+    "plan": ("attar.planner.settings:PlanSettings",),
     "generate": ("attar.runtime.settings:TextSettings", "attar.runtime.settings:EngineSettings"),
     "sweep": ("attar.cluster.settings:ClusterSettings",),
 }

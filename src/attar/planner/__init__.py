@@ -1,0 +1,1 @@
+"""A budget in, a recipe and its evidence out: ``attar plan``."""

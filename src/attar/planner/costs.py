@@ -1,0 +1,189 @@
+"""What a choice of schemes costs: bytes of its weight files to the byte, of its KV cache, seconds of a step.
+
+Bytes are those of the tensors that ``attar quantize`` will write (``quantization/write.tensor_specs``) in the
+shards of its writer, headers included: each scheme is planned once for all layers, and a choice takes
+each layer from the plan of its scheme. A step of decoding takes the products' times (runtime/kernel_times.py)
+and what was measured beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.shards import TensorSpec, shard_bytes
+from attar.checkpoint.tensors import tensor_bytes
+from attar.models.anatomy.discover import discover
+from attar.models.loading.empty import empty_model
+from attar.models.loading.single_experts import single_experts
+from attar.quantization.plan import QuantizationPlan, group_size, plan
+from attar.quantization.settings import StorageSettings
+from attar.quantization.write import tensor_specs
+from attar.runtime.kernel_times import KernelShape, KernelTimes
+from attar.runtime.kv.memory import LayerShape, cache_bytes
+from attar.sensitivity.weight_changes import shared_groups
+from attar.walks.stream import SHARD_BYTES
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+EMBEDDING = "embedding"
+"""The group of the stored embedding; its options are ``dense`` and ``int8``."""
+
+GroupChoice = Mapping[str, str]
+"""Option by group."""
+
+KV_OF_AUTO = "float16"
+"""The format of keys and values of ``kv_dtype: auto`` in the compiled step; two bytes elsewhere as well."""
+
+
+@dataclass(frozen=True)
+class WeightCosts:
+    """Bytes of every option of every group of a model's weights.
+
+    Attributes:
+        checkpoint: dense, experts one by one.
+        groups: modules by group; :data:`EMBEDDING` is none of them.
+        plans: of all layers in one scheme, by scheme.
+        coded_embedding: the plan of the first scheme with an int8 embedding; None: not offered.
+        group_size: of every scheme; 0: a whole row.
+    """
+
+    checkpoint: Any
+    groups: Mapping[str, Sequence[str]]
+    plans: Mapping[str, QuantizationPlan]
+    coded_embedding: QuantizationPlan | None
+    group_size: int
+
+    def file_bytes(self, choice: GroupChoice) -> int:
+        """Bytes of the weight files, headers included."""
+        return shard_bytes(self.specs(choice), SHARD_BYTES)
+
+    def specs(self, choice: GroupChoice) -> list[TensorSpec]:
+        """The tensors of a choice in the order of the files."""
+        schemes = schemes_of(self.groups, choice)
+        main, any_plan = self.plans[main_scheme(schemes)], next(iter(self.plans.values()))
+        modules = {stored: site.module for stored, site in any_plan.sites.items()}
+        coded = self.coded_embedding if choice.get(EMBEDDING) == "int8" else None
+        specs: list[TensorSpec] = []
+        for info in (*self.checkpoint.tensors.values(), *self.checkpoint.mtp.values()):
+            chosen = self.plans[schemes[modules[info.name]]] if info.name in modules else main
+            embeds = coded is not None and info.name == coded.embedding
+            specs += tensor_specs(coded if embeds and coded is not None else chosen, info)
+        return specs
+
+    def group_bytes(self, group: str, option: str) -> int:
+        """Bytes of a group's tensors, without headers."""
+        if group == EMBEDDING:
+            planned = next(iter(self.plans.values()))
+            infos = [self.checkpoint.tensors[planned.table]]
+            source = self.coded_embedding if option == "int8" else planned
+            assert source is not None, "an int8 embedding was not offered"
+        else:
+            source = self.plans[option]
+            members = frozenset(self.groups[group])
+            infos = [
+                self.checkpoint.tensors[name] for name, site in source.sites.items() if site.module in members
+            ]
+        specs = [spec for info in infos for spec in tensor_specs(source, info)]
+        return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs)
+
+
+def layer_groups(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The Linears that will be quantized; those that engines run as one are one group. Reads headers only.
+
+    Raises:
+        ModelError: nothing in the checkpoint can be quantized.
+    """
+    anatomy = discover(empty_model(checkpoint.config, unstacked=True))
+    sites = plan(checkpoint, StorageSettings()).sites
+    return shared_groups(anatomy.blocks, [site.module for site in sites.values()])
+
+
+def weight_costs(
+    checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]], schemes: Sequence[str], embedding: bool
+) -> WeightCosts:
+    """Plan each scheme once. Reads headers only.
+
+    Args:
+        groups: modules by group; together all Linears of the blocks.
+        embedding: offer an int8 embedding.
+
+    Raises:
+        ModelError: nothing in the checkpoint can be quantized.
+        SettingsError: a scheme does not fit.
+    """
+    first = plan(checkpoint, StorageSettings(scheme=schemes[0]))
+    size = group_size({site.module: site.shape for site in first.sites.values()}, -1)
+    plans = {name: plan(checkpoint, StorageSettings(scheme=name, group_size=size)) for name in schemes}
+    coded = None
+    if embedding:
+        coded = plan(checkpoint, StorageSettings(scheme=schemes[0], group_size=size, embedding_bits=8))
+    return WeightCosts(single_experts(checkpoint), groups, plans, coded, size)
+
+
+def schemes_of(groups: Mapping[str, Sequence[str]], choice: GroupChoice) -> dict[str, str]:
+    """The scheme of each module."""
+    return {module: choice[group] for group, modules in groups.items() for module in modules}
+
+
+def main_scheme(schemes: Mapping[str, str]) -> str:
+    """The scheme of most modules, a recipe's ``scheme``; of several the first by name."""
+    counts = Counter(schemes.values())
+    return min(counts, key=lambda name: (-counts[name], name))
+
+
+def kv_bytes(layers: Sequence[LayerShape], kv_dtype: str, context: int, batch: int) -> int:
+    """Bytes of the KV cache of ``batch`` sequences of ``context`` tokens; 0 for a context of 0."""
+    if not context:
+        return 0
+    return cache_bytes(layers, KV_OF_AUTO if kv_dtype == "auto" else kv_dtype, context, batch, 32)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step of decoding, by the products' formats.
+
+    Attributes:
+        table: of the products.
+        products: (N, K) of the fused products of each group.
+        dense: shapes of products that stay in bf16: the head.
+        overhead: seconds of a step beside its products.
+        batch: sequences, which is T of every product.
+    """
+
+    table: KernelTimes
+    products: Mapping[str, tuple[int, int]]
+    dense: Sequence[tuple[int, int]]
+    overhead: float
+    batch: int
+
+    def group_seconds(self, group: str, option: str) -> float:
+        """Of the products of a group in a scheme."""
+        rows, columns = self.products[group]
+        return self.table.seconds[KernelShape(kernel_of(option), rows, columns, self.batch)]
+
+    def seconds(self, choice: GroupChoice) -> float:
+        """Of a step."""
+        head = (KernelShape("bf16", rows, columns, self.batch) for rows, columns in self.dense)
+        groups = math.fsum(self.group_seconds(group, choice[group]) for group in self.products)
+        return self.overhead + math.fsum(self.table.seconds[shape] for shape in head) + groups
+
+
+def kernel_of(scheme: str) -> str:
+    """The format in which the compiled step multiplies a scheme's weights (runtime/runner/codes.py)."""
+    if scheme == "dense":
+        return "bf16"
+    return "int4" if int(scheme[1]) <= 4 else "int8"
+
+
+def kernel_shapes(
+    products: Iterable[tuple[int, int]], dense: Iterable[tuple[int, int]], batch: int
+) -> list[KernelShape]:
+    """Every product that a plan may have."""
+    inside = dict.fromkeys(products)
+    wide = [KernelShape("bf16", *shape, batch) for shape in dict.fromkeys([*inside, *dense])]
+    return wide + [KernelShape(kind, *shape, batch) for kind in ("int8", "int4") for shape in inside]

@@ -1,0 +1,249 @@
+"""What each option costs the model: KL of each group alone, measured once and kept.
+
+    KL[g, o]                   measured (mixed_precision/sensitivity.py), in the file that --bits uses
+    KL[g, r] 4^(b_r - b_o)     until it is: r the measured option nearest in bits; the squared error of a
+                               uniform grid is a quarter for each further bit
+
+Only options that a plan may choose need a measurement: :meth:`Losses.measure` is called with those that a
+choice took, until a choice takes measured ones alone. A killed run goes on after the last measurement.
+
+Letters: g a group; o, r options; b bits of a code.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.models.fake_quant import on_keys_and_values
+from attar.models.loading.stored import stored_precision
+from attar.planner.costs import EMBEDDING, GroupChoice, schemes_of
+from attar.progress import SILENT, Progress
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
+from attar.quantization.grids.grid import TileParameters
+from attar.quantization.mixed_precision.allocate import Option
+from attar.quantization.mixed_precision.search import integer_candidates, with_losses
+from attar.quantization.mixed_precision.sensitivity import (
+    CandidateGrid,
+    RoundFunction,
+    measure,
+    nearest_mse,
+    rounded,
+)
+from attar.runtime.kv.store import rotated, scaled
+from attar.sensitivity.measurements import Measurement, read, write
+from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
+from attar.sensitivity.weight_changes import SensitivityInputs
+from attar.walks.objectives import token_kl
+
+REFERENCE = "W4A16"
+"""The option that is measured first, in every group."""
+
+KV_GROUP = "kv cache"
+
+
+@dataclass
+class Losses:
+    """KL by group and option.
+
+    Attributes:
+        inputs: the model and the text.
+        groups: modules by group, without the embedding.
+        embedding: module name of the stored embedding; "": it is not coded.
+        storage: type of the stored weights.
+        grids: by option.
+        measured: nats a token, by (group, option).
+        nearest: rounds to nearest, with each scale searched once.
+    """
+
+    inputs: SensitivityInputs
+    groups: Mapping[str, Sequence[str]]
+    embedding: str
+    storage: torch.dtype
+    grids: Mapping[str, CandidateGrid]
+    progress: Progress = SILENT
+    measured: dict[tuple[str, str], float] = field(default_factory=dict)
+    nearest: RoundFunction = field(default_factory=lambda: with_kept_scales(nearest_mse))
+
+    def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
+        """The options of a choice that were not measured."""
+        return [pair for pair in choice.items() if pair not in self.measured and pair[1] != "dense"]
+
+    def measure(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Measure options, one group at a time; those of the file are read.
+
+        Raises:
+            ModelError, CheckpointError: the file belongs to another model, or is damaged.
+        """
+        by_option: dict[str, dict[str, Sequence[str]]] = {}
+        for group, option in pairs:
+            by_option.setdefault(option, {})[group] = (
+                [self.embedding] if group == EMBEDDING else self.groups[group]
+            )
+        for option, groups in by_option.items():
+            for row in measure(
+                self.inputs.model,
+                groups,
+                {option: self.grids[option]},
+                self.inputs.batches,
+                self.inputs.file,
+                key=self.inputs.key,
+                blocks=self.inputs.blocks,
+                dtype=self.storage,
+                rounding=self.nearest,
+                progress=self.progress,
+            ):
+                self.measured[row.group, option] = row.kl
+
+    def loss(self, group: str, option: str) -> float:
+        """Measured, or by the nearest measured option."""
+        if option == "dense":
+            return 0.0
+        if (group, option) in self.measured:
+            return self.measured[group, option]
+        bits = _bits(option)
+        known = [name for owner, name in self.measured if owner == group]
+        assert known, f"nothing of {group} was measured"
+        nearest = min(known, key=lambda name: abs(_bits(name) - bits))
+        return float(self.measured[group, nearest] * 4.0 ** (_bits(nearest) - bits))
+
+    def options(self, costs: Mapping[str, Mapping[str, int]]) -> dict[str, list[Option]]:
+        """Options for :func:`allocate`, with bytes by group and option; infinite losses are left out."""
+        table = {
+            group: [
+                Option(name, count, loss)
+                for name, count in options.items()
+                if math.isfinite(loss := self.loss(group, name))
+            ]
+            for group, options in costs.items()
+        }
+        inside = with_losses({group: options for group, options in table.items() if group != EMBEDDING})
+        return {**inside, **{group: table[group] for group in table if group == EMBEDDING}}
+
+    def kv_loss(self, kv_dtype: str) -> float:
+        """KL of keys and values in a format of the runtime, nats a token; measured once."""
+        if kv_dtype == "auto":
+            return 0.0
+        if (KV_GROUP, kv_dtype) not in self.measured:
+            self.measured[KV_GROUP, kv_dtype] = self._kv_loss(kv_dtype)
+        return self.measured[KV_GROUP, kv_dtype]
+
+    def _kv_loss(self, kv_dtype: str) -> float:
+        modules = tuple(block.attention.name for block in self.inputs.anatomy.blocks if block.attention)
+        blank = Measurement(KV_GROUP, modules, kv_dtype, f"kv cache {kv_dtype}", 0, 0, 0.0, 0.0)
+        file, key = self.inputs.file, self.inputs.key
+        known = read(file, key) if file.exists() else []
+        for row in known:
+            if row.identity == blank.identity:
+                return row.kl
+        kl = self.joint({}, kv_dtype).kl
+        write(file, key, [*known, replace(blank, kl=kl)])
+        return kl
+
+    def joint(self, choice: GroupChoice, kv_dtype: str = "auto") -> JointLoss:
+        """What a choice costs as a whole, on the text of the measurements."""
+        modules = dict(schemes_of({g: m for g, m in self.groups.items() if g in choice}, choice))
+        if choice.get(EMBEDDING) == "int8":
+            modules[self.embedding] = "int8"
+        grids = {name: self.grids[scheme](self.storage) for name, scheme in modules.items()}
+        inputs, work = self.inputs, self.inputs.file.with_name(f".{self.inputs.file.name}.joint")
+        with (
+            reference_of(inputs.model, (), inputs.batches, "fp32", MEMORY, work) as reference,
+            rounded(inputs.model, grids, self.nearest),
+            ExitStack() as stack,
+        ):
+            for block in inputs.anatomy.blocks if kv_dtype != "auto" else ():
+                if block.attention is not None:
+                    module = inputs.model.get_submodule(block.attention.name)
+                    handle = on_keys_and_values(module, functools.partial(_coded_cache, kv_dtype=kv_dtype))
+                    stack.callback(handle.remove)
+            return _compared(reference)
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """A model beside its original.
+
+    Attributes:
+        kl: mean KL of the original to it, nats a token.
+        flips: mean over tokens of p_1 - p_2 of the original, its margin, where the likeliest token is another
+            one; 0 elsewhere.
+    """
+
+    kl: float
+    flips: float
+
+
+def losses_of(
+    checkpoint: Any,
+    inputs: SensitivityInputs,
+    groups: Mapping[str, Sequence[str]],
+    group_size: int,
+    embedding: str,
+    progress: Progress = SILENT,
+) -> Losses:
+    """The losses of integer schemes of one group size, of which none is measured yet."""
+
+    def rows(storage: torch.dtype) -> Grid:
+        return IntGrid(8, 0, storage=storage)
+
+    grids: dict[str, CandidateGrid] = {**integer_candidates(group_size), "int8": rows}
+    dtype = stored_precision(checkpoint)
+    return Losses(inputs, groups, embedding, dtype, grids, progress)
+
+
+def with_kept_scales(rounding: RoundFunction) -> RoundFunction:
+    """A rounding that searches the scales of a weight on a grid once: the search is most of its time, and an
+    option is rounded alone and again in every whole that has it."""
+    kept: dict[tuple[str, int], TileParameters] = {}
+
+    @functools.wraps(rounding)
+    def nearest(weight: Tensor, grid: Grid) -> QuantizedTensor:
+        key = repr(grid), hash(weight.contiguous().cpu().numpy().tobytes())
+        if key in kept:
+            return grid.quantize(weight, kept[key])
+        quantized = rounding(weight, grid)
+        kept[key] = quantized.parameters
+        return quantized
+
+    return nearest
+
+
+def _bits(option: str) -> int:
+    return 8 if option == "int8" else int(option[1])
+
+
+def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor, Tensor]:
+    """Keys and values (batch, heads, tokens, width) after the runtime's codes."""
+    if keys.is_meta:
+        return keys, values
+    if kv_dtype == "int4":
+        mean = keys.float().mean(dim=(0, 2), keepdim=True)
+        return (
+            (rotated.decode(*rotated.encode(keys.float() - mean)) + mean).to(keys.dtype),
+            rotated.decode(*rotated.encode(values)).to(values.dtype),
+        )
+    codes = [scaled.encode(x, torch.int8) for x in (keys, values)]
+    decoded = [(q.float() * s).to(keys.dtype) for q, s in codes]
+    return decoded[0], decoded[1]
+
+
+def _compared(reference: ReferenceModel) -> JointLoss:
+    """KL and flips of the model as it is now."""
+    kl = flips = 0.0
+    for number in range(len(reference.batches)):
+        p, q = reference.logits[number].flatten(0, 1).float(), reference.run(number).flatten(0, 1).float()
+        p = p.to(q.device)
+        kl += float(token_kl(p, q).sum())
+        top = p.softmax(-1).topk(2, dim=-1)
+        margin = top.values[:, 0] - top.values[:, 1]
+        flips += float(margin[top.indices[:, 0] != q.argmax(-1)].double().sum())
+    tokens = reference.tokens
+    return JointLoss(kl / tokens if math.isfinite(kl) else math.inf, flips / tokens)

@@ -1,0 +1,171 @@
+"""A finished plan: its point, its recipe, what else there is, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.units import bytes_text, table
+from attar.planner.costs import EMBEDDING, WeightCosts, main_scheme, schemes_of
+from attar.planner.settings import NOISE, PlanSettings
+from attar.planner.solve import PlanPoint
+from attar.recipe.schema import Recipe, parse_recipe
+from attar.settings import plain
+
+if TYPE_CHECKING:
+    import pandas
+
+HEADER = ("layers", "weights", "KV cache", "KL", "90 %", "KV", "embedding", "decode tok/s")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A point as it is shown.
+
+    Attributes:
+        name: groups of layers by scheme, or the scheme of all.
+        file_bytes, cache_bytes: of the weight files and of the KV cache.
+        kl, kl_low, kl_high: predicted, nats a token, with the ends of the 90 % interval.
+        decode_tokens_per_s: of all sequences; None: not asked for.
+        flips: mean margin of the original where the likeliest token changes; None: not measured.
+    """
+
+    name: str
+    file_bytes: int
+    cache_bytes: int
+    kl: float
+    kl_low: float
+    kl_high: float
+    kv_dtype: str
+    embedding: str
+    decode_tokens_per_s: float | None
+    flips: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """For a table with :data:`HEADER`."""
+        speed = "-" if self.decode_tokens_per_s is None else f"{self.decode_tokens_per_s:.1f}"
+        interval = f"{self.kl_low:.2g} to {self.kl_high:.2g}"
+        sizes = (bytes_text(self.file_bytes), bytes_text(self.cache_bytes) if self.cache_bytes else "-")
+        return (self.name, *sizes, f"{self.kl:.4g}", interval, self.kv_dtype, self.embedding, speed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``attar plan`` found.
+
+    Attributes:
+        model: as it was given.
+        point: the plan.
+        recipe: makes it; its ``predicted`` is compared with what a run measures.
+        alternatives: plans that KL does not tell from it.
+        front: from the smallest to the best.
+        uniform: one scheme for all layers.
+        reasons: sentences.
+    """
+
+    model: str
+    settings: PlanSettings
+    point: PlanRow
+    recipe: Recipe
+    alternatives: tuple[PlanRow, ...] = ()
+    front: tuple[PlanRow, ...] = ()
+    uniform: tuple[PlanRow, ...] = ()
+    reasons: tuple[str, ...] = field(default=())
+
+    def write(self, path: str | Path) -> Path:
+        """Write the recipe, which ``attar run`` takes.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        write_bytes(Path(path), self.recipe.written().encode())
+        return Path(path)
+
+    def text(self) -> str:
+        """The plan, what else there is, and why, for people."""
+        shown = [self.point, *self.alternatives]
+        parts = [table(HEADER, [row.cells() for row in shown])]
+        if self.alternatives:
+            parts.append(
+                f"Below a KL of {NOISE} nats these are equal: the first changes the fewest confident tokens."
+            )
+        parts.append("Other sizes\n" + table(HEADER, [row.cells() for row in self.front]))
+        parts.append("One scheme for all\n" + table(HEADER, [row.cells() for row in self.uniform]))
+        parts.append("\n".join(f"- {reason}" for reason in self.reasons))
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = {
+            name: [asdict(row) for row in getattr(self, name)]
+            for name in ("alternatives", "front", "uniform")
+        }
+        return {
+            "model": self.model,
+            "settings": plain(self.settings),
+            "point": asdict(self.point),
+            **rows,
+            "reasons": list(self.reasons),
+            "recipe": self.recipe.to_dict(),
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """All points, a row each; ``kind`` is plan, alternative, front or uniform."""
+        import pandas
+
+        named = [("plan", self.point), *(("alternative", row) for row in self.alternatives)]
+        named += [("front", row) for row in self.front] + [("uniform", row) for row in self.uniform]
+        return pandas.DataFrame([{"kind": kind, **asdict(row)} for kind, row in named])
+
+
+def recipe_of(
+    model: str,
+    settings: PlanSettings,
+    costs: WeightCosts,
+    point: PlanPoint,
+    predicted: Mapping[str, float],
+) -> Recipe:
+    """The recipe that makes a point."""
+    import yaml
+
+    schemes = schemes_of(costs.groups, point.choice)
+    main = main_scheme(schemes)
+    stage: dict[str, Any] = {
+        "stage": "quantize",
+        "scheme": main,
+        "group_size": costs.group_size,
+        "method": settings.method,
+    }
+    if point.choice.get(EMBEDDING) == "int8":
+        stage["embedding_bits"] = 8
+    if overrides := overrides_of(schemes, main):
+        stage["overrides"] = overrides
+    evaluate = {} if point.kv_dtype == "auto" else {"evaluate": {"kv_dtype": point.kv_dtype}}
+    content = {"model": model, "data": settings.data, "seed": settings.seed, **evaluate}
+    content |= {"stages": [stage], "predicted": dict(predicted)}
+    return parse_recipe(yaml.safe_dump(content, sort_keys=False, width=1000), "plan")
+
+
+def overrides_of(schemes: Mapping[str, str], main: str) -> list[str]:
+    """``MODULE=SCHEME`` of the modules of other schemes; those of several layers together as a pattern.
+
+    Modules are taken together that differ in one number alone, the layer's.
+    """
+    together: dict[tuple[str, str, str], list[str]] = {}
+    for module, scheme in schemes.items():
+        if scheme != main:
+            number = re.search(r"\.(\d+)\.", module)
+            parts = (module[: number.start()], module[number.end() :]) if number else (module, "")
+            together.setdefault((scheme, *parts), []).append(number[1] if number else "")
+    overrides = []
+    for (scheme, before, after), numbers in together.items():
+        if numbers == [""]:
+            overrides.append(f"{before}={scheme}")
+            continue
+        start, end = re.escape(before), re.escape(after)
+        overrides.append(f"re:^{start}\\.({'|'.join(numbers)})\\.{end}$={scheme}")
+    return overrides

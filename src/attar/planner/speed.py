@@ -1,0 +1,127 @@
+"""Seconds of a step of decoding: the products of every group by this machine's table, and all else of a step.
+
+step(choice) = sum over products of their times in the choice's formats + overhead
+overhead     = step of the dense model, measured, less the products of the dense model
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.hashing import cache_folder
+from attar.errors import CheckpointError
+from attar.models.loading.fit import admit
+from attar.planner.costs import StepTimes, kernel_shapes, layer_groups
+from attar.planner.settings import PlanSettings
+from attar.progress import SILENT, Progress
+from attar.recipe.machine import machine
+from attar.runtime.kernel_times import KernelShape, KernelTimes, read_times, times_of
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+CONTEXT = 128  # tokens before the step that is timed, as attar evaluate has it
+
+
+def kernel_table(
+    products: Sequence[tuple[int, int]],
+    dense: Sequence[tuple[int, int]],
+    batch: Sequence[int],
+    layers: int,
+    progress: Progress = SILENT,
+) -> KernelTimes:
+    """This machine's times of a model's products, measured where the user's cache lacks them.
+
+    Raises:
+        CheckpointError: there are no compiled kernels.
+    """
+    root = os.environ.get("ATTAR_CACHE")
+    path = (Path(root) if root else cache_folder()) / "kernels.yaml"
+    shapes = [shape for tokens in batch for shape in kernel_shapes(products, dense, tokens)]
+    return times_of(shapes, path, str(machine()["cpu"]), layers=layers, progress=progress)
+
+
+def model_kernels(model: Any, batches: Sequence[int], progress: Progress) -> KernelTimes:
+    """This machine's times of the products of a model, and of no other.
+
+    Args:
+        batches: rows of the products.
+
+    Raises:
+        AttarError: see :func:`products_of` and :func:`kernel_table`.
+    """
+    checkpoint = admit(model, progress)
+    fused, dense = products_of(checkpoint, layer_groups(checkpoint))
+    shapes = list(fused.values())
+    table = kernel_table(shapes, dense, batches, len(fused) // 4, progress)
+    wanted = [shape for tokens in batches for shape in kernel_shapes(shapes, dense, tokens)]
+    return replace(table, seconds={shape: table.seconds[shape] for shape in wanted})
+
+
+def products_of(
+    checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
+    """(N, K) of the fused product of each group, and the products that stay dense: the head.
+
+    Raises:
+        CheckpointError: the compiled step does not run the model.
+    """
+    from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
+
+    if why := why_not_compiled(checkpoint, RunnerSettings()):
+        raise CheckpointError(f"the compiled step does not run this model: {why}", hint="leave --speed out")
+    shapes = {name.removesuffix(".weight"): info.shape for name, info in checkpoint.tensors.items()}
+    fused = {}
+    for group, modules in groups.items():
+        if any(".experts." in module for module in modules):
+            raise CheckpointError("experts are not timed", hint="leave --speed out")
+        fused[group] = sum(shapes[module][0] for module in modules), int(shapes[modules[0]][1])
+    table = shapes.get("lm_head") or shapes["model.embed_tokens"]
+    return fused, [(int(table[0]), int(table[1]))]
+
+
+def step_times(
+    checkpoint: Checkpoint, groups: Mapping[str, Sequence[str]], settings: PlanSettings, progress: Progress
+) -> StepTimes:
+    """Times of this machine, or of the one whose table ``hardware`` is.
+
+    Raises:
+        CheckpointError: there are no compiled kernels, or the compiled step does not run the model.
+        SettingsError: the table lacks a product; names what makes it.
+    """
+    fused, dense = products_of(checkpoint, groups)
+    shapes, batch = list(fused.values()), settings.batch
+    if settings.hardware != "this":
+        table = read_times(Path(settings.hardware))
+        if missing := table.missing(kernel_shapes(shapes, dense, batch)):
+            raise CheckpointError(
+                f"{settings.hardware} has no time of {missing[0].format} {missing[0].rows} x "
+                f"{missing[0].columns} with {batch} tokens",
+                hint=f"attar bench MODEL --kernels --batch {batch} on that machine",
+            )
+        return StepTimes(table, fused, dense, 0.0, batch)
+    table = kernel_table(shapes, dense, [batch], len(groups) // 4, progress)
+    wide = [*shapes, *dense]
+    products = sum(table.seconds[KernelShape("bf16", *shape, batch)] for shape in wide)
+    return StepTimes(table, fused, dense, max(_step(checkpoint, batch, progress) - products, 0.0), batch)
+
+
+def _step(checkpoint: Any, batch: int, progress: Progress) -> float:
+    """Seconds of a step of the dense model, the fastest of three tries."""
+    import random
+
+    from attar.runtime.bench import measure
+    from attar.runtime.llm import LLM
+
+    with progress.task("time the dense model", total=3) as task:
+        llm = LLM(checkpoint)
+        context = min(CONTEXT, (llm.engine.runner.context or 2 * CONTEXT) // 2)
+        tries = []
+        for _ in range(3):
+            tries.append(batch / measure(llm, batch, context, 33, random.Random(0)).decode_tokens_per_s)
+            task.advance()
+    return min(tries)

@@ -1,0 +1,178 @@
+"""Times of this machine's compiled products, by format, shape and number of tokens: what speed is predicted
+from, since fewer bits can be slower than more.
+
+    seconds of y = x W^T        W (N, K) in bf16, int8 or int4 (kernels/packed.py); x (T, K)
+
+A table is a YAML file in the user's cache, which grows by the shapes that were asked for; on another machine
+``attar bench MODEL --kernels`` prints it, and the file can be given in place of this machine's:
+
+    machine: AMD EPYC 9B14
+    threads: 2
+    kernels:
+    - {format: int4, rows: 768, columns: 256, tokens: 1, seconds: 4.1e-06}
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from attar.checkpoint.atomic import write_bytes
+from attar.errors import AttarError, CheckpointError, SettingsError
+from attar.kernels.packed import GROUPS, Kind
+from attar.progress import SILENT, Progress
+from attar.yaml import read_yaml
+
+TRY_S = 0.08  # seconds of measuring a product, about
+LEAST = 5  # repetitions of a product, at least
+COPIES_BYTES = 1 << 30  # of a weight that is multiplied in turn, at most
+
+
+class KernelShape(NamedTuple):
+    """A product: format of the weight, N, K and T."""
+
+    format: str
+    rows: int
+    columns: int
+    tokens: int
+
+
+@dataclass
+class KernelTimes:
+    """Seconds of products on a machine.
+
+    Attributes:
+        machine: the processor's name.
+        threads: of the products.
+        seconds: median by shape.
+    """
+
+    machine: str
+    threads: int
+    seconds: dict[KernelShape, float] = field(default_factory=dict)
+
+    def missing(self, shapes: Iterable[KernelShape]) -> list[KernelShape]:
+        """The shapes that the table does not have, each once."""
+        return [shape for shape in dict.fromkeys(shapes) if shape not in self.seconds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of its file."""
+        rows = [{**shape._asdict(), "seconds": seconds} for shape, seconds in sorted(self.seconds.items())]
+        return {"machine": self.machine, "threads": self.threads, "kernels": rows}
+
+    def to_yaml(self) -> str:
+        """The text of its file."""
+        import yaml
+
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=1000))
+
+    def write(self, path: Path) -> None:
+        """Replace its file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, self.to_yaml().encode())
+
+
+def read_times(path: Path) -> KernelTimes:
+    """The table of a file.
+
+    Raises:
+        SettingsError: it is none; names the entry and what it must be.
+    """
+    try:
+        content = read_yaml(path).plain()
+    except AttarError as error:
+        raise SettingsError("hardware", str(path), f"a table of attar bench --kernels ({error})") from error
+    times = content.get("kernels") if isinstance(content, Mapping) else None
+    if not isinstance(times, list) or not isinstance(content.get("threads"), int):
+        raise SettingsError("hardware", str(path), "a file with machine, threads and kernels")
+    table = KernelTimes(str(content.get("machine", "")), content["threads"])
+    for number, entry in enumerate(times):
+        shape = _shape(path, number, entry)
+        table.seconds[shape] = float(entry["seconds"])
+    return table
+
+
+def _shape(path: Path, number: int, entry: Any) -> KernelShape:
+    """The shape of an entry, checked."""
+    allowed = f"kernels[{number}] with format, rows, columns, tokens and positive seconds"
+    if not isinstance(entry, Mapping) or set(entry) != {*KernelShape._fields, "seconds"}:
+        raise SettingsError("hardware", str(path), allowed)
+    shape = KernelShape(*(entry[name] for name in KernelShape._fields))
+    sizes = all(type(size) is int and size > 0 for size in shape[1:])
+    seconds = entry["seconds"]
+    timed = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+    if shape.format not in get_args(Kind) or not sizes or not timed:
+        raise SettingsError("hardware", str(path), allowed)
+    return shape
+
+
+def times_of(
+    shapes: Iterable[KernelShape],
+    path: Path,
+    machine: str,
+    *,
+    layers: int = 32,
+    progress: Progress = SILENT,
+) -> KernelTimes:
+    """This machine's table, with these shapes: what its file lacks is measured, and the file replaced.
+
+    Args:
+        path: of the file, which need not exist; one that is damaged or of another machine is made anew.
+        machine: the processor's name.
+        layers: copies of a weight that are multiplied in turn, as a model does: the next layer's weight is
+            in the caches only where the whole model is.
+
+    Raises:
+        CheckpointError: there are no compiled kernels.
+    """
+    from attar.kernels.build import why_missing
+    from attar.kernels.product import ThreadPool, default_threads
+
+    if why := why_missing("decode"):
+        raise CheckpointError(f"no compiled kernels to time: {why}", hint="leave --speed out")
+    table = KernelTimes(machine, default_threads())
+    try:
+        known = read_times(path)
+        table = known if (known.machine, known.threads) == (machine, table.threads) else table
+    except SettingsError:
+        pass
+    missing = table.missing(shapes)
+    with ThreadPool() as pool, progress.task("kernels", total=len(missing)) as task:
+        for shape in missing:
+            table.seconds[shape] = _measure(pool, shape, layers)
+            task.advance()
+    if missing:
+        table.write(path)
+    return table
+
+
+def _measure(pool: Any, shape: KernelShape, layers: int) -> float:
+    """The median time of a product."""
+    import statistics
+
+    import torch
+
+    from attar.kernels.memory import huge_pages
+    from attar.kernels.packed import PackedWeight, packed_bytes
+
+    kind: Any = shape.format
+    group = 0 if kind == "bf16" else max(size for size in GROUPS if shape.columns % size == 0)
+    nbytes = packed_bytes(shape.rows, shape.columns, kind, group, "dense")
+    copies = max(min(COPIES_BYTES // nbytes, layers), 1)
+    weights = [
+        PackedWeight(huge_pages(nbytes)[:nbytes].fill_(0), shape.rows, shape.columns, kind, group)
+        for _ in range(copies)
+    ]
+    x = torch.zeros(shape.tokens, shape.columns)
+    tries: list[float] = []
+    began = time.perf_counter()
+    while len(tries) < LEAST or time.perf_counter() - began < TRY_S:
+        start = time.perf_counter()
+        for weight in weights:
+            pool.multiply(x, weight)
+        tries.append((time.perf_counter() - start) / copies)
+    return statistics.median(tries)

@@ -1,0 +1,164 @@
+"""Plans of a tiny model: bytes, refusals, what is measured once, and a run that is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attar
+from attar.checkpoint import open_checkpoint
+from attar.cli.main import call
+from attar.errors import ModelError, UsageError
+from attar.planner import losses as losses_module
+from attar.planner.costs import EMBEDDING, layer_groups, main_scheme, schemes_of, weight_costs
+from attar.planner.settings import SCHEMES_OF
+from attar.quantization.plan import plan as plan_layers
+from attar.quantization.settings import StorageSettings
+from attar.recipe.schema import parse_recipe
+from attar.sensitivity import weight_changes
+from tests import tiny_models
+from tests.quantization.packing import pack
+
+QUICK = {"samples": 2, "sequence_length": 16, "batch_size": 2, "check": 1, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tiny_models.build("llama3", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    return tiny_models.save(built, tmp_path_factory.mktemp("planned") / "m", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return {**QUICK, "data": str(tmp_path / "text.txt")}
+
+
+def written_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_the_bytes_of_a_mix_are_those_of_its_files(model: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    groups = layer_groups(checkpoint)
+    costs = weight_costs(checkpoint, groups, SCHEMES_OF["attar"], embedding=True)
+    names = SCHEMES_OF["attar"]
+    choice = {group: names[(5 * number) % len(names)] for number, group in enumerate(groups)}
+    for embedding in ("dense", "int8"):
+        schemes = schemes_of(groups, choice)
+        bits = {"embedding_bits": 8} if embedding == "int8" else {}
+        pack(
+            model,
+            tmp_path / embedding,
+            assigned=schemes,
+            scheme=main_scheme(schemes),
+            group_size=costs.group_size,
+            **bits,
+        )
+        assert costs.file_bytes({**choice, EMBEDDING: embedding}) == written_bytes(tmp_path / embedding)
+
+
+def test_a_plan_fits_its_size_and_its_recipe_says_so(
+    model: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    dense = written_bytes(model)
+    found = attar.plan(model, tmp_path / "plan.yaml", size=f"{dense // 2}B", context=32, batch=2, **options)
+    point = found.point
+    assert point.file_bytes + point.cache_bytes <= dense // 2 and point.cache_bytes > 0
+    recipe = parse_recipe((tmp_path / "plan.yaml").read_text())
+    assert recipe.to_dict() == found.recipe.to_dict()
+    assert recipe.predicted["bytes"] == point.file_bytes
+    assert recipe.predicted["kl_low"] < recipe.predicted["kl"] < recipe.predicted["kl_high"]
+    storage: StorageSettings = recipe.stages[0].settings.storage
+    assigned = plan_layers(open_checkpoint(model), storage)
+    schemes = {site.module: site.scheme.name for site in assigned.sites.values()}
+    pack(
+        model,
+        tmp_path / "out",
+        assigned=schemes,
+        scheme=storage.scheme,
+        group_size=storage.group_size,
+        embedding_bits=storage.embedding_bits,
+    )
+    assert written_bytes(tmp_path / "out") == point.file_bytes
+    kinds = set(found.to_frame()["kind"])
+    assert {"plan", "front", "uniform"} <= kinds
+    losses = [row.kl for row in found.front]
+    assert losses == sorted(losses, reverse=True)
+    smaller = [row for row in found.uniform if row.file_bytes + found.point.cache_bytes <= dense // 2]
+    assert all(found.point.kl <= row.kl for row in smaller)
+
+
+@pytest.mark.slow
+def test_a_killed_plan_goes_on_after_the_last_measurement(
+    model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = f"{written_bytes(model) * 2 // 3}B"
+    measured: list[str] = []
+    real = weight_changes._measure
+
+    def counting(reference: Any, change: Any) -> Any:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(change.blank.group)
+        return real(reference, change)
+
+    monkeypatch.setattr(weight_changes, "_measure", counting)
+    with pytest.raises(KeyboardInterrupt):
+        attar.plan(model, size=size, **options)
+    again: list[tuple[str, str]] = []
+
+    def recording(reference: Any, change: Any) -> Any:
+        again.append((change.blank.group, change.blank.option))
+        return real(reference, change)
+
+    monkeypatch.setattr(weight_changes, "_measure", recording)
+    first = attar.plan(model, size=size, **options)
+    assert len(again) == len(set(again)) and not [
+        g for g, option in again if option == "W4A16" and g in measured
+    ]
+    again.clear()
+    second = attar.plan(model, size=size, **options)
+    assert again == [] and second.to_dict() == first.to_dict()
+
+
+@pytest.mark.slow
+def test_an_impossible_budget_names_the_nearest(
+    model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is measured before a size is refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(losses_module, "measure", nothing)
+        with pytest.raises(UsageError, match=r"size is '1KB', but must be at least [\d,]+ bytes") as refused:
+            attar.plan(model, size="1KB", context=32, **options)
+    least = str(refused.value.hint).split()[1]
+    attar.plan(model, size=least, context=32, **options)
+    with pytest.raises(UsageError, match=r"no recipe has \d+B and kl<=1e-9; the nearest are \d+B: kl 0\.\d+"):
+        attar.plan(model, size=least, context=32, quality="kl<=1e-9", **options)
+    with pytest.raises(UsageError, match="context"):
+        attar.plan(model, size="1GB", context=10**8, **options)
+
+
+def test_a_quantized_model_is_refused(model: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    pack(model, tmp_path / "q")
+    with pytest.raises(ModelError, match="is quantized already"):
+        attar.plan(tmp_path / "q", size="1GB", **options)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], options: dict[str, Any]) -> None:
+    assert call(["plan"]) != 0
+    assert "a model is missing" in capsys.readouterr().err
+    assert call(["plan", "attar:tiny", "--quality", "good"]) != 0
+    assert "--quality is 'good', but must be a bound such as kl<=0.05" in capsys.readouterr().err
+    assert call(["plan", "attar:tiny", "-o", "no/such/folder/plan.yaml"]) != 0
+    assert "cannot be written" in capsys.readouterr().err
+    assert call(["plan", "attar:tiny", "--for", "tgi"]) != 0
+    assert "attar or vllm" in capsys.readouterr().err
+    assert call(["plan", "--history"]) == 0
+    assert "no plan was run here yet" in capsys.readouterr().out

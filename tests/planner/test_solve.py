@@ -1,0 +1,104 @@
+"""The knapsacks of a plan against every choice there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from attar.planner.costs import StepTimes
+from attar.planner.solve import KVOption, PlanPoint, PlanSolver
+from attar.quantization.mixed_precision.allocate import Option
+from attar.runtime.kernel_times import KernelShape, KernelTimes
+
+BYTES = {
+    "a": {"W2A16": 100, "W4A16": 200, "W8A16": 407},
+    "b": {"W2A16": 310, "W4A16": 595, "W8A16": 1200},
+    "c": {"W2A16": 55, "W4A16": 90, "W8A16": 171},
+    "embedding": {"dense": 500, "int8": 260},
+}
+LOSS = {
+    "a": {"W2A16": 0.5, "W4A16": 0.09, "W8A16": 0.001},
+    "b": {"W2A16": 0.3, "W4A16": 0.11, "W8A16": 0.002},
+    "c": {"W2A16": 0.9, "W4A16": 0.05, "W8A16": 0.003},
+    "embedding": {"dense": 0.0, "int8": 0.01},
+}
+KV = [KVOption("auto", 400, 0.0), KVOption("int8", 210, 0.004), KVOption("int4", 120, 0.2)]
+
+
+class Costs:
+    """Tensors and a header that depends on the choice, as the writer's does."""
+
+    def file_bytes(self, choice: dict[str, str]) -> int:
+        header = 64 + 3 * sum(name == "W8A16" for name in choice.values()) + 7 * (choice["a"] == "W2A16")
+        return header + sum(BYTES[group][name] for group, name in choice.items())
+
+
+def solver(times: Any = None) -> PlanSolver:
+    costs: Any = Costs()
+    options = {g: [Option(n, BYTES[g][n], LOSS[g][n]) for n in BYTES[g]] for g in BYTES}
+    return PlanSolver(costs, BYTES, KV, times, lambda: options)
+
+
+def step_times() -> StepTimes:
+    table = KernelTimes("here", 1)
+    products = {"a": (8, 4), "b": (16, 4), "c": (4, 4)}
+    for rows, columns in products.values():
+        for kind, slow in (("int4", 2.0), ("int8", 1.0), ("bf16", 4.0)):  # fewer bits are slower here
+            table.seconds[KernelShape(kind, rows, columns, 1)] = slow * rows
+    return StepTimes(table, products, [(4, 4)], 3.0, 1)
+
+
+def every(times: StepTimes | None = None) -> list[PlanPoint]:
+    points = []
+    for names in itertools.product(*(BYTES[group] for group in BYTES)):
+        choice = dict(zip(BYTES, names, strict=True))
+        for kv in KV:
+            loss = math.fsum([*(LOSS[g][n] for g, n in choice.items()), kv.loss])
+            seconds = None if times is None else times.seconds(choice)
+            files = Costs().file_bytes(choice)
+            points.append(PlanPoint(choice, kv.kv_dtype, files, kv.bytes, loss, seconds))
+    return points
+
+
+@pytest.mark.parametrize("size", [*range(905, 2700, 45), math.inf])
+def test_the_best_point_is_the_best_of_all(size: float) -> None:
+    fitting = [point for point in every() if point.bytes <= size]
+    found = solver().best(size)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None and found in every() and found.bytes <= size
+    # the header may take a few bytes of what the best choice needs
+    slack = min(point.loss for point in fitting if point.bytes <= size - 16) if size < math.inf else 0.0
+    assert found.loss <= max(slack, min(point.loss for point in fitting)) + 1e-12
+
+
+@pytest.mark.parametrize("bound", [0.01, 0.05, 0.2, 0.5, 1.0, 2.0])
+def test_the_smallest_point_within_a_loss(bound: float) -> None:
+    found = solver().smallest(lambda loss: loss <= bound)
+    least = min(point.bytes for point in every() if point.loss <= bound)
+    assert found is not None and found.loss <= bound
+    assert least <= found.bytes <= least + 16
+
+
+def test_no_point_is_good_enough() -> None:
+    assert solver().smallest(lambda loss: loss < 0.001) is None
+
+
+@pytest.mark.parametrize("seconds", [50.0, 58.0, 65.0, 80.0])
+def test_a_bound_on_time_is_met_at_little_loss(seconds: float) -> None:
+    times = step_times()
+    found = solver(times).best(2000, seconds)
+    fitting = [p for p in every(times) if p.bytes <= 2000 and (p.seconds or 0) <= seconds]
+    if found is None:
+        assert not fitting
+        return
+    assert found.bytes <= 2000 and found.seconds is not None and found.seconds <= seconds
+    assert found.loss <= 1.5 * min(point.loss for point in fitting) + 0.05
+
+
+def test_time_that_nothing_meets() -> None:
+    assert solver(step_times()).best(seconds=30.0) is None
