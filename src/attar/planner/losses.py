@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.kernels import kv_codes
 from attar.models.fake_quant import on_keys_and_values
 from attar.models.loading.stored import stored_precision
 from attar.planner.costs import EMBEDDING, GroupChoice, schemes_of
@@ -37,7 +38,7 @@ from attar.quantization.mixed_precision.sensitivity import (
     nearest_mse,
     rounded,
 )
-from attar.runtime.kv.store import rotated, scaled
+from attar.runtime.kv.store import rotated
 from attar.sensitivity.measurements import Measurement, read, write
 from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import SensitivityInputs
@@ -230,7 +231,7 @@ def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor
             (rotated.decode(*rotated.encode(keys.float() - mean)) + mean).to(keys.dtype),
             rotated.decode(*rotated.encode(values)).to(values.dtype),
         )
-    codes = [scaled.encode(x, torch.int8) for x in (keys, values)]
+    codes = [kv_codes.encode(x, torch.int8) for x in (keys, values)]
     decoded = [(q.float() * s).to(keys.dtype) for q, s in codes]
     return decoded[0], decoded[1]
 
