@@ -7,6 +7,8 @@ import torch
 from attar.kernels import columns
 from attar.kernels.build import load
 from attar.quantization.grids import GGML, IntGrid
+from attar.quantization.grids.float8 import Float8Grid, MXFP8Grid
+from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.real import RealGrid
 from attar.quantization.hessian import Hessian, factorize
 from attar.quantization.methods.gptq import gptq
@@ -22,6 +24,11 @@ GRIDS = [
     IntGrid(3, 0),
     IntGrid(4, 64, symmetric=False, storage=torch.bfloat16),
     IntGrid(8, 128, rows=0),
+    NVFP4Grid(),
+    MXFP4Grid(),
+    Float8Grid(),
+    Float8Grid("e5m2", 128, rows=0),
+    MXFP8Grid(),
     *(GGML[kind] for kind in ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS")),
 ]
 LEAST = 0.998  # of the codes; sums in another order tip one that lies half way
@@ -70,6 +77,28 @@ def test_gptq_and_refinement_are_those_of_torch(grid, rows, masked, monkeypatch)
         assert alike.double().mean() >= 0.98, "a code that tips takes others of its row along, of no other"
         assert objective(W, compiled, H) <= 1.001 * objective(W, plain, H)
         torch.testing.assert_close(compiled.parameters.scale, plain.parameters.scale, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("grid", [NVFP4Grid(), Float8Grid(), Float8Grid("e5m2")], ids=str)
+def test_floats_are_rounded_as_torch_rounds_them(grid):
+    """Every value, every half way between two and its neighbours, subnormal and beyond the largest."""
+    if isinstance(grid, Float8Grid):
+        values = torch.arange(256, dtype=torch.uint8).view(grid.code_dtype).float()
+    else:
+        values = grid.level(torch.arange(16))
+    values = values[values.isfinite()].unique()
+    values = torch.cat([values, (values[1:] + values[:-1]) / 2, values * 2.0**-9, values[-1:] * 1000])
+    infinity = torch.tensor(torch.inf)
+    values = torch.cat([values, values.nextafter(infinity), values.nextafter(-infinity)])
+    values = values[values != 0]  # whose sign is of no use: -0.0 becomes 0.0 here
+    N = len(values)
+    tiles = columns.TileScales(
+        grid.code_book(), torch.ones(1, N), None, None, torch.zeros(1, dtype=torch.int64)
+    )
+    codes, errors = torch.empty(1, N), torch.empty(1, N)
+    columns.round_block(tiles, slice(0, 1), values[None], torch.eye(1), codes, errors)
+    assert torch.equal(codes[0], grid.nearest(values))
+    assert torch.equal(errors[0], values - grid.level(codes[0]))
 
 
 def test_the_first_column_of_qronos_is_decided_by_its_own_values(monkeypatch):
@@ -147,7 +176,17 @@ def test_the_number_of_threads_changes_nothing(threads, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grid", [IntGrid(3, 64), IntGrid(4, 100), IntGrid(4, 0), IntGrid(2, 32, symmetric=False)], ids=str
+    "grid",
+    [
+        IntGrid(3, 64),
+        IntGrid(4, 100),
+        IntGrid(4, 0),
+        IntGrid(2, 32, symmetric=False),
+        NVFP4Grid(),
+        MXFP4Grid(),
+        Float8Grid(group_size=64),
+    ],
+    ids=str,
 )
 def test_tiles_are_clipped_as_in_torch(grid, monkeypatch):
     W, H = layer(67, 256)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attar.kernels.build import load, warn_slower, why_missing
 
+NUMBERS = {"real": -1, "e2m1": -2, "e4m3fn": -3, "e5m2": -4}  # as columns.cpp knows them
 WEIGHTS_PER_THREAD = 1 << 19  # fewer do not pay: torch's threads still spin after its products
 
 
@@ -26,18 +27,21 @@ class CodeBook:
         q = clamp(round((w + m) / s + z), low, high) ,   w' = s (q - z) - m
         q = the nearest of T to (w + m) / s ,            w' = s T[q] - m
         q = (w + m) / s + z                              real
+        q = float((w + m) / s)                           e2m1, e4m3fn, e5m2
 
     Attributes:
+        high: of e4m3fn and e5m2 the largest value.
         zero: z of tiles without their own.
         levels: T, ascending, from code 0 on; ties go to the upper. Empty: uniform levels.
-        real: codes are real numbers, and not rounded.
+        numbers: of :data:`NUMBERS`; empty: integers, or levels. Codes of e2m1 are its four bits, those of the
+            others the values.
     """
 
     low: int
     high: int
     zero: int = 0
     levels: tuple[int, ...] = ()
-    real: bool = False
+    numbers: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:
     """Threads, and the code book's arguments."""
     low = 0 if book.levels else book.low
     threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS_PER_THREAD))
-    return threads, low, book.high, book.zero, -1 if book.real else len(book.levels)
+    return threads, low, book.high, book.zero, NUMBERS.get(book.numbers, len(book.levels))
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

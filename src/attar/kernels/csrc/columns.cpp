@@ -98,6 +98,49 @@ struct NonUniform {
     }
 };
 
+// e2m1: codes 0 to 7 of 0 .5 1 1.5 2 3 4 6, and 8 more where the sign is set; halves to the even code. Steps are 1/2
+// below 2, 1 below 4 and 2 beyond: the code is the least of three roundings, the level the largest of three lines.
+struct Float4 {
+    const Job& job;
+    Lanes code(Lanes y) const {
+        const Lanes size = minimum(magnitude(y), all(8.0f));
+        const Lanes fine = round_even(size * 2.0f), middle = round_even(size - 2.0f) + 4.0f;
+        const Lanes coarse = round_even((size - 4.0f) * 0.5f) + 6.0f;
+        const Lanes index = minimum(minimum(minimum(fine, middle), coarse), all(7.0f));
+        return (Mask)y < 0 ? index + 8.0f : index;
+    }
+    Lanes level(Lanes code) const {
+        const Lanes index = code >= 8.0f ? code - 8.0f : code;
+        const Lanes size = maximum(maximum(index * 0.5f, index - 2.0f), index * 2.0f - 8.0f);
+        return code >= 8.0f ? -size : size;
+    }
+};
+
+// Floats of BITS bits of fraction and exponents from LEAST on, half to even, clamped to the largest; the code is the
+// value. Below 2^LEAST they are multiples of 2^(LEAST - BITS), which no bit of 2^(LEAST - BITS + 23) is less than.
+template <int BITS, int LEAST>
+struct Float8 {
+    const Job& job;
+    Lanes code(Lanes y) const {
+        constexpr int dropped = 23 - BITS, mask = (1 << dropped) - 1;
+        const Lanes size = clamp(magnitude(y), 0.0f, job.high);
+        const Mask bits = (Mask)size;
+        const Lanes normal = (Lanes)((bits + (mask >> 1) + ((bits >> dropped) & 1)) & ~mask);
+        const float unit = power(LEAST - BITS + 23), least = power(LEAST);
+        return with_sign(size < least ? (size + unit) - unit : normal, y);
+    }
+    Lanes level(Lanes code) const { return code; }
+    static float power(int exponent) {
+        const std::int32_t bits = (exponent + 127) << 23;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+};
+
+// What `levels` says that is no number of levels.
+enum : int { REAL = -1, E2M1 = -2, E4M3 = -3, E5M2 = -4 };
+
 // sum_{first<=j<i} F_ij e_j for all vectors of a unit.
 void gather(const float* factor, int first, int i, const Errors& e, Lanes* sum) {
     Lanes even[VECTORS]{}, odd[VECTORS]{};
@@ -250,7 +293,7 @@ void run_threaded(std::int64_t units, int threads, std::int64_t columns, Part pa
 
 }  // namespace
 
-// `levels` < 0: weights stay real. Returns 0 on success, 2 with more than LEVELS levels, 3 without memory.
+// `levels` < 0: REAL and so on. Returns 0 on success, 2 with more than LEVELS levels, 3 without memory.
 extern "C" int attar_columns(std::int64_t rows, int columns, int keep, int of, int threads, float low, float high, float zero,
                              int levels, const float* table, const float* scale, const float* zeros,
                              const float* minimum, const std::int64_t* tile, const float* inner,
@@ -259,7 +302,12 @@ extern "C" int attar_columns(std::int64_t rows, int columns, int keep, int of, i
     if (levels > LEVELS) return 2;
     const Job job{rows,    columns, keep,  of,   low,      high,    zero, levels, table, scale, zeros,
                   minimum, tile,    inner, step, gradient, current, mask, first,  codes, errors};
-    const auto part = levels < 0 ? run<Real> : levels ? run<NonUniform> : run<Uniform>;
+    const auto part = levels == REAL   ? run<Real>
+                      : levels == E2M1 ? run<Float4>
+                      : levels == E4M3 ? run<Float8<3, -6>>
+                      : levels == E5M2 ? run<Float8<2, -14>>
+                      : levels         ? run<NonUniform>
+                                       : run<Uniform>;
     const std::int64_t units = (rows + VECTORS * LANES - 1) / (VECTORS * LANES);
     try {
         run_threaded(units, threads, columns + of,
@@ -279,7 +327,12 @@ extern "C" int attar_tile_errors(std::int64_t rows, std::int64_t width, std::int
     Job job{};
     job.low = low, job.high = high, job.zero = zero, job.levels = levels, job.table = table;
     const Trials args{rows, width, columns, groups, trials, weight, blocks, scale, zeros, errors};
-    const auto part = levels ? run_trials<NonUniform> : run_trials<Uniform>;
+    const auto part = levels == REAL   ? run_trials<Real>
+                      : levels == E2M1 ? run_trials<Float4>
+                      : levels == E4M3 ? run_trials<Float8<3, -6>>
+                      : levels == E5M2 ? run_trials<Float8<2, -14>>
+                      : levels         ? run_trials<NonUniform>
+                                       : run_trials<Uniform>;
     const std::int64_t units = (rows + VECTORS * LANES - 1) / (VECTORS * LANES) * groups;
     try {
         run_threaded(units, threads, width,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.kernels.columns import CodeBook
 from attar.quantization.grids.fp4 import mx_parameters
 from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
@@ -58,6 +59,10 @@ class Float8Grid(Grid):
     def largest(self) -> float:
         """F."""
         return float(torch.finfo(self.code_dtype).max)
+
+    def code_book(self) -> CodeBook:
+        """The float8 type."""
+        return CodeBook(0, int(self.largest), numbers=self.kind)
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes and scales."""

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.coded import MX_BIAS, level_fp4, mx_exponent, nearest_fp4
+from attar.kernels.columns import CodeBook
 from attar.quantization.grids.grid import Grid, TileParameters
 from attar.quantization.grids.scales import squared_error
 
@@ -48,6 +49,10 @@ class _FP4Grid(Grid):
     def code_dtype(self) -> torch.dtype:
         """Unsigned bytes."""
         return torch.uint8
+
+    def code_book(self) -> CodeBook:
+        """e2m1."""
+        return CodeBook(0, 15, numbers="e2m1")
 
     def nearest(self, values: Tensor) -> Tensor:
         """Codes 0 to 15, halves to even."""

@@ -26,7 +26,7 @@ class RealGrid(Grid):
 
     def code_book(self) -> CodeBook:
         """Codes are not rounded."""
-        return CodeBook(0, 0, real=True)
+        return CodeBook(0, 0, numbers="real")
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Bits of the storage type."""

@@ -200,7 +200,7 @@ def _descend_in_torch(
         tile = spread.map(lambda value, i=i: value[i])  # type: ignore[misc]
         wanted = current[i] - slope * step
         if mask is not None:
-            wanted = wanted * mask[i]
+            wanted = wanted.where(mask[i], 0.0)
         codes[i] = grid.encode(wanted, tile)
         decoded = grid.decode(codes[i], tile)
         torch.sub(decoded, current[i], out=moved[i])

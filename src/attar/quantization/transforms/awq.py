@@ -229,22 +229,29 @@ def diagonal_blocks(H: Tensor, width: int) -> Tensor:
 
 
 def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
-    """The error of each tile (P, G) for each factor; compiled for integer grids, whose scales depend on the
-    range alone. The compiled loop does not round a decoded value to the storage type."""
-    if not (isinstance(grid, IntGrid) and grid.rows == 1 and kernel.available(W.device)):
+    """The error of each tile (P, G) for each factor; compiled where scales depend on the range alone. The
+    compiled loop does not round a decoded value to the storage type."""
+    if grid.searches or grid.rows != 1 or grid.code_book() is None or not kernel.available(W.device):
         return (tile_errors(W, grid, blocks, factor) for factor in factors)
-    parts = W.split(max(1, CHUNK // W.shape[1]))
-    return list(torch.cat([_compiled_errors(rows, grid, blocks, factors) for rows in parts], 1))
+    parts, shared = W.split(max(1, CHUNK // W.shape[1])), grid.shared_with(grid.choose(W, 1.0))
+    return list(torch.cat([_compiled_errors(rows, shared, blocks, factors) for rows in parts], 1))
 
 
-def _compiled_errors(W: Tensor, grid: IntGrid, blocks: Tensor, factors: Sequence[float]) -> Tensor:
+def _compiled_errors(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Tensor:
     """The error of each tile (T, P, G) for T factors."""
-    tiled = grid.tile(W)
-    ends = torch.stack((tiled.amax(3), tiled.amin(3)), -1).flatten(1)
-    chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
-    zeros = [tiled.zero for tiled in chosen if tiled.zero is not None]
-    scale, zero = torch.stack([tiled.scale for tiled in chosen]), torch.stack(zeros) if zeros else None
-    return kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2)
+    ranged, tiled = grid, W
+    if isinstance(grid, IntGrid):  # both ends of a range stand for its tile
+        tiles = grid.tile(W)
+        ranged, tiled = (
+            replace(grid, group_size=2),
+            torch.stack((tiles.amax(3), tiles.amin(3)), -1).flatten(1),
+        )
+    chosen = [ranged.choose(tiled, factor) for factor in factors]
+    zeros = [each.zero for each in chosen if each.zero is not None]
+    scale, zero = torch.stack([each.scale for each in chosen]), torch.stack(zeros) if zeros else None
+    book = grid.code_book()
+    assert book is not None, "the caller looks for it"
+    return kernel.tile_errors(book, W, blocks, scale, zero).transpose(1, 2)
 
 
 def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Tensor:
