@@ -1,4 +1,5 @@
-"""The claims of the articles and papers that attar follows, measured on SmolLM2-135M-Instruct: one table.
+"""The claims of the articles and papers that attar follows, measured on SmolLM2-135M-Instruct: one table,
+and the same in short for the README.
 
     python benchmarks/headlines.py --data DIR [--only int8 gptq ...] [--questions 0] [--minutes 20]
     python benchmarks/headlines.py --data DIR --cached
@@ -129,22 +130,28 @@ def verdict(low: float, high: float, claimed: float) -> str:
     return "does not" if high < claimed else "in part"
 
 
+def number(claim: Claim, found: Found | None) -> tuple[str, str]:
+    """Our number with its interval, and the verdict."""
+    if found is None or "failed" in found:
+        return ("not measured" if found is None else "failed"), "–"
+    form, unit = (".2f", "x") if claim.claimed.endswith("x") else (".1f", " %")
+    value, low, high = (format(found[name], form) for name in ("value", "low", "high"))
+    reach = f" ({low} to {high})" if low != high else ""
+    return f"{value}{unit}{reach}", verdict(found["low"], found["high"], claim.low)
+
+
 def row(claim: Claim, found: Found | None) -> str:
     """A line of the table."""
-    number, outcome = "not measured", "–"
-    if found is not None and "failed" in found:
-        number = f"failed: {found['failed']}"
-    elif found is not None:
-        form, unit = (".2f", "x") if claim.claimed.endswith("x") else (".1f", " %")
-        value, low, high = (format(found[name], form) for name in ("value", "low", "high"))
-        number = f"{value}{unit}" + (f" ({low} to {high})" if low != high else "") + f"; {found['note']}"
-        outcome = verdict(found["low"], found["high"], claim.low)
-    number = " ".join(number.replace("|", "/").split())
-    return f"| {claim.text} | {claim.claimed} | {claim.where} | {number} | {outcome} | {claim.command} |"
+    text, outcome = number(claim, found)
+    if found is not None:
+        text += f": {found['failed']}" if "failed" in found else f"; {found['note']}"
+    text = " ".join(text.replace("|", "/").split())
+    return f"| {claim.text} | {claim.claimed} | {claim.where} | {text} | {outcome} | {claim.command} |"
 
 
-def table(bench: Bench, claims: tuple[Claim, ...]) -> str:
-    """A row for each claim, measured where it is not there yet; and the machines of the measured ones."""
+def tables(bench: Bench, claims: tuple[Claim, ...]) -> tuple[str, str]:
+    """A row for each claim, measured where it is not there yet, and the machines of the measured ones; the
+    same rows in short."""
     found = [bench.cell(claim.name, claim.options, partial(claim.measure, bench)) for claim in claims]
     lines = [
         "<!-- table:headlines -->",
@@ -156,7 +163,14 @@ def table(bench: Bench, claims: tuple[Claim, ...]) -> str:
         names = ", ".join(sorted({each["cpu"] for each in measured}))
         loads = [each["load"] for each in measured]
         lines += ["", f"{names}; {bench.args.threads} threads; load {min(loads):.1f} to {max(loads):.1f}"]
-    return "\n".join([*lines, "<!-- end -->"])
+    short = [
+        "<!-- table:claims -->",
+        "| claim | claimed | measured (95 %) | verdict |",
+        "|---|---:|---:|---|",
+    ]
+    for claim, cell in zip(claims, found, strict=True):
+        short.append(f"| {claim.text} | {claim.claimed} | {' | '.join(number(claim, cell))} |")
+    return "\n".join([*lines, "<!-- end -->"]), "\n".join([*short, "<!-- end -->"])
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -195,7 +209,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     bench = Bench(args, quality.read_cache(args.work / "headlines.jsonl"))
-    print(table(bench, tuple(claim for claim in CLAIMS if claim.name in args.only)))
+    print(*tables(bench, tuple(claim for claim in CLAIMS if claim.name in args.only)), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -84,23 +84,27 @@ def test_the_table_is_measured_once_and_goes_on_where_it_was_killed(tmp_path):
         raise DataError("too\n| short")
 
     claims = (claim("gptq", measure), claim("awq", fail), claim("eagle", measure, "3 to 4x"))
-    table = headlines.table(bench(tmp_path), claims).splitlines()
+    table, short = (text.splitlines() for text in headlines.tables(bench(tmp_path), claims))
     assert table[0] == "<!-- table:headlines -->" and table[-1] == "<!-- end -->"
     assert table[3:6] == [
         "| GPTQ | 96 to 99 % | article | 97.0 % (96.5 to 97.5); top-1 kept 90 % | holds | quantize |",
         "| GPTQ | 96 to 99 % | article | failed: too / short | – | quantize |",
         "| GPTQ | 3 to 4x | article | 97.00x (96.50 to 97.50); top-1 kept 90 % | holds | quantize |",
     ]
+    assert short[3:5] == [
+        "| GPTQ | 96 to 99 % | 97.0 % (96.5 to 97.5) | holds |",
+        "| GPTQ | 96 to 99 % | failed | – |",
+    ]
     file = tmp_path / "headlines.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert rows[0]["key"] == {"cell": "gptq", "model": "tiny", "questions": 4}
     file.write_text(file.read_text()[:-40])  # a kill within the last line
-    assert headlines.table(bench(tmp_path, "--cached"), claims).splitlines()[3:5] == table[3:5]
-    assert "not measured" in headlines.table(bench(tmp_path, "--cached"), claims[2:])
+    assert headlines.tables(bench(tmp_path, "--cached"), claims)[0].splitlines()[3:5] == table[3:5]
+    assert "not measured" in headlines.tables(bench(tmp_path, "--cached"), claims[2:])[0]
     assert len(runs) == 3
-    assert headlines.table(bench(tmp_path), claims).splitlines()[3:6] == table[3:6] and len(runs) == 4
-    headlines.table(bench(tmp_path, "--again", "gptq"), claims)
-    headlines.table(bench(tmp_path, "--questions", "9"), claims[:1])
+    assert headlines.tables(bench(tmp_path), claims)[0].splitlines()[3:6] == table[3:6] and len(runs) == 4
+    headlines.tables(bench(tmp_path, "--again", "gptq"), claims)
+    headlines.tables(bench(tmp_path, "--questions", "9"), claims[:1])
     assert len(runs) == 6
 
 

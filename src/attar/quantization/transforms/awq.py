@@ -239,16 +239,16 @@ def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> 
 
 def _compiled_errors(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Tensor:
     """The error of each tile (T, P, G) for T factors."""
-    ranged, tiled = grid, W
+    ranged, ends = grid, W
     if isinstance(grid, IntGrid):  # both ends of a range stand for its tile
         tiles = grid.tile(W)
         ranged, tiled = (
             replace(grid, group_size=2),
             torch.stack((tiles.amax(3), tiles.amin(3)), -1).flatten(1),
         )
-    chosen = [ranged.choose(tiled, factor) for factor in factors]
-    zeros = [each.zero for each in chosen if each.zero is not None]
-    scale, zero = torch.stack([each.scale for each in chosen]), torch.stack(zeros) if zeros else None
+    chosen = [ranged.choose(ends, factor) for factor in factors]
+    zeros = [tiled.zero for tiled in chosen if tiled.zero is not None]
+    scale, zero = torch.stack([tiled.scale for tiled in chosen]), torch.stack(zeros) if zeros else None
     book = grid.code_book()
     assert book is not None, "the caller looks for it"
     return kernel.tile_errors(book, W, blocks, scale, zero).transpose(1, 2)
