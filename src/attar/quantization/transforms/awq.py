@@ -242,10 +242,8 @@ def _compiled_errors(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[fl
     ranged, ends = grid, W
     if isinstance(grid, IntGrid):  # both ends of a range stand for its tile
         tiles = grid.tile(W)
-        ranged, tiled = (
-            replace(grid, group_size=2),
-            torch.stack((tiles.amax(3), tiles.amin(3)), -1).flatten(1),
-        )
+        ranged = replace(grid, group_size=2)
+        ends = torch.stack((tiles.amax(3), tiles.amin(3)), -1).flatten(1)
     chosen = [ranged.choose(ends, factor) for factor in factors]
     zeros = [tiled.zero for tiled in chosen if tiled.zero is not None]
     scale, zero = torch.stack([tiled.scale for tiled in chosen]), torch.stack(zeros) if zeros else None
