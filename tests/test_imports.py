@@ -113,6 +113,8 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.sparsity",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
+    "quantization/grids/float8.py": {"attar.kernels.columns"},
+    "quantization/grids/fp4.py": {"attar.kernels.columns"},
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
