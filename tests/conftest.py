@@ -22,10 +22,11 @@ from tests.cpu_seconds import (  # noqa: F401  (hooks)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``@pytest.mark.few(n)``: n cases of a test, spread evenly, run always, the others when slow."""
+    """``@pytest.mark.few(n)``: n cases of a test, spread evenly, run always, the others when slow; of those
+    that are not marked slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") is not None:
+        if item.get_closest_marker("few") is not None and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
         marker = same[0].get_closest_marker("few")

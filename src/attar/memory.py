@@ -41,18 +41,20 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-def check_memory(name: str, needed: float, *, hint: str) -> None:
+def check_memory(name: str, needed: float, *, hint: str, free: int | None = None) -> None:
     """Refuse what cannot fit.
 
     Args:
         needed: bytes that will be in memory at least.
+        free: bytes that a device has free; None: what this process can have.
 
     Raises:
         MemoryNeededError: fewer are free; names both amounts.
     """
-    free = free_memory(swap=True)
+    kind = "memory" if free is None else "the device's memory"
+    free = free_memory(swap=True) if free is None else free
     if needed > free:
-        amounts = f"needs {bytes_text(needed)} of memory at least, and {bytes_text(free)} are free"
+        amounts = f"needs {bytes_text(needed)} of {kind} at least, and {bytes_text(free)} are free"
         raise MemoryNeededError(f"{name} {amounts}", hint=hint)
 
 

@@ -1,7 +1,9 @@
-"""The compiled runner under the whole engine: the tokens are those of plain transformers, whatever happens to
-the sequences on the way."""
+"""The compiled and the device runner under the whole engine: the tokens are those of plain transformers,
+whatever happens to the sequences on the way."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
+from tests.marks import slow_but
 from tests.runtime.driving import greedy
 
 pytestmark = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
@@ -43,8 +47,20 @@ def wanted(model, prompts):
     return [greedy(model, prompt, COUNT) for prompt in prompts]
 
 
+@pytest.fixture(autouse=True, params=slow_but(("compiled", "device"), "compiled"))
+def made(request, monkeypatch):
+    """What ``llm`` runs: the device runner has the same tests."""
+    settings = {"threads": 2, "bits": 16} if request.param == "compiled" else {}
+    make = partial(compiled if request.param == "compiled" else device_runner, **settings)
+    monkeypatch.setitem(globals(), "MAKE", make)
+    return request.param
+
+
+MAKE = partial(compiled, threads=2, bits=16)
+
+
 def llm(model, blocks=64, **limits):
-    runner = compiled(model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", bits=16)
+    runner = MAKE(model.config, model.state_dict(), blocks=blocks, kv_dtype="float32")
     lookback = (runner.window, 0)
     return LLM.of(Loaded(runner, lookback=lookback), limits=Limits(**limits))
 
@@ -114,6 +130,7 @@ def test_several_texts_of_one_prompt(model, prompts, wanted):
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("made", ["compiled"], indirect=True)
 @pytest.mark.parametrize("bits", [8, 16])
 def test_drafts_chunks_and_batches_change_no_token(bits):
     """Integer products of either width: a token has the same numbers alone and in company."""

@@ -243,7 +243,7 @@ def test_without_kernels(monkeypatch, folder, llama):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"runner": "fast"}, "runner is 'fast', but must be auto, compiled or modules"),
+        ({"runner": "fast"}, "runner is 'fast', but must be auto, compiled, device or modules"),
         ({"weights": "int3"}, "weights is 'int3', but must be int8 or int4"),
         ({"weights": "int8", "runner": "modules"}, "runner is 'modules', but must be compiled"),
         ({"dtype": "int7"}, "dtype"),

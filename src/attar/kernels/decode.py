@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,6 +205,13 @@ class Program:
         if self._handle is not None and self._library is not None:
             self._library.attar_runner_free(self._handle)
         self._handle = None
+
+    def sharing(self, weights: ModelWeights) -> Program:
+        """A program of other weights of the same shapes, on this one's threads, pool and hidden states."""
+        options: dict[str, Any] = {"bits": self.bits, "kv_dtype": self.kv_dtype, "pool": self.pool}
+        program = Program(weights, self.blocks, self.block_size, threads_of=self, **options)
+        program.share_hidden(self)
+        return program
 
     def run(self, tokens: StepTokens) -> Tensor:
         """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary).

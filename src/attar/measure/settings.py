@@ -10,7 +10,7 @@ from attar.errors import SettingsError
 VERSION = 3
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RUNNERS = ("auto", "compiled", "modules", "transformers", "blocks")
+RUNNERS = ("auto", "compiled", "device", "modules", "transformers", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

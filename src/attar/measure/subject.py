@@ -108,8 +108,8 @@ def load_subject(
     Args:
         dtype: float32, bfloat16, float16, or auto: in transformers float32 on a CPU, the checkpoint's own
             elsewhere; in the runtime the precision it serves with.
-        runner: compiled, modules, transformers or blocks; auto: the runtime's choice, transformers for a
-            model that it does not support.
+        runner: compiled, device, modules, transformers or blocks; auto: the runtime's choice, transformers
+            for a model that it does not support.
         activations: bits of the inputs of products: auto, 16 or 8.
         larger: a model larger than the free memory runs block by block.
 

@@ -16,17 +16,15 @@ from torch import Tensor
 from attar.chat_template import PLAIN
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.open import check_finite
 from attar.checkpoint.parts import count
 from attar.data.auto import made_from_embedded
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
-from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import ModelWeights, pool_bytes
 from attar.kernels.product import default_threads
 from attar.memory import check_memory
-from attar.models.loading.device import pick_device
+from attar.models.loading.device import free_memory, pick_device
 from attar.models.loading.fit import admit
 from attar.models.loading.plain_config import end_tokens
 from attar.models.loading.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
@@ -36,12 +34,15 @@ from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.memory import block_bytes, layer_shapes
-from attar.runtime.runner.choice import RunnerSettings, why_not_compiled
-from attar.runtime.runner.codes import PackedCodes, codes_of
+from attar.runtime.runner.choice import RunnerSettings, why_not_compiled, why_not_device
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
+from attar.runtime.runner.device.layout import DevicePacker
+from attar.runtime.runner.device.memory import planned_tokens
+from attar.runtime.runner.device.runner import Device, device_dtype, pool_token_bytes
 from attar.runtime.runner.sparse_choice import sparse_pays
 from attar.runtime.runner.step_config import step_config
+from attar.runtime.runner.stored_tensors import StoredTensors
 from attar.runtime.step import Runner
 
 if TYPE_CHECKING:
@@ -106,39 +107,44 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
     settings = RunnerSettings(**options)
     checkpoint = admit(model, causal=True)
     _check_room(checkpoint, settings)
-    why = why_not_compiled(checkpoint, settings)
-    runner: Compiled | Modules | None = None
+    kind = "device" if settings.on_device else "compiled"
+    why = (why_not_device if settings.on_device else why_not_compiled)(checkpoint, settings)
+    runner: Compiled | Device | Modules | None = None
     if not why:
         try:
-            runner = _compiled(checkpoint, settings)
+            runner = (_device if settings.on_device else _compiled)(checkpoint, settings)
         except ModelError as problem:
             why = problem.message
-    if runner is None and (settings.runner == "compiled" or settings.weights):
-        raise ModelError(f"{checkpoint.name}: the compiled runner cannot run it: {why}")
+    if runner is None and (settings.runner == kind or settings.weights):
+        raise ModelError(f"{checkpoint.name}: the {kind} runner cannot run it: {why}")
     if runner is None:
         runner = _modules(checkpoint, settings)
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
-    if why and settings.runner == "auto" and pick_device(settings.device).type == "cpu":
-        warn_slower(
-            f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
-        )
+    if why and settings.runner == "auto":
+        step = "device runner" if settings.on_device else "compiled step"
+        warn_slower(f"{checkpoint.name} runs through transformers' modules, slower than the {step}: {why}")
     tokenizer = tokenizer_of(checkpoint)
     stored = checkpoint.path / "generation_config.json"
     ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
-    most = _unbounded if isinstance(runner, Compiled) else runner.most
-    return Loaded(runner, tokenizer, ends, checkpoint.name, settings.eviction, _lookback(runner), most, why)
+    if isinstance(runner, Compiled | Device):
+        most, lookback = _unbounded, (runner.window, 0)
+    else:
+        most, lookback = runner.most, runner.lookback
+    return Loaded(runner, tokenizer, ends, checkpoint.name, settings.eviction, lookback, most, why)
 
 
 def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
-    """Raise MemoryNeededError where the weights alone do not fit into the CPU's memory: packed ones as they
-    are stored, dense ones in 16 bits or as they will be rounded; or with the pool that was asked for."""
-    if pick_device(settings.device).type != "cpu":
+    """Raise MemoryNeededError where the weights alone do not fit into the device's memory: packed ones as
+    they are stored, dense ones in 16 bits or as they will be rounded; or with the pool that was asked for."""
+    device = pick_device(settings.device)
+    if device.type not in ("cpu", "cuda"):
         return
     bits = {None: 16, "int8": 8, "int4": 4}[settings.weights]
     packed = readers.quant_method(checkpoint) is not None
     size = checkpoint.nbytes if packed else count(checkpoint).parameters * bits // 8
-    check_memory(checkpoint.name, size, hint="quantize it: quantize works block by block")
-    if settings.kv_tokens is None:
+    free = None if device.type == "cpu" else free_memory(device)
+    check_memory(checkpoint.name, size, hint="quantize it: quantize works block by block", free=free)
+    if settings.kv_tokens is None or device.type != "cpu":
         return
     with suppress(ModelError, SettingsError):  # refused where the runner is made
         kv_dtype = "bfloat16" if settings.kv_dtype == "auto" else settings.kv_dtype
@@ -150,35 +156,17 @@ def _check_room(checkpoint: Checkpoint, settings: RunnerSettings) -> None:
 
 def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     """The compiled runner, weights read one at a time."""
-    config = step_config(checkpoint)
-    packed = readers.quant_method(checkpoint)
-    view = Decoded(checkpoint)
-
-    def load(name: str) -> Tensor:
-        value = view.load(name)
-        check_finite(name, value, checkpoint.path)
-        return value
-
-    def coded(name: str) -> PackedCodes | None:
-        grid = view.uniform(name) if view.is_coded(name) else None
-        return None if grid is None else codes_of(grid)
-
-    def coded_experts(name: str) -> list[PackedCodes] | None:
-        experts = [codes_of(grid) for grid in view.uniform_experts(name) or ()]
-        codes = [expert for expert in experts if expert is not None]
-        return codes if codes and len(codes) == len(experts) else None
-
-    kind: Any = settings.weights or "bf16"
+    stored = StoredTensors(checkpoint)
+    config, coded = step_config(checkpoint), stored.is_coded(EMBEDDING)
+    packed = readers.quant_method(checkpoint) or settings.dtype == "bfloat16"
+    embedding = torch.float16 if coded else torch.bfloat16 if packed else None
+    options: dict[str, Any] = {"weights": settings.weights or "bf16", "embedding": embedding}
+    options["pays"] = sparse_pays(settings.bits, default_threads())
 
     def build(names: Collection[str], load: Callable[[str], Tensor]) -> ModelWeights:
-        options: dict[str, Any] = {"weights": kind, "embedding": embedding, "pays": pays}
-        return model_weights(config, names, load, coded, coded_experts=coded_experts, **options)
+        return model_weights(config, names, load, **stored.readers, **options)
 
-    embedding = torch.bfloat16 if packed or settings.dtype == "bfloat16" else None
-    if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
-        embedding = torch.float16  # nearer to codes times a scale
-    pays = sparse_pays(settings.bits, default_threads())
-    model = build(view.tensors, load)
+    model = build(stored.tensors, stored.load)
     kv_dtype = (
         {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
     )
@@ -190,7 +178,35 @@ def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     size, bits = settings.block_size, settings.bits
     runner = Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)
     if settings.adapters:
-        runner.with_adapters(build, view.tensors, load)
+        runner.with_adapters(build, stored.tensors, stored.load)
+    return runner
+
+
+def _device(checkpoint: Checkpoint, settings: RunnerSettings) -> Device:
+    """Operators on a device, weights moved there one at a time."""
+    stored, config, device = StoredTensors(checkpoint), step_config(checkpoint), pick_device(settings.device)
+    dtype = device_dtype(settings.dtype, device)
+    kind: Any = settings.weights
+    packer = DevicePacker(device, dtype, kind)
+
+    def build(names: Collection[str], load: Callable[[str], Tensor]) -> ModelWeights:
+        return model_weights(config, names, load, **stored.readers, embedding=dtype, packer=packer)
+
+    model = build(stored.tensors, stored.load)
+    kv_dtype = str(dtype).removeprefix("torch.") if settings.kv_dtype == "auto" else settings.kv_dtype
+    token_bytes = pool_token_bytes(model, kv_dtype)
+    token_bytes += HiddenPool.token_bytes(len(settings.hidden_layers), model.hidden)
+    if device.type == "cpu":
+        tokens = settings.kv_tokens or pool_tokens(token_bytes, model.context)
+    else:
+        most = None if model.context is None else CONTEXTS * model.context
+        free = free_memory(device)
+        tokens = planned_tokens(checkpoint.name, token_bytes, free, most=most, wanted=settings.kv_tokens)
+    blocks, size = -(-tokens // settings.block_size), settings.block_size
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "dtype": dtype, "device": device}
+    runner = Device(model, blocks=blocks, block_size=size, **options)
+    if settings.adapters:
+        runner.with_adapters(build, stored.tensors, stored.load)
     return runner
 
 
@@ -244,10 +260,6 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
     if not getattr(tokenizer, "chat_template", None) and made_from_embedded(checkpoint):
         tokenizer.chat_template = PLAIN
     return tokenizer
-
-
-def _lookback(runner: Compiled | Modules) -> tuple[int | None, int]:
-    return (runner.window, 0) if isinstance(runner, Compiled) else runner.lookback
 
 
 def _unbounded(chunk: int) -> int | None:

@@ -57,8 +57,8 @@ class SchedulingSettings:
 class EngineSettings(SchedulingSettings):
     """How a model runs: runner, KV cache, scheduler, speculation."""
 
-    runner: str = _option("auto", "what computes; auto: compiled where it can hold the weights as stored",
-                          choices=("auto", "compiled", "modules"))  # fmt: skip
+    runner: str = _option("auto", "what computes; auto: compiled, on a GPU device, where weights stay stored",
+                          choices=("auto", "compiled", "device", "modules"))  # fmt: skip
     activations: int | str = _option(
         "auto", "bits of products' inputs; auto: 16 where the processor has instructions for it, else 8",
         choices=("auto", 16, 8),

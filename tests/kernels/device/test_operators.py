@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from attar.kernels.device import planes
+from attar.kernels.device import native, planes
 from attar.kernels.device.attention import paged_attention, rope_write
 from attar.kernels.device.elementwise import add_norm, gated, route
 from attar.kernels.device.products import dense_product, experts_dense, experts_product, packed_product
@@ -89,6 +89,21 @@ def test_products_of_experts(gather):
         row = x[pair // 2] if gather else x[place]
         wanted = weights[expert] @ row.double() + bias[expert]
         torch.testing.assert_close(y[place if gather else pair].double(), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("gather", [2, 0])
+def test_torchs_own_products_are_near(gather):
+    """What a GPU runs for dense weights, in bfloat16, on the CPU."""
+    generator = drawn(3)
+    x = torch.randn(4 if gather else 8, 64, generator=generator).bfloat16()
+    weight = torch.randn(3, 16, 64, generator=generator).bfloat16()
+    bias = torch.randn(3, 16, generator=generator)
+    order, ends = torch.tensor([1, 3, 4, 0, 2, 5, 6, 7]).int(), torch.tensor([3, 3, 8]).int()
+    given = (x, weight, bias, order, ends, gather)
+    near = {"rtol": 0.02, "atol": 0.1}
+    torch.testing.assert_close(native.native_experts(*given), experts_dense(*given), **near)
+    given = (x, weight[0], bias[0], torch.float32)
+    torch.testing.assert_close(native.native_product(*given), dense_product(*given), **near)
 
 
 def slow_route(logits, correction, active, scoring, normalized, scaling, groups, active_groups, top):

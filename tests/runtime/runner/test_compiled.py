@@ -1,4 +1,5 @@
-"""The compiled runner against transformers in float32: logits and greedy tokens, however the tokens come."""
+"""The compiled and the device runner against transformers in float32: logits and greedy tokens, however the
+tokens come."""
 
 import dataclasses
 import itertools
@@ -11,8 +12,10 @@ from attar.errors import ModelError, UsageError
 from attar.kernels.build import load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.device.runner import device_runner as device
 from attar.runtime.step import StepInput, TokenSpan, ancestors
 from tests import tiny_models
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
@@ -40,9 +43,31 @@ def models():
     return get
 
 
-def runner(model, **settings):
+@pytest.fixture(autouse=True, params=slow_but(("compiled", "device"), "compiled"))
+def made(request, monkeypatch):
+    """What ``runner`` makes: the device runner has the same tests. It has no threads, and its activations are
+    float32."""
+    monkeypatch.setitem(globals(), "MAKE", RUNNERS[request.param])
+    return request.param
+
+
+def compiled_runner(model, **settings):
     given = {"blocks": 24, "threads": 2, **EXACT, **settings}
     return compiled(model.config, model.state_dict(), **given)
+
+
+def device_runner(model, **settings):
+    given = {"blocks": 24, "kv_dtype": "float32", **settings}
+    given.pop("threads", None), given.pop("bits", None)
+    return device(model.config, model.state_dict(), **given)
+
+
+RUNNERS = {"compiled": compiled_runner, "device": device_runner}
+MAKE = compiled_runner
+
+
+def runner(model, **settings):
+    return MAKE(model, **settings)
 
 
 def logits_of(model, ids):
@@ -235,6 +260,7 @@ def test_a_tree_under_a_window(models):
     torch.testing.assert_close(rows[[2, 3, 4]], expected[-3:], **CLOSE)
 
 
+@pytest.mark.parametrize("made", ["compiled"], indirect=True)
 def test_ancestors():
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     assert ancestors([-1, 0, 0, 2]).astype(int).tolist() == expected
@@ -292,17 +318,19 @@ def divergence(expected, found):
     return float((p.exp() * (p - q)).sum(1).mean())
 
 
-def test_what_is_refused(models):
+def test_what_is_refused(made, models):
     with pytest.raises(ModelError, match="gpt2"):
         runner(models("gpt2"))
-    with pytest.raises(UsageError, match="fp8"):
-        runner(models("llama3"), kv_dtype="fp8")
-    with pytest.raises(UsageError, match="blocks of 8"):
-        runner(models("llama3"), block_size=8)
+    wrong = "fp8" if made == "compiled" else "kivi4"
+    with pytest.raises(UsageError, match=wrong):
+        runner(models("llama3"), kv_dtype=wrong)
     model = models("llama3")
     tensors = model.state_dict() | {"model.layers.0.self_attn.sinks": torch.zeros(8)}
     with pytest.raises(ModelError, match=r"no place for .*self_attn\.sinks"):
-        compiled(model.config, tensors, blocks=4)
+        (compiled if made == "compiled" else device)(model.config, tensors, blocks=4)
+    if made == "compiled":
+        with pytest.raises(UsageError, match="blocks of 8"):
+            runner(models("llama3"), block_size=8)
 
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 48}, {"num_key_value_heads": 1}])
@@ -318,6 +346,7 @@ def test_int8_keys_and_values(changes, models):
     assert torch.equal(torch.cat(rows), result)
 
 
+@pytest.mark.parametrize("made", ["compiled"], indirect=True)
 def test_layers_of_different_kinds(models):
     """int8 mixed with bf16 is as near as its parts; a layer of another shape is refused."""
     model, ids = models("llama3"), tokens()
@@ -335,17 +364,25 @@ def test_layers_of_different_kinds(models):
         Compiled(dataclasses.replace(mixed, layers=(wrong, *layers[1:])), blocks=3)
 
 
+def fill(actual, octet):
+    """Every byte of a pool."""
+    pool = actual._program.pool
+    for plane in [pool] if isinstance(pool, torch.Tensor) else pool.store.planes:
+        plane.view(torch.uint8).fill_(octet)
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "float32"])
 def test_what_lies_in_free_places_is_not_seen(kv_dtype, models):
     model, ids = models("llama3"), tokens()
     rows = []
     for actual in (runner(model, kv_dtype=kv_dtype), runner(model, kv_dtype=kv_dtype)):
-        actual._program.pool.fill_(255 if rows else 0)  # NaN, in floats
+        fill(actual, 255 if rows else 0)  # NaN, in floats
         parts = [run(actual, (0, ids, a, b, [5, 2], b - a)) for a, b in ((0, 7), (7, 8), (8, 21))]
         rows.append(torch.cat(parts))
     assert torch.equal(*rows)
 
 
+@pytest.mark.parametrize("made", ["compiled"], indirect=True)
 def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models):
     """2^50 columns: what lies between layers cannot be held."""
     model = models("llama3")

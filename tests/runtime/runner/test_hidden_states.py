@@ -7,6 +7,7 @@ import torch
 from attar.errors import ModelError
 from attar.kernels.build import load
 from attar.runtime.runner.compiled import compiled
+from attar.runtime.runner.device.runner import device_runner
 from attar.runtime.runner.modules import Modules
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
@@ -45,6 +46,8 @@ def runners(family, model):
     if family in COMPILED and load("decode") is not None:
         settings = {"kv_dtype": "float32", "bits": 16, "blocks": 24, "threads": 2}
         yield compiled(model.config, model.state_dict(), **settings)
+    if family in COMPILED:
+        yield device_runner(model.config, model.state_dict(), kv_dtype="float32", blocks=24)
 
 
 def tokens(seed=0):

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from attar.kernels.device.elementwise import rms_norm
+from attar.kernels.device.elementwise import rms_norm, tanh
 from attar.kernels.device.planes import WORD
 from attar.kernels.device.registry import operator
 from attar.kernels.kv_codes import encode
@@ -178,12 +178,12 @@ def paged_attention(
                 seen &= torch.where(node < 0, j, positions[token]) > at - window
             slot = (block.clamp(min=0) * B + j % B).long()
             k, v = _gathered(keys, key_scales, slot), _gathered(values, value_scales, slot)
-            scores = queries @ k.permute(0, 2, 3, 1)  # (t, g, h / g, SPLIT)
+            scores = queries @ k.mT  # (t, g, h / g, SPLIT)
             if soft_cap:
-                scores = torch.tanh(scores / soft_cap) * soft_cap
+                scores = tanh(scores / soft_cap) * soft_cap
             scores = scores.masked_fill(~seen[:, None, None], -math.inf)
-            v = v.masked_fill(~seen[:, :, None, None], 0.0)  # what nobody sees may be no number
-            state = _merged(state, scores, v.permute(0, 2, 1, 3))
+            v = v.masked_fill(~seen[:, None, :, None], 0.0)  # what nobody sees may be no number
+            state = _merged(state, scores, v)
         peak, total, acc = state
         if sinks is not None:
             total = total + (sinks.view(g, -1, 1) - peak).exp()
@@ -199,12 +199,13 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _gathered(pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
-    """float32 (t, n, g, d) of slots (t, n)."""
+    """float32 (t, g, n, d) of slots (t, n); contiguous, so that products do not depend on t."""
     rows = pool.view(-1, *pool.shape[2:])
     if pool.dtype == torch.float8_e4m3fn:
         rows = rows.view(torch.int8)
     x = rows[slots].view(pool.dtype).float()
-    return x if scales is None else x * scales.view(-1, *scales.shape[2:])[slots]
+    x = x if scales is None else x * scales.view(-1, *scales.shape[2:])[slots]
+    return x.transpose(1, 2).contiguous()
 
 
 def _empty(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:

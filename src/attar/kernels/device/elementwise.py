@@ -5,6 +5,8 @@ Letters: T tokens, H hidden, n neurons, E experts, k experts of a token.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from attar.kernels.device.products import rows_times
 from attar.kernels.device.registry import operator
 
 LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss's activation
+GELU = math.sqrt(2 / math.pi)
 
 
 def _add_norm_shape(
@@ -78,11 +81,12 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return (gate * torch.sigmoid(gate * ALPHA) * (up + 1)).to(gate_up.dtype)
+        return (gate * sigmoid(gate * ALPHA) * (up + 1)).to(gate_up.dtype)
     if activation == "gelu_tanh":
-        return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+        inner = GELU * (gate + 0.044715 * gate * gate * gate)
+        return (0.5 * gate * (1 + tanh(inner)) * up).to(gate_up.dtype)
     assert activation == "silu", f"an activation {activation!r}"
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def _route_shape(
@@ -142,7 +146,7 @@ def route(
     x, experts = x.float(), len(router)
     logits = rows_times(x, router)
     logits = logits if bias is None else logits + bias
-    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    scores = sigmoid(logits) if scoring == "sigmoid" else logits.softmax(-1)
     values = scores if correction is None else scores + correction
     if groups > 1:
         grouped = values.unflatten(1, (groups, -1))
@@ -159,13 +163,23 @@ def route(
     ends = counts.index_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32)).cumsum(0).int()
     share = torch.ones(len(x), device=x.device)
     if shared_gate is not None:
-        share = rows_times(x, shared_gate[None])[:, 0].sigmoid()
+        share = sigmoid((x * shared_gate).sum(1))
     return shares * scaling, order, ends, share
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) weight along the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """torch's own depends on where in a tensor a number lies, on a CPU, by its last bit."""
+    return 1 / (1 + (-x).exp())
+
+
+def tanh(x: Tensor) -> Tensor:
+    """In double, rounded; likewise."""
+    return torch.tanh(x.double()).float()
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from attar.kernels.device.planes import WORD, dense
 from attar.kernels.device.registry import operator
 
-ROWS = 16  # of a product on a CPU
+ROWS = 8  # of a product on a CPU
 
 
 def rows_times(x: Tensor, weight: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Compiled:
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
         self._hidden: HiddenPool | None = None
-        self.lora: CompiledLora | None = None  # where weights are dense
+        self.lora: CompiledLora[Program] | None = None  # where weights are dense
 
     repeats = True
     """A failed step may be run again: the pool is the only state."""

@@ -10,14 +10,14 @@ codes have no room for an update: such models run through their modules (``lora.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.tensors import read_tensor
 from attar.errors import ModelError
-from attar.kernels.decode import ModelWeights, Program
+from attar.kernels.decode import ModelWeights
 from attar.runtime.runner.compiled_weights import EMBEDDING, HEAD
 from attar.runtime.runner.lora import LoraAdapter, LoraUpdate, check_shapes, unsupported
 from attar.runtime.step import StepInput
@@ -27,8 +27,23 @@ BuildWeights = Callable[[Collection[str], LoadTensor], ModelWeights]
 """Names of tensors and what loads them, to what the library reads."""
 
 
-class CompiledLora:
-    """The adapters of a compiled runner.
+class LoraProgram(Protocol):
+    """What runs a model's steps: the compiled program, or the device's."""
+
+    def sharing(self, weights: ModelWeights) -> Any:
+        """The same of other weights, on this one's pool."""
+        ...
+
+    def close(self) -> None:
+        """It is not used any more."""
+        ...
+
+
+AnyProgram = TypeVar("AnyProgram", bound=LoraProgram)
+
+
+class CompiledLora(Generic[AnyProgram]):
+    """The adapters of a compiled runner, or of the device's.
 
     Args:
         program: the model's.
@@ -39,13 +54,13 @@ class CompiledLora:
 
     def __init__(
         self,
-        program: Program,
+        program: AnyProgram,
         build: BuildWeights,
         infos: Mapping[str, Any],
         load: LoadTensor,
     ) -> None:
         self._program, self._build, self._infos, self._load = program, build, infos, load
-        self.adapters: dict[str, Program] = {}
+        self.adapters: dict[str, AnyProgram] = {}
 
     def prepare(self, adapter: LoraAdapter) -> ModelWeights:
         """The merged weights; takes as long as loading the model, and may run beside a step.
@@ -91,24 +106,13 @@ class CompiledLora:
     def add(self, key: str, weights: ModelWeights) -> None:
         """Make prepared weights ready for spans with a key, which is new."""
         assert key and key not in self.adapters, f"{key!r} is a new key"
-        base = self._program
-        program = Program(
-            weights,
-            base.blocks,
-            base.block_size,
-            bits=base.bits,
-            kv_dtype=base.kv_dtype,
-            threads_of=base,
-            pool=base.pool,
-        )
-        program.share_hidden(base)
-        self.adapters[key] = program
+        self.adapters[key] = self._program.sharing(weights)
 
     def remove(self, key: str) -> None:
         """Forget an adapter; no span may have its key any more."""
         self.adapters.pop(key).close()
 
-    def groups(self, step: StepInput) -> list[tuple[Program, list[int]]]:
+    def groups(self, step: StepInput) -> list[tuple[AnyProgram, list[int]]]:
         """The programs that a step needs, each with the indices of its spans.
 
         Raises:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
-from attar.kernels.packed import Kind, PackedWeight, Pays, pack
+from attar.kernels.packed import Kind, Pays, pack
 from attar.runtime.runner import expert_weights
 from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
@@ -38,6 +38,43 @@ CAPPED_SCORES, CAPPED_LOGITS = ("gemma2",), ("gemma2", "gemma3_text")
 SINKS = "self_attn.sinks"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
+
+
+class WeightPacker(Protocol):
+    """Makes what a runner multiplies by: a weight of its kind, with ``rows``, ``columns`` and ``nbytes``."""
+
+    def codes(self, weight: PackedCodes, bias: Tensor | None, *, sparse: bool) -> Any:
+        """Of codes, which are kept; bias (N,). ``sparse``: a 2:4 weight may be kept as such."""
+        ...
+
+    def dense(self, weight: Tensor, bias: Tensor | None, *, sparse: bool) -> Any:
+        """Of a dense matrix (N, K)."""
+        ...
+
+    def stack(self, experts: tuple[Any, ...]) -> Any:
+        """Of the experts of a layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class PanelPacker:
+    """Panels of the compiled step (kernels/packed.py): dense matrices in one kind, with a scale for ``group``
+    inputs."""
+
+    kind: Kind
+    group: int
+    arena: Arena
+    pays: Pays | None
+
+    def codes(self, weight: PackedCodes, bias: Tensor | None, *, sparse: bool) -> Any:
+        return weight.pack(bias, self.arena, self.pays if sparse else None)
+
+    def dense(self, weight: Tensor, bias: Tensor | None, *, sparse: bool) -> Any:
+        pays = self.pays if sparse else None
+        return pack(weight, self.kind, group=self.group, bias=bias, arena=self.arena, pays=pays)
+
+    def stack(self, experts: tuple[Any, ...]) -> Any:
+        return experts
 
 
 @dataclass
@@ -105,8 +142,9 @@ def model_weights(
     context: int | None = None,
     embedding: torch.dtype | None = None,
     pays: Pays | None = None,
+    packer: WeightPacker | None = None,
 ) -> ModelWeights:
-    """Weights for the compiled step.
+    """Weights for the compiled step, or with a packer for another runner.
 
     Args:
         names: the checkpoint's tensors.
@@ -119,6 +157,7 @@ def model_weights(
         context: rows of the rotary tables; None: the config's ``max_position_embeddings``.
         embedding: float16, bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
         pays: whether 2:4 weights are packed as such (sparse_choice.py); None: no.
+        packer: makes the products, in place of ``weights``, ``head``, ``group`` and ``pays``.
 
     Raises:
         ModelError: the family, or a part of the checkpoint, is not supported by the compiled step.
@@ -128,17 +167,19 @@ def model_weights(
     ahead = config.model_type in expert_weights.PREDICTING_AHEAD
     known = frozenset(name for name in names if not (ahead and name.startswith(behind)))
     source, arena = TensorSource(known, load, coded, coded_experts), Arena()
+    of_layers = packer or PanelPacker(weights, group, arena, pays)
+    of_head = packer or PanelPacker(head or weights, group, arena, pays)
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
-        tensors = _LayerTensors(config, source, f"model.layers.{index}.", arena, weights, group, pays)
+        tensors = _LayerTensors(config, source, f"model.layers.{index}.", of_layers)
         layers.append(tensors.layer(tables[layer_kind(config, index)], _window(config, index)))
     table = source.required(EMBEDDING)
     keep_float32 = table.dtype == torch.float32 and embedding is None
     model = ModelWeights(
         embedding=table.to(torch.float32 if keep_float32 else embedding or torch.bfloat16).contiguous(),
         norm=_norm(config, source.required("model.norm.weight")),
-        head=_head(source, table, head or weights, group, arena, pays),
+        head=_head(source, table, of_head),
         layers=tuple(layers),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -168,10 +209,7 @@ class _LayerTensors:
     config: Any
     source: TensorSource
     prefix: str
-    arena: Arena
-    kind: Kind
-    group: int
-    pays: Pays | None
+    packer: WeightPacker
 
     def layer(self, rotary: Tensor, window: int) -> LayerWeights:
         gemma = self._optional("pre_feedforward_layernorm") is not None
@@ -209,11 +247,15 @@ class _LayerTensors:
         """Each expert of a stack of this layer as codes; None where it is dense."""
         return self.source.expert_codes(f"{self.prefix}{name}")
 
-    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> PackedWeight:
+    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> Any:
         """Codes as they are; a dense matrix in the kind that was asked for."""
         if isinstance(weight, PackedCodes):
-            return weight.pack(bias, self.arena)
-        return pack(weight, self.kind, group=self.group, bias=bias, arena=self.arena)
+            return self.packer.codes(weight, bias, sparse=False)
+        return self.packer.dense(weight, bias, sparse=False)
+
+    def stack(self, experts: tuple[Any, ...]) -> Any:
+        """A layer's experts as the runner multiplies them."""
+        return self.packer.stack(experts)
 
     def _optional(self, name: str) -> Tensor | None:
         return self.source.optional(f"{self.prefix}{name}.weight")
@@ -227,9 +269,8 @@ class _LayerTensors:
 
     def product(
         self, module: str, names: tuple[str, ...], fused_name: str = "", *, sparse: bool = True
-    ) -> PackedWeight:
+    ) -> Any:
         """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
-        pays = self.pays if sparse else None
         if fused_name and f"{self.prefix}{module}{fused_name}.weight" in self.source.names:
             names = (fused_name,)
         paths = [f"{self.prefix}{module}{name}" for name in names]
@@ -238,23 +279,20 @@ class _LayerTensors:
         joined = fused(parts) if parts else None
         if parts and joined is not None:
             bias = _joined(biases, [len(part.codes) for part in parts])
-            return joined.pack(bias, self.arena, pays)
+            return self.packer.codes(joined, bias, sparse=sparse)
         weights = [self.source.required(f"{path}.weight") for path in paths]
         bias = _joined(biases, [len(weight) for weight in weights])
-        kind, size, arena = self.kind, self.group, self.arena
-        return pack(torch.cat(weights), kind, group=size, bias=bias, arena=arena, pays=pays)
+        return self.packer.dense(torch.cat(weights), bias, sparse=sparse)
 
 
-def _head(
-    source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Arena, pays: Pays | None
-) -> PackedWeight:
+def _head(source: TensorSource, table: Tensor, packer: WeightPacker) -> Any:
     """The head; tied to the embedding ``table`` where it is not stored."""
     name = HEAD if HEAD in source.names else EMBEDDING
     parts = source.codes([name])
     if parts:
-        return parts[0].pack(arena=arena, pays=pays)
+        return packer.codes(parts[0], None, sparse=True)
     weight = source.required(HEAD) if name == HEAD else table
-    return pack(weight, kind, group=group, arena=arena, pays=pays)
+    return packer.dense(weight, None, sparse=True)
 
 
 def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:

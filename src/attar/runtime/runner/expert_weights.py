@@ -16,14 +16,13 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.kernels.experts import MixtureWeights, Routing
-from attar.kernels.packed import PackedWeight
 from attar.runtime.runner.codes import PackedCodes
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 PREDICTING_AHEAD = ("glm4_moe",)  # a layer behind the last predicts further tokens
 WIDE_NORMS = ("olmoe",)  # queries and keys are normed over all heads together
 ROUTERS = (("mlp.", "gate"), ("mlp.", "router"), ("block_sparse_moe.", "gate"))
-ExpertProducts = tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]
+ExpertProducts = tuple[Any, Any]
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 SHARED = ("shared_expert.", "shared_experts.")
 
@@ -44,7 +43,7 @@ class LayerTensors(Protocol):
         """A tensor, dense."""
         ...
 
-    def product(self, module: str, names: tuple[str, ...], *, sparse: bool = True) -> PackedWeight:
+    def product(self, module: str, names: tuple[str, ...], *, sparse: bool = True) -> Any:
         """Several Linears with the same inputs as one; ``sparse``: 2:4 weights may be packed as such."""
         ...
 
@@ -52,8 +51,12 @@ class LayerTensors(Protocol):
         """Each expert of a stack as codes (N, K); None where it is dense."""
         ...
 
-    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> PackedWeight:
+    def packed(self, weight: Tensor | PackedCodes, bias: Tensor | None = None) -> Any:
         """Codes as they are; a dense matrix in the kind that was asked for."""
+        ...
+
+    def stack(self, experts: tuple[Any, ...]) -> Any:
+        """A layer's experts as the runner multiplies them."""
         ...
 
 
@@ -97,12 +100,12 @@ def _experts(layer: LayerTensors, module: str, count: int) -> ExpertProducts:
     """Gate and up, and down, of each expert; 2:4 ones are packed dense, so that all are of one form."""
     if layer.has(f"{module}gate_up_proj"):
         both = (layer.tensor(f"{module}{name}") for name in ("gate_up_proj", "down_proj"))
-        gate_up, down = (tuple(layer.packed(weight) for weight in stacked) for stacked in both)
+        gate_up, down = (layer.stack(tuple(layer.packed(weight) for weight in stacked)) for stacked in both)
         return gate_up, down
     leaves = next((names for names in LEAVES if layer.has(f"{module}0.{names[0]}.weight")), LEAVES[0])
     return (
-        tuple(layer.product(f"{module}{e}.", leaves[:2], sparse=False) for e in range(count)),
-        tuple(layer.product(f"{module}{e}.", leaves[2:], sparse=False) for e in range(count)),
+        layer.stack(tuple(layer.product(f"{module}{e}.", leaves[:2], sparse=False) for e in range(count))),
+        layer.stack(tuple(layer.product(f"{module}{e}.", leaves[2:], sparse=False) for e in range(count))),
     )
 
 
@@ -116,9 +119,8 @@ def _alternating(layer: LayerTensors, module: str) -> ExpertProducts:
             rows = torch.cat([rows[0::2], rows[1::2]])
         experts = layer.expert_codes(f"{module}{name}") or layer.tensor(f"{module}{name}").transpose(1, 2)
         pairs = zip(experts, bias[:, rows], strict=True)
-        parts.append(
-            tuple(layer.packed(_in_order(weight, rows), expert_bias) for weight, expert_bias in pairs)
-        )
+        packed = (layer.packed(_in_order(weight, rows), expert_bias) for weight, expert_bias in pairs)
+        parts.append(layer.stack(tuple(packed)))
     return parts[0], parts[1]
 
 

@@ -28,6 +28,7 @@ from attar.kernels.decode import pool_bytes
 from attar.models.anatomy.discover import text_config
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.device.runner import Device
 from attar.runtime.runner.modules import Modules
 from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.vocabulary import SameVocabulary, map_vocabularies
@@ -142,29 +143,33 @@ def _low_bit(
 ) -> DraftModel:
     checkpoint = open_checkpoint(model)
     runner = target.runner
-    if readers.quant_method(checkpoint) or (isinstance(runner, Compiled) and _packed(runner)):
+    if readers.quant_method(checkpoint) or (isinstance(runner, Compiled | Device) and _packed(runner)):
         raise ModelError(f"{target.name}: its weights are packed already, int4 would not be much less")
-    loaded = load(checkpoint, runner="compiled", weights="int4", kv_tokens=kv_tokens)
+    if isinstance(runner, Device):
+        where: dict[str, Any] = {"runner": "device", "device": str(runner.device)}
+    else:
+        where = {"runner": "compiled"}
+    loaded = load(checkpoint, **where, weights="int4", kv_tokens=kv_tokens)
     copied = loaded.runner
-    assert isinstance(copied, Compiled)
+    assert isinstance(copied, Compiled | Device)
     weights = copied.weights
-    nbytes = (
-        weights.nbytes + weights.embedding.nbytes + pool_bytes(weights, copied.capacity, copied.block_size)
-    )
+    nbytes = weights.nbytes + weights.embedding.nbytes + _pool_bytes(copied)
     return _drafter(copied, target, nbytes, "int4", settings)
 
 
 def _skipping(target: Loaded, share: float, kv_tokens: int, settings: dict[str, Any]) -> DraftModel:
     runner = target.runner
     blocks = -(-kv_tokens // runner.block_size)
-    if isinstance(runner, Compiled):
+    if isinstance(runner, Compiled | Device):
         weights = runner.weights
         keep = _kept(target, len(weights.layers), share)
         less = replace(weights, layers=tuple(weights.layers[layer] for layer in keep))
-        small: Compiled | Modules = Compiled(
-            less, blocks=blocks, block_size=runner.block_size, bits=runner.bits
-        )
-        nbytes = pool_bytes(less, blocks, runner.block_size)
+        small: Compiled | Device | Modules
+        if isinstance(runner, Device):
+            small = runner.of(less, blocks)
+        else:
+            small = Compiled(less, blocks=blocks, block_size=runner.block_size, bits=runner.bits)
+        nbytes = _pool_bytes(small)
     else:
         assert isinstance(runner, Modules)
         keep = _kept(target, text_config(runner.model).num_hidden_layers, share)
@@ -179,16 +184,23 @@ def _kept(target: Loaded, layers: int, share: float) -> tuple[int, ...]:
     return spread(layers, share)
 
 
-def _packed(runner: Compiled) -> bool:
+def _pool_bytes(runner: Compiled | Device) -> int:
+    if isinstance(runner, Device):
+        return int(runner.facts["kv_bytes"])
+    return pool_bytes(runner.weights, runner.capacity, runner.block_size)
+
+
+def _packed(runner: Compiled | Device) -> bool:
     """Whether the linear layers have less than 8 bits a weight."""
-    products = [packed for layer in runner.weights.layers for packed in layer.products]
+    layers = runner.weights.layers
+    products = [packed for layer in layers for packed in layer.products if packed is not None]
     return sum(module.nbytes for module in products) < sum(
         module.rows * module.columns for module in products
     )
 
 
 def _drafter(
-    runner: Compiled | Modules, target: Loaded, nbytes: int, how: str, settings: dict[str, Any]
+    runner: Compiled | Device | Modules, target: Loaded, nbytes: int, how: str, settings: dict[str, Any]
 ) -> DraftModel:
     logger.info("%s drafts for itself: %s, %.1f MiB more memory", target.name, how, nbytes / 2**20)
     vocabulary = SameVocabulary(runner.vocabulary, vocabulary_of(target))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from attar.errors import ModelError
 from attar.kernels.product import ThreadPool
 from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.device.runner import Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,9 @@ def own_tensors(runner: Any, name: str) -> OwnTensors:
     if isinstance(runner, Compiled):
         weights = runner.weights
         return OwnTensors(weights.embedding, _PackedProduct(runner), 1.0, weights.final_soft_cap)
+    if isinstance(runner, Device):
+        weights = runner.weights
+        return OwnTensors(weights.embedding, runner.head_product, 1.0, weights.final_soft_cap)
     model = getattr(runner, "model", None)
     embedding = None if model is None else getattr(model.get_input_embeddings(), "weight", None)
     head = None if model is None else model.get_output_embeddings()
