@@ -14,7 +14,7 @@ from attar.checkpoint.tensors import read_tensor
 from attar.checkpoint.weight_files import read_tensors
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
-from attar.errors import CheckpointError, ModelError, NumericsError
+from attar.errors import AttarError, CheckpointError, ModelError, NumericsError
 from attar.formats.readers import Decoded, reader
 from attar.models.loading.fit import admit
 from tests import tiny_models
@@ -35,7 +35,7 @@ def test_names_go_both_ways(family, tmp_path):
     save_file(
         {f"{mlx_name(name, family)}.scales": torch.arange(12.0).view(3, 4)}, tmp_path / "model.safetensors"
     )
-    back = published(read_tensors(tmp_path)[0], family)
+    back, _ = published(read_tensors(tmp_path)[0], family)
     if ".experts." not in name:
         assert list(back) == [f"{name}.scales"]
         return
@@ -119,6 +119,9 @@ DAMAGED = {
         {f"{NAME}.scales": tensors[f"{NAME}.scales"].to(torch.int8)}
     ),
     "up_proj is 3, not an object": change_of(NAME, 3),
+    r"experts\.3\.w3\.weight is stored twice, alone and in a stack": lambda tensors, config: tensors.update(
+        {"model.layers.0.block_sparse_moe.experts.3.w3.weight": torch.zeros(96, 64)}
+    ),
     "of another quantization than mlx": lambda tensors, config: tensors.update(
         {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(4, 4, dtype=torch.int32)}
     ),
@@ -130,6 +133,25 @@ def test_what_does_not_fit_is_refused_in_one_line(mixture, tmp_path, problem):
     folder = copied(mixture[1], tmp_path / "odd", DAMAGED[problem])
     with pytest.raises(CheckpointError, match=problem) as raised:
         admit(folder)
+    assert "\n" not in raised.value.message
+
+
+def test_a_quantization_config_that_names_no_method_is_mlxs_where_the_words_are(mixture, tmp_path):
+    def nameless(tensors, config):
+        config["quantization_config"] = config.pop("quantization")
+
+    opened = admit(copied(mixture[1], tmp_path / "nameless", nameless))
+    assert opened.config["quantization_config"]["quant_method"] == "mlx"
+    first, wanted = Decoded(opened), Decoded(admit(mixture[1]))
+    assert all(torch.equal(first.load(name), wanted.load(name)) for name in wanted.tensors)
+
+    def dense(tensors, config):
+        nameless(tensors, config)
+        for name in [name for name in tensors if name.endswith((".scales", ".biases"))]:
+            del tensors[name]
+
+    with pytest.raises(AttarError, match="scales is missing") as raised:
+        admit(copied(mixture[1], tmp_path / "other", dense))
     assert "\n" not in raised.value.message
 
 

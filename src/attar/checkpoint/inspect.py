@@ -198,7 +198,7 @@ def _only_scheme(stated: dict[str, Any]) -> dict[str, Any]:
     method, algorithm = stated.get("quant_method"), str(stated.get("quant_algo"))
     kind, bits, activation_bits, block = "int", code_bits(stated), None, None
     group_size = stated.get("group_size") or stated.get("q_group_size")
-    if method == "fp8":
+    if method in ("fp8", "fbgemm_fp8"):
         kind, bits, activation_bits, block = "float", 8, 8, stated.get("weight_block_size")
     elif method == "mxfp4":
         kind, bits, group_size = "float", 4, 32

@@ -59,22 +59,29 @@ def mlx_name(module: str, family: str) -> str:
     return module
 
 
-def published(tensors: Mapping[str, TensorInfo], family: str) -> dict[str, TensorInfo]:
-    """mlx-lm's tensors under the names of the family's published checkpoints, experts one by one."""
-    single = {}
+def published(tensors: Mapping[str, TensorInfo], family: str) -> tuple[dict[str, TensorInfo], list[str]]:
+    """mlx-lm's tensors under the names of the family's published checkpoints, experts one by one; and the
+    names that more than one tensor has then."""
+    single: dict[str, TensorInfo] = {}
+    twice: list[str] = []
+
+    def add(info: TensorInfo) -> None:
+        twice.extend([info.name] * (info.name in single))
+        single[info.name] = info
+
     for name, info in tensors.items():
         for rename in FAMILIES[family]:
             name = re.sub(rename.mlx, rename.to_published, name)
         stack = _STACK.fullmatch(name)
         if stack is None or not info.shape or not 0 < info.shape[0] <= EXPERTS:
-            single[name] = replace(info, name=name)
+            add(replace(info, name=name))
             continue
         size = info.nbytes // info.shape[0]
         for expert in range(info.shape[0]):
             part = f"{stack[1]}.{expert}.{stack[2]}.{stack[3]}"
             offset = info.offset + expert * size
-            single[part] = replace(info, name=part, shape=info.shape[1:], nbytes=size, offset=offset)
-    return single
+            add(replace(info, name=part, shape=info.shape[1:], nbytes=size, offset=offset))
+    return single, twice
 
 
 def is_mlx(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
@@ -83,13 +90,25 @@ def is_mlx(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool
     stated, other = config.get("quantization"), config.get("quantization_config")
     method = other.get("quant_method", METHOD) if isinstance(other, Mapping) else METHOD
     coded = isinstance(stated, Mapping) and "group_size" in stated and method == METHOD
+    coded = coded or (stated is None and _is_nameless(other, tensors))
     return coded or (config.get("model_type") in FAMILIES and any(".switch_mlp." in name for name in tensors))
+
+
+def _is_nameless(stated: Any, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a ``quantization_config`` names no method and is MLX's: packed words with scales of groups."""
+    named = (
+        not isinstance(stated, Mapping) or "quant_method" in stated or not {"group_size", "bits"} <= {*stated}
+    )
+    return not named and any(
+        info.dtype == "U32" and name.endswith(".weight") and f"{name.removesuffix('weight')}scales" in tensors
+        for name, info in tensors.items()
+    )
 
 
 def with_method(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with MLX's ``quantization`` as a ``quantization_config`` that names its method."""
-    stated = config.get("quantization")
-    if not isinstance(stated, Mapping):
+    stated = config.get("quantization", config.get("quantization_config"))
+    if not isinstance(stated, Mapping) or "quant_method" in stated:
         return dict(config)
     bare = {key: value for key, value in config.items() if key != "quantization"}
     return {**bare, "quantization_config": {**stated, "quant_method": METHOD}}

@@ -26,7 +26,8 @@ EMPTY = ("text_config", "quantization_config")
 """Keys that mean nothing where they are null or empty."""
 TIE = "tie_word_embeddings"
 METHODS = (
-    *("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "exl2", "exl3", "mxfp4", "mlx"),
+    *("compressed-tensors", "bitsandbytes", "gptq", "awq", "modelopt", "fp8", "fbgemm_fp8"),
+    *("exl2", "exl3", "mxfp4", "mlx"),
 )
 """Of :data:`attar.formats.readers.READERS` in folders: their codes are known by their names and types."""
 
@@ -90,7 +91,10 @@ def _settle_mlx(form: NormalForm) -> None:
     if family not in mlx_folder.FAMILIES:
         form.oddities.append(oddity("mlx family", family=family, families=", ".join(mlx_folder.FAMILIES)))
         return
-    tensors = mlx_folder.published(form.tensors, family)
+    tensors, twice = mlx_folder.published(form.tensors, family)
+    if twice:
+        form.oddities.append(oddity("mlx twice", tensor=f"{twice[0]}{more(twice)}"))
+        return
     form.as_stored = form.as_stored and tensors.keys() == form.tensors.keys()
     form.config, form.tensors = mlx_folder.with_method(form.config), tensors
 

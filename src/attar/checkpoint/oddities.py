@@ -99,6 +99,11 @@ ODDITIES: dict[str, OddityRule] = {
         "is quantized by MLX, which attar does not read of {family}",
         "attar reads MLX folders of {families}; else start from the published model",
     ),
+    "mlx twice": OddityRule(
+        REFUSED,
+        "{tensor} is stored twice, alone and in a stack of all experts",
+        "convert the model again with mlx_lm.convert",
+    ),
     # config.json
     "number": OddityRule(
         REFUSED, "{key} is {value}, but must be {allowed}", "the file is damaged, or made so", "config.json"

@@ -80,6 +80,7 @@ READERS: dict[str, Callable[[Any], FormatReader]] = {
     awq.METHOD: awq.AWQReader,
     modelopt.METHOD: modelopt.ModelOptReader,
     fp8.METHOD: fp8.FP8Reader,
+    fp8.FBGEMM: fp8.FBGEMMReader,
     exl2.METHOD: exl2.EXL2Reader,
     exl3.METHOD: exl3.EXL3Reader,
     mxfp4.METHOD: mxfp4.ExpertMXFP4Reader,

@@ -120,7 +120,7 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     quantization = checkpoint.config.get("quantization_config")
     scale_modules = dict.fromkeys(KV_MODULES, "")  # path from attention to the scales of keys and values
     method = quant_method(checkpoint)
-    if method == fp8.METHOD:
+    if method in (fp8.METHOD, fp8.FBGEMM):
         quantization = fp8.compressed_scheme(checkpoint)
     elif method == modelopt.METHOD:
         quantization = ToCompressedTensors(checkpoint).config["quantization_config"]
