@@ -200,6 +200,52 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"sliding_window": 8},
     ),
 }
+LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+MAMBA1 = {**SHARED, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8}
+
+# further families with states, which the table of families leaves out
+STATEFUL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {**HYBRID, **DELTA, **LAYERS, "head_dim": 32, "linear_value_head_dim": 16},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**MOE, **DELTA, **LAYERS, "head_dim": 32, "num_experts": EXPERTS, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "linear_value_head_dim": 16},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {**HYBRID, **DELTA, **LAYERS, "linear_num_key_heads": 4, "linear_value_head_dim": 32},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**ROUTED, **MLA, **LAYERS, "num_key_value_heads": 4, "num_experts": EXPERTS}
+        | {"num_local_experts": EXPERTS, "linear_num_heads": 4, "linear_head_dim": 16},
+    ),
+    "bamba": ("BambaConfig", "BambaForCausalLM", {**HYBRID, **MAMBA, "attn_layer_indices": [1]}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**HYBRID, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+        | {"n_groups": 1, "num_hidden_layers": 4, "time_step_min": 1e-9}
+        | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**MOE, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 8}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16},
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", MAMBA1),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", MAMBA1),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {**HYBRID, "layer_types": ["conv", "full_attention", "conv"]}),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", {**HYBRID, "head_dim": 16}),
+}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOWER |= {"image_size": 28, "patch_size": 14}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -240,7 +286,7 @@ DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
 
 def config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
-    config_class, model_class, arguments = (FAMILIES | MIXTURES | HYBRIDS | VISION)[family]
+    config_class, model_class, arguments = (FAMILIES | MIXTURES | HYBRIDS | STATEFUL | VISION)[family]
     if "text" in arguments:
         text = (
             arguments["text"] if isinstance(arguments["text"], dict) else config(arguments["text"]).to_dict()
@@ -256,7 +302,9 @@ def config(family: str, **changes: Any) -> Any:
 def build(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A tiny model in evaluation mode with seeded random weights, float32."""
     built_config = config(family, **changes)
-    model = getattr(transformers, built_config.architectures[0])(built_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # decays and time steps of states are drawn by the model
+        model = getattr(transformers, built_config.architectures[0])(built_config)
     return randomize(model, seed).eval()
 
 

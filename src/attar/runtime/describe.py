@@ -20,6 +20,7 @@ class Description:
         activations: format of the inputs of products: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
         kv_tokens, kv_bytes: size of the KV cache; hidden_bytes: of the hidden states that a draft head reads.
+        state_bytes: of a sequence's states, in the layers that carry them instead of keys and values.
         context: most positions; None: no limit.
         sequences: most sequences that run together.
         speculation: the proposer, its most draft tokens, and whether it is lossy; empty without one.
@@ -36,6 +37,7 @@ class Description:
     kv_tokens: int
     kv_bytes: int
     hidden_bytes: int
+    state_bytes: int
     block_size: int
     context: int | None
     sequences: int
@@ -53,6 +55,8 @@ class Description:
         states = f" and {bytes_text(self.hidden_bytes)} of hidden states" if self.hidden_bytes else ""
         pool = f"{self.kv_tokens:,} tokens, {self.kv_dtype}, {bytes_text(self.kv_bytes)}{states}"
         shared = "prefixes shared" if self.prefix_cache else "no prefixes shared"
+        if self.state_bytes and not self.prefix_cache:
+            shared += ": their blocks have no states"
         rows = {
             "model": self.model,
             "runner": f"{self.runner}{why}",
@@ -60,6 +64,7 @@ class Description:
             "threads": str(self.threads) if self.threads else "",
             "context": f"{context}, {self.sequences} sequences at a time",
             "kv cache": f"{pool}, {shared}",
+            "states": f"{bytes_text(self.state_bytes)} a sequence" if self.state_bytes else "",
             "speculation": self.speculation or "off",
         }
         return [f"{name:<12}{value}" for name, value in rows.items() if value]
@@ -75,6 +80,7 @@ def describe(model: str, engine: Engine, why: str = "") -> Description:
         "kv_dtype": "",
         "kv_bytes": 0,
         "hidden_bytes": 0,
+        "state_bytes": 0,
     }
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
     if speculator is not None and speculator.lossy:
@@ -83,7 +89,7 @@ def describe(model: str, engine: Engine, why: str = "") -> Description:
         model=model,
         runner=type(runner).__name__.lower(),
         why=why,
-        **getattr(runner, "facts", unknown),
+        **{**unknown, **getattr(runner, "facts", {})},
         kv_tokens=runner.capacity * runner.block_size,
         block_size=runner.block_size,
         context=runner.context,

@@ -208,8 +208,13 @@ class Engine:
         return left
 
     def check(self) -> None:
-        """Raises AssertionError naming what is wrong: leaked blocks, a request without a sequence."""
+        """Raises AssertionError naming what is wrong: leaked blocks or states, a request without a
+        sequence."""
         self.scheduler.check()
+        states = getattr(self.runner, "states", None)
+        running = {sequence.id for sequence in self.scheduler.running}
+        leaked = [] if states is None else [held for held in states.sequences if held not in running]
+        assert not leaked, f"states of sequences {leaked} leaked"
         assert not self.idle or not self._requests, f"requests {list(self._requests)} have no sequence"
 
     def _check_request(self, prompt: Sequence[int], params: SamplingParams, id: str | None) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from attar.runtime.runner.modules import Modules
 
 POOL_BYTES = 1 << 30  # most bytes of keys and values, without ``kv_tokens``
+STATE_TOKENS = 1 << 20  # of a model whose layers all carry states: its blocks only count tokens
 CONTEXTS = 16  # most sequences of full length that the pool holds, without ``kv_tokens``
 
 logger = logging.getLogger(__name__)
@@ -81,14 +82,16 @@ class Loaded:
         Args:
             limits: tokens of a sequence in a step.
             prefix_cache: whether prefixes are shared; None: unless the eviction chooses by attention, because
-                then a completion could depend on what ran before it.
+                then a completion could depend on what ran before it, or layers carry states.
 
         Raises:
-            SettingsError: ``prefix_cache`` does not work with the eviction.
+            SettingsError: ``prefix_cache`` does not work with the eviction or the model.
         """
+        states = {"states": None} if "states" in getattr(self.runner, "features", ()) else {}
         if prefix_cache:
-            check_together({**evicting(self.eviction), "prefix_reuse": ("prefix_cache", True)})
-        reuse = not isinstance(self.eviction, H2O | SnapKV | Reread) if prefix_cache is None else prefix_cache
+            check_together({**evicting(self.eviction), **states, "prefix_reuse": ("prefix_cache", True)})
+        apart = bool(states) or isinstance(self.eviction, H2O | SnapKV | Reread)
+        reuse = not apart if prefix_cache is None else prefix_cache
         window, sinks = self.lookback
         most = self.most(limits.chunk or limits.step_tokens)
         size = self.runner.block_size
@@ -267,8 +270,9 @@ def _unbounded(chunk: int) -> int | None:
 
 
 def pool_tokens(token_bytes: int, context: int | None) -> int:
-    """Tokens of a pool without ``kv_tokens``: POOL_BYTES, and at most CONTEXTS full contexts."""
-    most = POOL_BYTES // token_bytes
+    """Tokens of a pool without ``kv_tokens``: POOL_BYTES, and at most CONTEXTS full contexts; STATE_TOKENS
+    where a token takes no bytes."""
+    most = POOL_BYTES // token_bytes if token_bytes else STATE_TOKENS
     return max(min(most, CONTEXTS * context) if context else most, 1)
 
 

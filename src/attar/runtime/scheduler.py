@@ -426,7 +426,8 @@ def make_step(planned: Planned, manager: BlockManager) -> StepInput:
         table = manager.table(sequence.id)
         kept = table.length if table.packed else None
         wants, adapter = sequence.wants(stop), sequence.request.adapter
-        spans.append(TokenSpan(sequence.id, start, stop, table.row, wants, kept, adapter))
+        drafts = len(sequence.drafts)
+        spans.append(TokenSpan(sequence.id, start, stop, table.row, wants, kept, adapter, drafts))
         tokens += sequence.tokens[start:stop] + sequence.drafts
         tree = sequence.parents if sequence.drafts else None
         trees.append(None if tree is None else (-1, *tree))

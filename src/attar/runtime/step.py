@@ -43,6 +43,7 @@ class TokenSpan:
             decode, n + 1 to verify n drafts, more for the log-probabilities of a prompt.
         kept: entries in use before the span where eviction has packed the cache; None: ``start``.
         adapter: key of the LoRA adapter that its tokens run with; empty: none.
+        drafts: tokens [stop - drafts, stop) may be rejected, also those of them that were run before.
     """
 
     sequence: int
@@ -52,6 +53,7 @@ class TokenSpan:
     wants: int = 0
     kept: int | None = None
     adapter: str = ""
+    drafts: int = 0
 
     @property
     def count(self) -> int:

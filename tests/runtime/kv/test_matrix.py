@@ -58,6 +58,7 @@ def scheduling(parts):
 @functools.cache
 def model(kind):
     family = {"sliding_window": "mistral", "learned_positions": "gpt2", "latents": "deepseek_v3"}
+    family["states"] = "qwen3_5"
     dense = {"first_k_dense_replace": 9} if kind == "latents" else {}  # no router turns by a last digit
     built = tiny_models.build(family.get(kind, "llama3"), **dense)
     with torch.no_grad():
@@ -139,8 +140,8 @@ class Drive:
         return None
 
     def last_states(self, sequence):
-        """Of the last LAST tokens that are decided and have been run."""
-        stop = len(sequence.tokens) - 1
+        """Of the last LAST tokens that are decided and have been run, whatever drafts the last step had."""
+        stop = PROMPT + GIVEN - 3
         return self.pool.read(slots(self.manager.readable(sequence.id), stop - LAST, stop, B))
 
     def propose(self, sequence, right):

@@ -137,7 +137,7 @@ def test_a_wrong_frequency_is_noticed():
     model = tiny_models.build("llama3")
     runner = Modules(copy.deepcopy(model), blocks=2)
     runner.model.model.layers[1].self_attn.k_norm = None  # harmless
-    Rotary(runner.model, 3)
+    Rotary(runner.model, range(3))
     real = type(runner.model.model.rotary_emb).forward
 
     def twice(self, x, position_ids):
@@ -145,7 +145,7 @@ def test_a_wrong_frequency_is_noticed():
 
     runner.model.model.rotary_emb.forward = functools.partial(twice, runner.model.model.rotary_emb)
     with pytest.raises(ModelError, match="layer 0 does not rotate"):
-        Rotary(runner.model, 3)
+        Rotary(runner.model, range(3))
 
 
 @pytest.mark.few(1)
@@ -165,7 +165,7 @@ def test_streaming_is_attention_by_slot_in_the_cache(family):
 def streamed_by_hand(family, tokens, sinks, window):
     model = tiny_models.build(family)
     other = Modules(copy.deepcopy(model), blocks=1)
-    turned = Rotary(other.model, 3).turned
+    turned = Rotary(other.model, range(3)).turned
     cache, index = {}, 0
 
     def attend(module, query, key, value, mask, *, scaling=None, **options):
@@ -325,7 +325,7 @@ def test_reread_against_the_oracle(family, stride, chunks, monkeypatch):
     managed, oracle = Managed(make(family, method), 20, tokens), Oracle(family)
     for position in range(LENGTH):
         oracle.token(tokens[position], position)
-    turned = Rotary(managed.runner.model, 3).turned
+    turned = Rotary(managed.runner.model, range(3)).turned
     scores = [
         reread(oracle.queries[layer], k, stride, 8, turned, layer) for layer, (k, _) in oracle.cache.items()
     ]

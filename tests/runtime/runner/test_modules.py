@@ -177,7 +177,7 @@ def test_bfloat16():
     ("config", "model", "changes", "words"),
     [
         ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 2, "n_layer": 2}, "Bloom"),
-        ("MambaConfig", "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2}, "Mamba"),
+        ("RwkvConfig", "RwkvForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2}, "Rwkv"),
     ],
 )
 def test_models_that_cannot_run_are_refused_by_name(config, model, changes, words):

@@ -17,7 +17,7 @@ SCHEDULING = (
     *("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree"),
     "hidden_states",
 )
-MODELS = ("sliding_window", "learned_positions", "latents")
+MODELS = ("sliding_window", "learned_positions", "latents", "states")
 RUNNERS = ("modules", "compiled")
 FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 
@@ -33,6 +33,8 @@ _LATENTS = "MLA's latents are keys and values in one, and KIVI rounds keys by ch
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
 )
+
+_CHAIN = "a state follows one chain of tokens, and the branches of a tree are run at once"
 
 FeatureRequests = Mapping[str, tuple[str, object] | None]
 """Features, each with the setting that asks for it and its value; None: a property of the model."""
@@ -65,6 +67,9 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(feature, "compiled"): _COMPILED for feature in ("fp8", "int4", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
+    ("states", "prefix_reuse"): "a prefix is reused with its blocks, which have no states",
+    ("states", "tree"): _CHAIN,
+    ("states", "compiled"): "the compiled step has no layers with states; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",
     **dict.fromkeys(combinations(EVICTIONS, 2), "one method of eviction at a time"),
     **dict.fromkeys(combinations(STORES, 2), "a pool has one format"),

@@ -20,6 +20,7 @@ Letters: T tokens of the step, t of a span, n cache entries that are read, h hea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -177,6 +178,7 @@ class AttentionPass:
 
     Attributes:
         evicting: an eviction observes what is attended to, or bounds it.
+        indices: the pool's layer of each layer of the model that attends; empty: the same.
     """
 
     def __init__(self, step: StepInput, pool: KVPool, observer: AttentionObserver | None = None) -> None:
@@ -187,6 +189,7 @@ class AttentionPass:
             SpanView(span, tree, slice(start, stop), pool.device) for (span, tree), start, stop in bounds
         ]
         self.layers: list[int] = []  # that have attended
+        self.indices: Mapping[int, int] = {}
 
     def attend(
         self,
@@ -203,6 +206,7 @@ class AttentionPass:
     ) -> Tensor:
         """q (T, h, d), k (T, kv_heads, d) and v (T, kv_heads, e) of the step's tokens, e at most d, and sinks
         (h,); returns (T, h, e). With ``latent`` k and v are latents: returns (T, h, wide)."""
+        layer = self.indices.get(layer, layer)
         self.layers.append(layer)
         width = v.shape[-1]
         self.pool.write(layer, self.slots, k, v if latent else pad(v, (0, k.shape[-1] - width)))

@@ -13,7 +13,7 @@ runs on no rows of the step: of it a copy with the update is kept for each adapt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +226,24 @@ class LoraRows:
             missing = [path for path in hooked if (path, key) not in self._applied]
             if missing:
                 raise ModelError(f"the model does not run {missing[0]!r}, which the adapter changes")
+
+    @contextmanager
+    def within(self, adapters: Sequence[str], count: int) -> Iterator[None]:
+        """A layer runs on other rows in it: ``count`` for each of these adapters, in order (empty: none)."""
+        rows, counts = self._rows, self._counts
+        if rows is None:
+            yield
+            return
+        keys = [key for key in adapters for _ in range(count)]
+        self._rows = {
+            key: torch.tensor([row for row, of in enumerate(keys) if of == key], device=self._model.device)
+            for key in dict.fromkeys(filter(None, adapters))
+        }
+        self._counts = (len(keys), counts[1])
+        try:
+            yield
+        finally:
+            self._rows, self._counts = rows, counts
 
     def _hook(self, path: str) -> Any:
         def add_updates(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from attar.runtime.kv.compose import FeatureRequests, check_together, evicting, 
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.pool import KVPool
+from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store import PoolGeometry
 from attar.runtime.kv.store.rotated import RotatedStore
 from attar.runtime.runner.attention import AttentionPass
@@ -33,6 +34,8 @@ from attar.runtime.runner.lora import LoraRows
 from attar.runtime.runner.observers import AttentionSums, LastQueries, ReadKeys, StridedQueries
 from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import ModelShape, Rotary, probe
+from attar.runtime.runner.state_layers import StateLayers
+from attar.runtime.runner.state_pass import StatePass
 from attar.runtime.step import StepInput
 
 
@@ -76,10 +79,17 @@ class Modules:
         self.vocabulary, self.window = shape.vocabulary, shape.window
         self.context = None if isinstance(eviction, Streaming) else shape.context
         turns = isinstance(eviction, Streaming | Reread)
-        self._rotary = Rotary(model, shape.layers) if turns else None
+        self._rotary = Rotary(model, shape.attending) if turns else None
         self._observer = _observer(eviction, self._rotary)
         self._shares: dict[int, HeadShares] = {}  # of packed sequences, where heads keep different numbers
         self._hidden: HiddenWriter | None = None
+        self._indices = {layer: index for index, layer in enumerate(shape.attending)}
+        self._state_layers, self.states, self.state_bytes = (
+            StateLayers(model),
+            StateStore(),
+            shape.state_bytes,
+        )
+        self._stepwise = shape.stepwise
         self.lora = LoraRows(model)
         if isinstance(self.pool.store, RotatedStore):
             self.pool.store.shift = self._key_means(shape)
@@ -107,6 +117,7 @@ class Modules:
             "kv_dtype": self.pool.kv_dtype,
             "kv_bytes": self.pool.nbytes,
             "hidden_bytes": 0 if self._hidden is None else self._hidden.pool.nbytes,
+            "state_bytes": self.state_bytes,
         }
 
     @property
@@ -116,8 +127,8 @@ class Modules:
 
     @property
     def repeats(self) -> bool:
-        """Whether a failed step may be run again: the pool is the only state, and nothing in it is
-        rounded."""
+        """Whether a failed step may be run again: what it wrote is written again, and nothing is rounded
+        from what it wrote. States change after a step only."""
         return self.eviction is None and "kivi" not in self.features
 
     @property
@@ -141,7 +152,10 @@ class Modules:
             raise IndexError(f"a step: token ids outside [0, {self.vocabulary:,})")
         paged, device = self._attention_pass(step), self.pool.device
         keeping = nullcontext() if self._hidden is None else self._hidden.writing(step, self.block_size)
-        with torch.no_grad(), keeping, self.lora.applied(step):
+        stateful = (
+            StatePass(step, self.states, self.lora.within, self._stepwise) if self._state_layers else None
+        )
+        with torch.no_grad(), keeping, self.lora.applied(step), self._state_layers.running(stateful):
             logits = self.model(
                 input_ids=torch.as_tensor(step.tokens, dtype=torch.int64, device=device)[None],
                 position_ids=torch.from_numpy(step.positions).to(device)[None],
@@ -151,6 +165,8 @@ class Modules:
             ).logits[0]
         assert paged.layers == list(self._layers), f"layers attended: {paged.layers}"
         self.pool.end(step)
+        if stateful is not None:
+            self.states.update(stateful.states())
         return logits.float()
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -192,14 +208,16 @@ class Modules:
         return lambda n: self.pool.gather(layer, packing.old, n)[0]
 
     def fork(self, sequence: int, child: int) -> None:
-        """A second sequence continues from the entries of the first."""
+        """A second sequence continues from the entries and states of the first."""
+        self.states.fork(sequence, child)
         if self._observer is not None:
             self._observer.fork(sequence, child)
         if sequence in self._shares:
             self._shares[child] = self._shares[sequence]
 
     def forget(self, sequence: int) -> None:
-        """A sequence ended or was preempted: eviction's records of it are deleted."""
+        """A sequence ended or was preempted: its states and eviction's records of it are deleted."""
+        self.states.forget(sequence)
         if self._observer is not None:
             self._observer.forget(sequence)
         self._shares.pop(sequence, None)
@@ -208,6 +226,7 @@ class Modules:
         """The mean key of each layer and head, float32 (layers, kv_heads, head_dim), of fixed tokens."""
         plain = copy(self)  # the same model, and no eviction
         plain.eviction = plain._observer = None
+        plain.states = StateStore()
         step = calibration_step(self.vocabulary, shape.context, self.block_size, windowed=any(shape.windows))
         geometry = replace(self.pool.geometry, blocks=step.spans[-1].blocks[-1] + 1)
         plain.pool = KVPool(geometry, "float32", dtype=self.pool.dtype, device=self.pool.device)
@@ -218,10 +237,13 @@ class Modules:
     def _attention_pass(self, step: StepInput) -> AttentionPass:
         if isinstance(self.eviction, Streaming):
             assert self._rotary is not None
-            return StreamingPass(step, self.pool, self.eviction, self._rotary)
-        if self._shares:
-            return SharedPass(step, self.pool, self._observer, self._shares)
-        return AttentionPass(step, self.pool, self._observer)
+            paged: AttentionPass = StreamingPass(step, self.pool, self.eviction, self._rotary)
+        elif self._shares:
+            paged = SharedPass(step, self.pool, self._observer, self._shares)
+        else:
+            paged = AttentionPass(step, self.pool, self._observer)
+        paged.indices = self._indices
+        return paged
 
 
 def _dtype_name(model: Any) -> str:
@@ -254,5 +276,5 @@ def _features(kv_dtype: str, eviction: Eviction | None, shape: ModelShape) -> Fe
     """Rows of ``kv/compose.py`` that the runner has."""
     windows = any(window is not None for window in shape.windows)
     features = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}
-    of_shape = {"sliding_window": windows, "latents": shape.latent > 0}
+    of_shape = {"sliding_window": windows, "latents": shape.latent > 0, "states": shape.state_bytes > 0}
     return {**features, **{name: None for name, has in of_shape.items() if has}}

@@ -1,8 +1,9 @@
 """What a model asks of the KV cache, found by running one token instead of trusting the config.
 
 A token that is alone attends to itself, so its attention output is its own value; what each layer passes to
-attention shows how many kv heads it has and how long they are. Layers with another state (Mamba, linear
-attention) never call attention, and are detected by that.
+attention shows how many kv heads it has and how long they are. Layers that carry a state (Mamba, linear
+attention, short convolutions) show the shape of it (``state_layers.py``). A layer that does neither is
+refused, unless the config calls it an MLP or a mixture of experts.
 
 Rotation, which StreamingLLM and Reread need to turn queries:
 
@@ -14,6 +15,7 @@ key at position 7 must be its key at position 0, turned by 7.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +25,10 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.runtime.runner import attention
 from attar.runtime.runner.latent import cache_latents
+from attar.runtime.runner.state_layers import StateLayers, StateProbe
 
 ROPES_OF_LENGTH = ("dynamic", "longrope")  # their angles change with the length of the batch
+STATELESS = ("mlp", "moe")  # in a config's layer_types
 AT = 7  # position at which the rotation is verified
 
 
@@ -32,13 +36,20 @@ AT = 7  # position at which the rotation is verified
 class ModelShape:
     """Facts about a model that a runner needs."""
 
-    layers: int
+    attending: tuple[int, ...]  # layers with keys and values
     kv_heads: int
     head_dim: int
     vocabulary: int  # columns of the logits
     context: int | None  # positions
     windows: tuple[int | None, ...]  # positions each layer looks back, its own included
     latent: int = 0  # numbers at the end of a key that are its value (MLA); 0: values are stored apart
+    state_bytes: int = 0  # of the states of a sequence; 0: no layer carries one
+    stepwise: frozenset[str] = frozenset()  # see ``StateProbe``
+
+    @property
+    def layers(self) -> int:
+        """Layers with keys and values."""
+        return len(self.attending)
 
     @property
     def token_numbers(self) -> int:
@@ -49,7 +60,7 @@ class ModelShape:
     def window(self) -> int | None:
         """Most positions that any layer looks back; None where one looks back to the first."""
         known = [window for window in self.windows if window is not None]
-        return max(known) if len(known) == self.layers else None
+        return max(known) if known and len(known) == self.layers else None
 
 
 class AttentionProbe:
@@ -82,15 +93,18 @@ def probe(model: Any) -> ModelShape:
     if any(hasattr(module, "indexer") for module in model.modules()):
         raise ModelError(f"{name}: its attention chooses what it reads (an indexer), which no runner does")
     latent = cache_latents(model)
-    record, logits = run_probe(model, 0)
-    config = model.config.get_text_config()
-    _check(name, record.shapes, config.num_hidden_layers)
-    _refuse_states(name, model)
-    layers = len(record.shapes)
-    kv_heads, head_dim, of_value = record.shapes[0]
-    windows = tuple(record.windows[layer] for layer in range(layers))
+    config, stateful, states = model.config.get_text_config(), StateLayers(model), StateProbe()
+    with stateful.running(states):
+        record, logits = run_probe(model, 0)
+    _refuse_states(name, model, stateful, states)
+    _check(name, record.shapes, states, config)
+    attending = tuple(sorted(record.shapes))
+    kv_heads, head_dim, of_value = record.shapes[attending[0]] if attending else (0, 0, 0)
+    windows = tuple(record.windows[layer] for layer in attending)
     context, vocabulary = _context(config), logits.shape[-1]
-    return ModelShape(layers, kv_heads, head_dim, vocabulary, context, windows, of_value if latent else 0)
+    of_states = states.sequence_bytes, frozenset(states.stepwise)
+    sizes = attending, kv_heads, head_dim, vocabulary, context, windows
+    return ModelShape(*sizes, of_value if latent else 0, *of_states)
 
 
 def run_probe(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
@@ -101,28 +115,34 @@ def run_probe(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
     return record, logits
 
 
-def _refuse_states(name: str, model: Any) -> None:
-    """Raise where layers remember more than keys and values: state spaces beside attention (Falcon-H1)."""
+def _refuse_states(name: str, model: Any, layers: StateLayers, states: StateProbe) -> None:
+    """Raise where a layer keeps a state that the probe has not seen."""
+    kept = {path for path, state in states.states.items() if state.tensors}
     for path, module in model.named_modules():
-        if "A_log" in module._parameters:
+        inside = any(f"{path}.".startswith(f"{layer}.") for layer in kept)
+        if not inside and (path in layers.names or "A_log" in module._parameters):
             raise ModelError(f"{name}: {path} keeps a state from token to token, which no runner stores")
 
 
-def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> None:
-    missing = [layer for layer in range(layers) if layer not in seen]
-    if missing or len(seen) != layers:
+def _check(name: str, seen: dict[int, tuple[int, int, int]], states: StateProbe, config: Any) -> None:
+    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
+    carry = {state.layer for state in states.states.values()}
+    without = {layer for layer, kind in enumerate(kinds) if kind in STATELESS}
+    missing = [layer for layer in range(layers) if layer not in {*seen, *carry, *without}]
+    if missing or not set(seen) <= set(range(layers)):
         raise ModelError(
             f"{name}: layers {missing} keep no keys and values that the runtime could store"
             if missing
-            else f"{name}: {len(seen)} layers attend, but its config names {layers}"
+            else f"{name}: layers {list(seen)} attend, but its config names {layers}"
         )
+    first = min(seen, default=0)
     for layer, (kv_heads, of_key, of_value) in sorted(seen.items()):
         if of_key < of_value:
             raise ModelError(f"{name}: layer {layer} has keys of {of_key} numbers and values of {of_value}")
-        if (kv_heads, of_key, of_value) != seen[0]:
+        if (kv_heads, of_key, of_value) != seen[first]:
             raise ModelError(
                 f"{name}: layer {layer} keeps {kv_heads} heads of {of_key} numbers, "
-                f"layer 0 {seen[0][0]} of {seen[0][1]}; the pool has one shape for all layers"
+                f"layer {first} {seen[first][0]} of {seen[first][1]}; the pool has one shape for all layers"
             )
 
 
@@ -142,16 +162,19 @@ def _context(config: Any) -> int | None:
 class Rotary:
     """The rotation of queries and keys in each layer.
 
+    Args:
+        layers: of the model, those with keys and values; from then on they are known by their index here.
+
     Raises:
         ModelError: its keys are not rotated in this way.
     """
 
-    def __init__(self, model: Any, layers: int) -> None:
-        self.frequencies = [_frequencies(model, layer) for layer in range(layers)]
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        self.frequencies = [_frequencies(model, layer) for layer in layers]
         zero, far = (run_probe(model, position)[0].keys for position in (0, AT))
-        for layer in range(layers):
+        for index, layer in enumerate(layers):
             shift = torch.tensor([AT], device=zero[layer].device)
-            want = self.turned(zero[layer].float(), shift, layer)
+            want = self.turned(zero[layer].float(), shift, index)
             tolerance = 1e-3 * float(want.abs().max()) * _tolerance(model)
             if not torch.allclose(far[layer].float(), want, atol=tolerance):
                 raise ModelError(

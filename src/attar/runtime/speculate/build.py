@@ -57,7 +57,8 @@ def make_speculator(
         logger.warning(
             "%s: typical acceptance is lossy: sampled completions are not the model's", target.name
         )
-    return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
+    chains = "states" in features
+    return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode, chains=chains)
 
 
 def layers_read(draft: Any, features: FeatureRequests) -> tuple[int, ...]:

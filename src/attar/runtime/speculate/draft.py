@@ -115,6 +115,19 @@ class Draft:
             kinds=None if self.kinds is None else tuple(self.kinds[node - 1] for node in nodes),
         )
 
+    def first_chain(self) -> Draft:
+        """The chain of the first child of each node: the best one, for siblings are in order. Of drawn
+        siblings the first is a draw from q, so the chain is verified as one that was drawn alone."""
+        nodes, children = list[int](), self.children(0)
+        while children:
+            nodes.append(children[0])
+            children = self.children(children[0])
+        if len(nodes) == len(self):
+            return self
+        q = None if self.q is None else [self.q[node - 1] for node in nodes]
+        kinds = None if self.kinds is None else tuple(self.kinds[node - 1] for node in nodes)
+        return replace(Draft.chain(self.path_tokens(nodes), q), kinds=kinds)
+
     def cut(self, count: int) -> Draft | None:
         """The first ``count`` drafts; None for 0."""
         if count >= len(self):

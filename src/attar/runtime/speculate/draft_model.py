@@ -168,6 +168,7 @@ class DraftModel:
         self.vocabulary = vocabulary or SameVocabulary(runner.vocabulary, runner.vocabulary)
         self.ends, self.min_confidence = frozenset(ends), min_confidence
         self.branches, self.step_tokens = branches, step_tokens
+        reuse = reuse and "states" not in getattr(runner, "features", ())
         manager = BlockManager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = DraftTables(manager, runner.forget)
         self._translators: dict[int, TokenTranslator] = {}
@@ -245,7 +246,7 @@ class DraftModel:
             start = self.tables.length(draft.request.sequence)
             tokens += draft.ids[start : start + count]
         spans = [
-            self.tables.span(draft.request.sequence, count, int(is_complete))
+            self.tables.span(draft.request.sequence, count, int(is_complete), draft.certain - 1)
             for draft, count, is_complete in parts
         ]
         rows = self.runner.run(StepInput(tokens, tuple(spans), self.tables.manager.copies()))

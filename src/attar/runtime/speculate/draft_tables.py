@@ -63,10 +63,15 @@ class DraftTables:
         self._ran[sequence] = self._ran.pop(sequence)
         return True
 
-    def span(self, sequence: int, count: int, logits: int) -> TokenSpan:
-        """The next ``count`` tokens of an open sequence, the last ``logits`` of them with logits."""
+    def span(self, sequence: int, count: int, logits: int, certain: int) -> TokenSpan:
+        """The next ``count`` tokens of an open sequence, the last ``logits`` of them with logits.
+
+        Args:
+            certain: tokens of the sequence that are never run again.
+        """
         start = len(self._ran[sequence])
-        return TokenSpan(sequence, start, start + count, self.manager.table(sequence).row, logits)
+        stop, row = start + count, self.manager.table(sequence).row
+        return TokenSpan(sequence, start, stop, row, logits, drafts=max(stop - certain, 0))
 
     def ran(self, sequence: int, tokens: Sequence[int], certain: Sequence[int]) -> None:
         """Count tokens that were run; full blocks of ``certain`` tokens (no drafts) are published."""

@@ -73,7 +73,8 @@ class SpeculationSettings:
             drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or a name
             how = ("draft", drafter) if self.draft is not None else ("speculate", self.speculate)
             reads = {"hidden_states": how} if self.speculate == "mtp" else {}
-            check_together({**features, "speculation": how, "tree": how, **reads})
+            trees = {"tree": how} if self.speculate == "lookahead" else {}  # others may run chains
+            check_together({**features, "speculation": how, **trees, **reads})
 
 
 SETS = ("code", "prose", "json", "repetition", "random")

@@ -140,10 +140,14 @@ class SpeculativePass:
         self.uncut = {request.sequence: draft for request, draft in zip(requests, drafts, strict=True)}
         return [draft and cut_siblings(draft, chosen) for draft, chosen in zip(drafts, kinds, strict=True)]
 
-    def assign(self, drafts: Sequence[Draft | None], scheduler: Scheduler, complete: bool) -> None:
+    def assign(
+        self, drafts: Sequence[Draft | None], scheduler: Scheduler, complete: bool, chains: bool = False
+    ) -> None:
         """Give the sequences their drafts, as far as the step has room for them; ``complete``: whole drafts
-        or none, for a proposer that learns from its tree."""
+        or none, for a proposer that learns from its tree; ``chains``: of a tree the best chain."""
         for sequence, draft in zip(self.decoding.values(), drafts, strict=True):
+            if chains and draft is not None:
+                draft = draft.first_chain()
             if draft is not None and len(draft) > self.left:
                 draft = None if complete else draft.cut(self.left)
             if draft is not None and _reserved(sequence, scheduler, 1 + len(draft)):

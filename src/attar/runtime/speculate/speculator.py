@@ -75,6 +75,7 @@ class Speculator:
             which is lossy.
         clock: seconds.
         prefilling: called with the sequences whose prompts a pass reads.
+        chains: of a tree of drafts the best chain is run: layers carry states, which follow one chain.
 
     Attributes:
         failure: the error that ended speculation; None where there was none.
@@ -89,9 +90,11 @@ class Speculator:
         verification: VerificationMode | None = None,
         clock: Callable[[], float] = time.perf_counter,
         prefilling: Callable[[Sequence[DraftRequest]], None] | None = None,
+        chains: bool = False,
     ) -> None:
         self.proposer, self.policy, self.most = proposer, policy, most
         self.verification, self.clock, self.prefilling = verification, clock, prefilling
+        self.chains = chains
         self.counts = SpeculationCounts()
         self.failure: Exception | None = None
         self.state = self._measured_state()
@@ -127,7 +130,8 @@ class Speculator:
                 if any(limits := this.limits(self.most, scheduler, completion, inside)):
                     this.called = True
                     drafts = self._propose(this, limits, completion, scheduler)
-                    this.assign(drafts, scheduler, complete=self.proposer.needs_full_tree)
+                    complete = self.proposer.needs_full_tree
+                    this.assign(drafts, scheduler, complete, self.chains)
             this.began = self.clock()
             this.drafting, self._overhead = self._overhead + this.began - began, 0.0
             return [(sequence, share + len(this.drafts.get(sequence.id, ()))) for sequence, share in planned]

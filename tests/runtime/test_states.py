@@ -1,0 +1,100 @@
+"""Models that carry states through the engine: completions are transformers' own with every kind of
+scheduling at once, and no state outlives its sequence."""
+
+import copy
+
+import pytest
+
+from attar.errors import SettingsError
+from attar.runtime.admission import Limits
+from attar.runtime.llm import LLM
+from attar.runtime.loading import Loaded
+from attar.runtime.runner.modules import Modules
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.build import make_speculator
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.self_speculation import load_self_draft
+from attar.runtime.speculate.settings import SpeculationSettings
+from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.suffix import SuffixProposer
+from tests import tiny_models
+from tests.runtime.driving import greedy
+
+LENGTHS = (30, 9, 17, 1, 26)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def llm(family, blocks=14, speculate=None, **changes):
+    plain = tiny_models.build(family, **changes)
+    loaded = Loaded(Modules(copy.deepcopy(plain), blocks=blocks, block_size=4))
+    speculator = None
+    if speculate is not None:
+        draws = SuffixProposer() if speculate == "suffix" else load_self_draft(None, loaded, way="layers")
+        policy = DraftPolicy(Latency({1: 1.0, 8: 1.1, 64: 2.0}, {1: 0.01}), most=4)  # drafts pay
+        speculator = Speculator(draws, policy, most=4, chains=True)
+    limits = Limits(sequences=4, step_tokens=16, chunk=7)
+    return plain, LLM.of(loaded, limits=limits, speculator=speculator)
+
+
+def prompts(model):
+    texts = [tiny_models.tokens(model, batch=1, length=n, seed=n)[0].tolist() for n in LENGTHS]
+    return [text[: len(text) // 2] * 2 if len(text) > 1 else text for text in texts]  # drafts are found
+
+
+@pytest.mark.parametrize(
+    ("family", "speculate"),
+    [
+        ("qwen3_5", None),
+        ("lfm2", "suffix"),
+        pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", "suffix", marks=pytest.mark.slow),
+        ("jamba", "self"),
+        pytest.param("mamba2", "self", marks=pytest.mark.slow),
+    ],
+)
+def test_completions_with_chunks_preemption_and_drafts(family, speculate):
+    plain, model = llm(family, speculate=speculate)
+    texts = prompts(plain)
+    results = model.generate(texts, GREEDY)
+    assert [result.token_ids for result in results] == [tuple(greedy(plain, text, 8)) for text in texts]
+    assert model.engine.scheduler.preemptions
+    speculator = model.engine.speculator
+    assert speculator is None or (speculator.counts.drafted and speculator.failure is None)
+    model.engine.check()
+    assert not model.engine.runner.states.sequences
+
+
+def test_samples_fork_the_states_of_their_prompt():
+    plain, model = llm("lfm2", blocks=64)
+    text = prompts(plain)[0]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, n=3)
+    together = model.generate([text], params)[0]
+    apart = llm("lfm2", blocks=64)[1].generate([text], params)[0]
+    assert [sample.token_ids for sample in together.samples] == [sample.token_ids for sample in apart.samples]
+    assert len({sample.token_ids for sample in together.samples}) == 3
+
+
+def test_a_cancelled_request_leaves_no_state():
+    plain, model = llm("lfm2")
+    engine = model.engine
+    ids = [engine.add(text, GREEDY) for text in prompts(plain)]
+    for _ in range(3):
+        engine.step()
+    assert engine.runner.states.sequences
+    for id in ids:
+        engine.cancel(id)
+    engine.check()
+    assert not engine.runner.states.sequences
+
+
+def test_what_states_exclude_is_refused_with_both_settings():
+    _, model = llm("lfm2")
+    loaded = Loaded(model.engine.runner)
+    with pytest.raises(SettingsError, match=r"prefix_cache is True.*the model's own states.*no states"):
+        loaded.manager(Limits(), prefix_cache=True)
+    with pytest.raises(SettingsError, match=r"speculate is 'lookahead'.*one chain of tokens"):
+        make_speculator(SpeculationSettings(speculate="lookahead"), loaded)
+    described = "\n".join(model.describe().lines())
+    assert "states      1.54 kB a sequence" in described
+    assert "no prefixes shared: their blocks have no states" in described
