@@ -70,7 +70,7 @@ def test_the_formats_are_those_of_the_stores():
 def test_the_residual_is_what_a_store_adds_for_an_open_block():
     store = make_store("kivi2", PoolGeometry(3, 5, 32, 2, 64), torch.device("cpu"))
     before = store.nbytes
-    store.begin_(torch.tensor([40]))
+    store.begin_([40])
     assert store.nbytes - before == residual_bytes([LayerShape(2, 64)] * 3, "kivi2", 32)
     assert residual_bytes([LayerShape(2, 64)], "int8", 32) == 0
 

@@ -51,27 +51,31 @@ class KVPool:
     def begin(self, step: StepInput) -> Tensor:
         """Make the step's copies; the slots of its tokens, int64 (T,)."""
         self.store.copy_(step.copies)
-        slots = torch.from_numpy(step.slots(self.geometry.block_size)).to(self.device)
-        self.store.begin_(slots)
-        return slots
+        slots = step.slots(self.geometry.block_size)
+        self.store.begin_(slots.tolist())
+        return torch.from_numpy(slots).to(self.device)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v (T, kv_heads, head_dim) of any float dtype to slots int64 (T,)."""
         self.store.write_(layer, slots, k, v)
 
     def gather(
-        self, layer: int, blocks: Sequence[int] | Tensor, stop: int, start: int = 0
+        self, layer: int, blocks: Sequence[int], stop: int, start: int = 0, *, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence's entries [start, stop): tensors (stop - start, kv_heads, head_dim),
         values (..., latent) where they are the end of keys.
 
         Only blocks with these entries are read; FREED blocks before them are fine.
+
+        Args:
+            table: the same blocks on the device, int64; None: they are copied there.
         """
         block = self.geometry.block_size
-        first, last = start // block, -(-stop // block)
-        table = torch.as_tensor(blocks[first:last], dtype=torch.int64, device=self.device)
-        k, v = self.store.read(layer, table, self.dtype)
-        inside = slice(start - first * block, stop - first * block)
+        part = slice(start // block, -(-stop // block))
+        if table is None:
+            table = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        k, v = self.store.read(layer, table[part], self.dtype, blocks[part])
+        inside = slice(start - part.start * block, stop - part.start * block)
         return k[inside], v[inside]
 
     def end(self, step: StepInput) -> None:
@@ -83,7 +87,7 @@ class KVPool:
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move tokens between slots, (from, to), one after the other, in every layer."""
         for pair in pairs:
-            source, target = torch.tensor(pair, device=self.device)
+            source, target = torch.tensor(pair)  # on the host, which some stores read
             sources = source.expand(self.geometry.kv_heads, 1)
             for layer in range(self.geometry.layers):
                 self.store.move_(layer, sources, target[None])

@@ -112,6 +112,13 @@ class SpanView:
         self.fresh = tree is None and span.offset == 0 and span.count > 1
         self._masks: dict[int | None, Tensor | None] = {}
 
+    def gathered(
+        self, pool: KVPool, layer: int, start: int, stop: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequence's entries [start, stop); all from ``start`` on without ``stop``."""
+        stop = self.span.end if stop is None else stop
+        return pool.gather(layer, self.span.blocks, stop, start, table=self.blocks)
+
     def first(self, window: int | None) -> int:
         """First entry that any of the span's tokens sees."""
         return 0 if window is None else max(0, self.span.offset - window + 1)
@@ -226,13 +233,13 @@ class AttentionPass:
         """Attention of one span over latents; q (t, h, d), the result (t, h, wide)."""
         if self.evicting or options.softcap is not None or options.sinks is not None:
             return latent.values(self.attend_span(layer, view, latent.absorbed(q), options))
-        rows, _ = self.pool.gather(layer, view.blocks, view.span.end, view.first(options.window))
+        rows, _ = view.gathered(self.pool, layer, view.first(options.window))
         return latent.attend(q, rows, view.mask(options.window), options.scaling, options.causal)
 
     def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one span; q (t, h, d), the result (t, h, e), values being (n, kv_heads, e)."""
         first = view.first(options.window)
-        keys, values = self.pool.gather(layer, view.blocks, view.span.end, first)
+        keys, values = view.gathered(self.pool, layer, first)
         mask = view.mask(options.window)
         if self.observer is not None:
             self.observer.observe(layer, view.span, q, keys, mask, options)

@@ -62,7 +62,7 @@ class StreamingPass(AttentionPass):
         first = max(sinks, span.offset - w + 1)
         of_sinks, of_window = (0, sinks), (first, span.end)
         (ks, vs), (kw, vw) = (
-            self.pool.gather(layer, view.blocks, stop, start) for start, stop in (of_sinks, of_window)
+            view.gathered(self.pool, layer, start, stop) for start, stop in (of_sinks, of_window)
         )
         shifted = self.rotary.turned(q, -(span.start + view.depths + 1 - S - w).clamp(min=0), layer)
         parts = [
@@ -149,7 +149,7 @@ class SharedPass(AttentionPass):
         shares = self.packed.get(view.span.sequence)
         if shares is None:
             return super().attend_span(layer, view, q, options)
-        keys, values = self.pool.gather(layer, view.blocks, view.span.end, shares.mean)
+        keys, values = view.gathered(self.pool, layer, shares.mean)
         kv_heads = keys.shape[1]
         mask = view.mask(None)
         out = q.new_empty(*q.shape[:2], values.shape[-1]).unflatten(1, (kv_heads, -1))

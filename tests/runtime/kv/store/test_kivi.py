@@ -15,13 +15,13 @@ def numbers(*shape, seed=0):
 
 
 def fill(store, slots, k, v):
-    store.begin_(slots)
+    store.begin_(slots.tolist())
     for layer in range(store.geometry.layers):
         store.write_(layer, slots, k, v)
 
 
 def read(store, block):
-    return store.read(1, torch.tensor([block]), torch.float32)
+    return store.read(1, torch.tensor([block]), torch.float32, [block])
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -125,4 +125,4 @@ def test_a_step_may_open_more_blocks_than_residuals():
     store = KIVIStore(GEOMETRY, 4, CPU, residuals=1)
     k, v = numbers(256, 2, 64), numbers(256, 2, 64, seed=1)
     fill(store, torch.arange(256), k, v)
-    assert torch.equal(store.read(0, torch.arange(4), torch.float32)[0], k)
+    assert torch.equal(store.read(0, torch.arange(4), torch.float32, range(4))[0], k)

@@ -36,7 +36,7 @@ def test_a_store_against_the_definition(n):
     store.shift = numbers(1, 2, n, seed=2) * 3
     k, v, slots = numbers(3, 2, n) + store.shift[0], numbers(3, 2, n, seed=1), torch.tensor([1, 6, 2])
     store.write_(0, slots, k, v)
-    actual = torch.stack(store.read(0, torch.arange(2), torch.float32))[:, slots].double()
+    actual = torch.stack(store.read(0, torch.arange(2), torch.float32, range(2)))[:, slots].double()
     h, c = hadamard(n), torch.stack((store.shift[0], torch.zeros(2, n)))[:, None].double()
     y = (torch.stack((k, v)).double() - c) @ h
     m = y.amin(-1, keepdim=True).half().double()

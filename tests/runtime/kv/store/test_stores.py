@@ -39,12 +39,12 @@ def test_what_is_written_is_read(name):
     k, v = numbers(64, 3, 16), numbers(64, 3, 16, seed=1)
     slots = torch.cat([torch.arange(96, 128), torch.arange(32, 64)])  # blocks 3, 1
     for start, stop in ((0, 5), (5, 40), (40, 64)):
-        store.begin_(slots[start:stop])
+        store.begin_(slots[start:stop].tolist())
         for layer in range(2):
             store.write_(layer, slots[start:stop], k[start:stop] + layer, v[start:stop] - layer)
     store.settle_([3, 1])
     for layer in range(2):
-        got_k, got_v = store.read(layer, torch.tensor([3, 1]), torch.float32)
+        got_k, got_v = store.read(layer, torch.tensor([3, 1]), torch.float32, [3, 1])
         assert got_k.shape == (64, 3, 16) and got_k.dtype == torch.float32
         for got, want in ((got_k, k + layer), (got_v, v - layer)):
             error = (got - want).abs().max().item()
@@ -62,7 +62,7 @@ def test_against_a_dictionary(name):
         block = draw.randrange(6)
         if fill[block] == 32 and turn % 3:
             store.settle_([block])
-            final.setdefault(block, store.read(1, torch.tensor([block]), torch.float32))
+            final.setdefault(block, store.read(1, torch.tensor([block]), torch.float32, [block]))
         elif fill[block] == 32:
             target = draw.randrange(6)
             for one in (store, plain):
@@ -76,19 +76,19 @@ def test_against_a_dictionary(name):
             slots = torch.arange(fill[block], stop) + 32 * block
             k, v = numbers(len(slots), 3, 16, seed=turn), numbers(len(slots), 3, 16, seed=turn + 100)
             for one in (store, plain):
-                one.begin_(slots)
+                one.begin_(slots.tolist())
                 for layer in range(2):
                     one.write_(layer, slots, k, v)
             fill[block] = stop
         for block in range(6):
             for got, want in zip(
-                store.read(1, torch.tensor([block]), torch.float32),
-                plain.read(1, torch.tensor([block]), torch.float32),
+                store.read(1, torch.tensor([block]), torch.float32, [block]),
+                plain.read(1, torch.tensor([block]), torch.float32, [block]),
                 strict=True,
             ):
                 assert ((got - want)[: fill[block]].abs() <= TOLERANCE[name]).all(), (turn, block)
             if block in final:
-                again = store.read(1, torch.tensor([block]), torch.float32)
+                again = store.read(1, torch.tensor([block]), torch.float32, [block])
                 assert all(torch.equal(one, two) for one, two in zip(again, final[block], strict=True))
     assert final and min(fill) > 0
 
@@ -99,17 +99,17 @@ def test_heads_keep_places_of_their_own(name):
     store = make_store(name, GEOMETRY, CPU)
     slots = torch.cat([torch.arange(64, 96), torch.arange(0, 32)])
     k, v = numbers(64, 3, 16), numbers(64, 3, 16, seed=1)
-    store.begin_(slots)
+    store.begin_(slots.tolist())
     for layer in range(2):
         store.write_(layer, slots, k, v)
-    before = store.read(0, torch.tensor([2, 0]), torch.float32)
+    before = store.read(0, torch.tensor([2, 0]), torch.float32, [2, 0])
     keep = torch.tensor([[0, 3, 40, 63], [1, 2, 3, 4], [60, 61, 62, 63]])
     store.move_(0, slots[keep], slots[:4])
-    for was, now in zip(before, store.read(0, torch.tensor([2]), torch.float32), strict=True):
+    for was, now in zip(before, store.read(0, torch.tensor([2]), torch.float32, [2]), strict=True):
         for head in range(3):
             assert torch.equal(now[:4, head], was[keep[head], head])
         assert torch.equal(now[4:], was[4:32])  # what lies behind is not touched
-    for was, now in zip(before, store.read(1, torch.tensor([2, 0]), torch.float32), strict=True):
+    for was, now in zip(before, store.read(1, torch.tensor([2, 0]), torch.float32, [2, 0]), strict=True):
         assert torch.equal(was, now)  # nor is another layer
 
 

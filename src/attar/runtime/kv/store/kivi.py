@@ -61,6 +61,7 @@ class KIVIStore:
         self.codes = torch.zeros(geometry.plane(n // per_byte), dtype=torch.uint8, device=device)
         self.of_keys = zeros(layers, blocks, 2, block // GROUP, 1, heads, n)  # s at 0, m at 1
         self.of_values = zeros(layers, blocks, 2, block, heads, n // self.channels, 1)
+        self.rows: dict[int, tuple[Tensor, Tensor]] = {}  # of the step that runs, by block
         self.open: dict[int, Tensor] = {}  # block -> (layers, 2, B, heads, n); least recently written first
 
     @property
@@ -68,10 +69,11 @@ class KIVIStore:
         held = (self.codes, self.of_keys, self.of_values, *self.open.values())
         return sum(tensor.nbytes for tensor in held)
 
-    def begin_(self, slots: Tensor) -> None:
+    def begin_(self, slots: Sequence[int]) -> None:
         block = self.geometry.block_size
+        self.rows = self._rows_by_block(slots)
         first: dict[int, int] = {}
-        for slot in slots.tolist():
+        for slot in slots:
             first.setdefault(slot // block, slot % block)
         for index, row in first.items():
             self.open[index] = self.open.pop(index) if index in self.open else self._open_block(index, row)
@@ -80,18 +82,26 @@ class KIVIStore:
             self._close(index)
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        block = self.geometry.block_size
-        indices, rows = slots // block, slots % block
-        for index in dict.fromkeys(indices.tolist()):
-            mine = indices == index
-            block_data = self.open[index]
-            block_data[layer, 0, rows[mine]] = k[mine].float()
-            block_data[layer, 1, rows[mine]] = v[mine].float()
+        for index, (rows, tokens) in self.rows.items():
+            for kind, x in enumerate((k, v)):
+                self.open[index][layer, kind].index_copy_(0, rows, x.index_select(0, tokens).float())
 
-    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rows_by_block(self, slots: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each block that the step writes to: rows in it, and which of the step's tokens go there."""
+        rows: dict[int, tuple[list[int], list[int]]] = {}
+        for token, slot in enumerate(slots):
+            in_block, of_step = rows.setdefault(slot // self.geometry.block_size, ([], []))
+            in_block.append(slot % self.geometry.block_size)
+            of_step.append(token)
+        parts = {index: torch.tensor(both, device=self.device) for index, both in rows.items()}
+        return {index: (part[0], part[1]) for index, part in parts.items()}
+
+    def read(
+        self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         k = self._keys(layer, blocks).to(dtype)
         v = self._values(layer, blocks).to(dtype)
-        for row, index in enumerate(blocks.tolist()):
+        for row, index in enumerate(numbers):
             if index in self.open:
                 k[row], v[row] = self.open[index][layer].to(dtype)
         return k.flatten(0, 1), v.flatten(0, 1)

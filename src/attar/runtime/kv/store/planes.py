@@ -61,7 +61,7 @@ class Store(Protocol):
         """Bytes held now."""
         ...
 
-    def begin_(self, slots: Tensor) -> None:
+    def begin_(self, slots: Sequence[int]) -> None:
         """A step will write these slots, in each layer."""
         ...
 
@@ -70,9 +70,11 @@ class Store(Protocol):
         the end of k."""
         ...
 
-    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks int64 (n,): two tensors (n * block, kv_heads, head_dim), values
-        (..., latent) where they are the end of keys."""
+    def read(
+        self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks int64 (n,), which are ``numbers`` on the host: two tensors
+        (n * block, kv_heads, head_dim), values (..., latent) where they are the end of keys."""
         ...
 
     def settle_(self, blocks: Sequence[int]) -> None:
@@ -104,7 +106,7 @@ class PlaneStore:
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
 
-    def begin_(self, slots: Tensor) -> None:
+    def begin_(self, slots: Sequence[int]) -> None:
         """Nothing to prepare."""
 
     def settle_(self, blocks: Sequence[int]) -> None:
@@ -152,6 +154,8 @@ class DenseStore(PlaneStore):
         kinds = (kind.flatten(1, 2)[cells].to(dtype) for kind in self.data.unbind(1))
         return self.geometry.loaded(*kinds)
 
-    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(
+        self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         kinds = (kind.index_select(0, blocks).flatten(0, 1).to(dtype) for kind in self.data[layer])
         return self.geometry.loaded(*kinds)

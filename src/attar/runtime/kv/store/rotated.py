@@ -17,6 +17,7 @@ token and head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +66,9 @@ class RotatedStore(PlaneStore):
         kinds[0] += self.shift[layers, heads]
         return self.geometry.loaded(*(kind.to(dtype) for kind in kinds))
 
-    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(
+        self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         kinds = [
             decode(codes.index_select(0, blocks), pairs.index_select(0, blocks)).flatten(0, 1)
             for codes, pairs in zip(self.codes[layer], self.pairs[layer], strict=True)

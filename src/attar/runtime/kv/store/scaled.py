@@ -10,6 +10,8 @@ float32: head_dim + 4 bytes for each token and head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,9 @@ class ScaledStore(PlaneStore):
         )
         return self.geometry.loaded(*kinds)
 
-    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(
+        self, layer: int, blocks: Tensor, dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         kinds = (
             q.index_select(0, blocks).view(self.code).float().mul_(s.index_select(0, blocks)).flatten(0, 1)
             for q, s in zip(self.codes[layer], self.scales[layer], strict=True)
