@@ -10,7 +10,8 @@ OUT/NAME.log.
     seconds    of the whole process, imports and loading included, on the device and on the CPU
     result     ok · failed (the last line it said) · over its limit · no time left
 
-Parts: tests/test_devices.py (results of the device against the CPU's), quantize (RTN, GPTQ, AWQ), prune,
+Parts: tests/test_devices.py (results of the device against the CPU's), the device runner
+(benchmarks/device.py: operators, products, steps, answers), quantize (RTN, GPTQ, AWQ), prune,
 recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and
 generation by peers."""
 
@@ -117,6 +118,15 @@ def parts(model: str) -> list[Part]:
             ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_devices.py"),
             150,
             both=False,
+        ),
+        *(
+            Part(
+                f"device {part}",
+                ("benchmarks/device.py", "--part", part, "--device", "DEVICE"),
+                limit,
+                both=False,
+            )
+            for part, limit in (("operators", 60), ("products", 60), ("steps", 90), ("answers", 60))
         ),
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
