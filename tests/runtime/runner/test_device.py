@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from attar.kernels.device import planes
 from attar.kernels.packed import quantize
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
+from attar.runtime.loading import Loaded
+from attar.runtime.runner import choice
+from attar.runtime.runner.choice import RunnerSettings
 from attar.runtime.runner.codes import PackedCodes
 from attar.runtime.runner.device import graphs
 from attar.runtime.runner.device.layout import DENSE, DeviceWeight, device_codes, stacked
@@ -147,6 +151,52 @@ def test_shapes_of_graphs():
     assert graphs.bucket(StepShape(33, 33, 9, 33, 1)) == StepShape(48, 49, 16, 48, 2)
     assert graphs.bucket(StepShape(257, 1, 1, 1)) is graphs.bucket(StepShape(70, 1, 9, 1, 3)) is None
     assert not graphs.wanted(CPU)
+
+
+class ReplayedGraphs(graphs.StepGraphs):
+    """Graphs of a device without any: a replay runs the step on the numbers that were copied."""
+
+    def capture(self, staged, shape):
+        numbers, logits = staged.clone(), self.run(staged, shape)
+        graph = SimpleNamespace(replay=lambda: logits.copy_(self.run(numbers, shape)))
+        event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+        return graphs.CapturedStep(graph, staged.clone(), numbers, logits, event)
+
+
+def test_an_engine_on_graphs_answers_the_same():
+    """Decode of one to three sequences, drafts and a chunk of a prompt, all in padded shapes; hidden states
+    are captured anew."""
+    model, texts = tiny_models.build("mistral"), []
+    prompts = [tokens(9), tokens(20, seed=1), tokens(5, seed=2)]
+    for replayed in (False, True):
+        actual = runner(model, blocks=32)
+        program = actual._program
+        if replayed:
+            program.graphs = ReplayedGraphs(program.run_numbers, CPU)
+        llm = LLM.of(
+            Loaded(actual, lookback=(actual.window, 0)), limits=Limits(step_tokens=16, sequences=4, chunk=8)
+        )
+        results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+        texts.append([list(result.token_ids) for result in results])
+    assert texts[0] == texts[1]
+    assert len({shape.tokens for shape in program.graphs.captured}) > 1
+    actual.keep_hidden([0])
+    assert not program.graphs.captured
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"runner": "device"}, True),
+        ({"runner": "modules"}, False),
+        ({"runner": "compiled"}, False),
+    ],
+)
+def test_a_gpu_takes_the_device_runner(settings, expected, monkeypatch):
+    monkeypatch.setattr(choice, "pick_device", lambda name: torch.device(name))
+    assert RunnerSettings(device="cuda", **settings).on_device is expected
+    assert RunnerSettings(**settings).on_device is (settings.get("runner") == "device")
 
 
 class Operators(TorchDispatchMode):

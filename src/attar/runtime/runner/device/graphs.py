@@ -1,8 +1,9 @@
 """CUDA graphs of steps with few tokens, one for each shape that steps are rounded up to.
 
-A captured step reads one tensor of numbers, which is overwritten before each replay: what its kernels read of
-lengths and tables is in there, and nothing of it is a constant of the launch. Shapes follow from the numbers
-of tokens (BUCKETS), from the longest table (powers of two) and from whether there are trees.
+A captured step reads one tensor of numbers, which is overwritten from pinned memory before each replay: what
+its kernels read of lengths and tables is in there, and nothing of it is a constant of the launch. Shapes
+follow from the number of tokens (BUCKETS), from the longest table (powers of two) and from whether there are
+trees.
 
 ATTAR_GRAPHS=off: none. Never run on a GPU.
 """
@@ -42,32 +43,57 @@ def bucket(shape: StepShape) -> StepShape | None:
 
 
 @dataclass
+class CapturedStep:
+    """A graph with the tensors that it reads and writes.
+
+    Attributes:
+        pinned, numbers: of a step, on the host and on the device.
+        copied: the event after their last copy.
+    """
+
+    graph: Any
+    pinned: Tensor
+    numbers: Tensor
+    logits: Tensor
+    copied: Any
+
+    def replay(self, staged: Tensor) -> Tensor:
+        """Logits of a step's numbers, in a tensor of their own."""
+        self.copied.synchronize()
+        self.pinned.copy_(staged)
+        self.numbers.copy_(self.pinned, non_blocking=True)
+        self.copied.record()
+        self.graph.replay()
+        return self.logits.clone()
+
+
+@dataclass
 class StepGraphs:
-    """The graphs of a program, captured when their shape first comes.
+    """The graphs of a program, captured when their shape first comes; they share memory: one runs at a time.
 
     Args:
-        run: a step; reads nothing on the host, and allocates what the capture's memory pool gives again.
+        run: a step; reads nothing on the host.
     """
 
     run: RunShape
     device: torch.device
-    captured: dict[StepShape, tuple[Any, Tensor, Tensor]] = field(default_factory=dict)
+    captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
+    memory: Any = None
 
     def replay(self, staged: Tensor, shape: StepShape) -> Tensor:
         """Logits (shape.rows, vocabulary) of numbers on the CPU, in a tensor of their own."""
         if shape not in self.captured:
-            self.captured[shape] = self._capture(staged, shape)
-        graph, numbers, logits = self.captured[shape]
-        numbers.copy_(staged)
-        graph.replay()
-        return logits.clone()
+            self.captured[shape] = self.capture(staged, shape)
+        return self.captured[shape].replay(staged)
 
     def forget(self) -> None:
         """Capture anew: the program has other tensors."""
         self.captured.clear()
 
-    def _capture(self, staged: Tensor, shape: StepShape) -> tuple[Any, Tensor, Tensor]:
-        numbers = staged.to(self.device)
+    def capture(self, staged: Tensor, shape: StepShape) -> CapturedStep:
+        """A graph of a shape, from the first step of it."""
+        pinned, numbers = staged.pin_memory(), staged.to(self.device)
+        self.memory = self.memory or torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -75,6 +101,8 @@ class StepGraphs:
                 self.run(numbers, shape)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.memory):
             logits = self.run(numbers, shape)
-        return graph, numbers, logits
+        copied = torch.cuda.Event()
+        copied.record()
+        return CapturedStep(graph, pinned, numbers, logits, copied)
