@@ -375,7 +375,7 @@ def plan(
     speed: str = "",
     context: int | str = 0,
     batch: int = 1,
-    engine: Literal["attar", "vllm"] = "attar",
+    engine: Literal["attar", "vllm", "llama.cpp"] = "attar",
     hardware: str = "this",
     method: Literal["rtn", "awq", "gptq", "gptaq", "qronos"] = "gptq",
     check: int = 3,

@@ -14,6 +14,7 @@ from attar.cli.main import call
 from attar.errors import ModelError, UsageError
 from attar.planner import losses as losses_module
 from attar.planner.costs import EMBEDDING, layer_groups, main_scheme, schemes_of, weight_costs
+from attar.planner.gguf_costs import gguf_costs
 from attar.planner.settings import SCHEMES_OF
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
@@ -60,6 +61,34 @@ def test_the_bytes_of_a_mix_are_those_of_its_files(model: Path, tmp_path: Path) 
             **bits,
         )
         assert costs.file_bytes({**choice, EMBEDDING: embedding}) == written_bytes(tmp_path / embedding)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_bytes_of_a_file_of_llama_cpp_are_known(width: int, tmp_path: Path) -> None:
+    """Of types for 256 inputs and of those for fewer."""
+    built = tiny_models.build("llama3", hidden_size=width, intermediate_size=width)
+    folder = tiny_models.save(built, tmp_path / "m", dtype=torch.bfloat16)
+    costs = gguf_costs(open_checkpoint(folder))
+    kinds = {group: list(options) for group, options in costs.table.items()}
+    choice = {group: names[(3 * n) % len(names)] for n, (group, names) in enumerate(kinds.items())}
+    stage = {name: value for name, value in costs.stage(choice, "rtn").items() if name != "stage"}
+    attar.export(folder, tmp_path / "out", **{**stage, "imatrix": "none"}, progress=False)
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    assert costs.file_bytes(choice) == file.stat().st_size
+    tensors = {name: info.block for name, info in open_checkpoint(file).tensors.items()}
+    assert set(choice.values()) <= set(tensors.values())
+
+
+@pytest.mark.slow
+def test_a_plan_for_llama_cpp(model: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    size = written_bytes(model) * 2 // 3
+    options = {**options, "engine": "llama.cpp", "method": "rtn"}
+    planned = attar.plan(model, tmp_path / "plan.yaml", size=f"{size}B", **options)
+    assert planned.point.file_bytes <= size
+    few = [f"evaluate.{name}" for name in ("tokens=64", "sequence_length=16", "speed=false", "answers=0")]
+    result = attar.run(tmp_path / "plan.yaml", tmp_path / "run", overrides=few, progress=False)
+    recipe = result.content["recipe"]
+    assert recipe["measured"]["bytes"] == recipe["predicted"]["bytes"] == planned.point.file_bytes
 
 
 def test_a_plan_fits_its_size_and_its_recipe_says_so(
@@ -159,6 +188,6 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], options: dict[str,
     assert call(["plan", "attar:tiny", "-o", "no/such/folder/plan.yaml"]) != 0
     assert "cannot be written" in capsys.readouterr().err
     assert call(["plan", "attar:tiny", "--for", "tgi"]) != 0
-    assert "attar or vllm" in capsys.readouterr().err
+    assert "attar, vllm or llama.cpp" in capsys.readouterr().err
     assert call(["plan", "--history"]) == 0
     assert "no plan was run here yet" in capsys.readouterr().out

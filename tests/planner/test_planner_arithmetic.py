@@ -13,7 +13,7 @@ from attar.errors import RecipeError, SettingsError
 from attar.models.anatomy.parts import matches
 from attar.planner.additivity import corrected_losses, fitted, pair_sum
 from attar.planner.correction import PRIORS, WITHIN, Z90, predicted_kl
-from attar.planner.result import overrides_of
+from attar.planner.costs import patterns_of
 from attar.planner.settings import PlanSettings
 from attar.planner.solve import PlanPoint
 from attar.quantization.mixed_precision.allocate import Option
@@ -126,10 +126,11 @@ def test_overrides_name_each_module_once() -> None:
     modules = [f"model.layers.{n}.{part}" for n in range(12) for part in parts]
     schemes = {m: ("W2A16", "W4A16", "W8A16")[(5 * n) % 3] for n, m in enumerate(modules)}
     schemes["single"] = "W8A16"
-    overrides = [text.rpartition("=") for text in overrides_of(schemes, "W4A16")]
+    patterns = patterns_of({module: scheme for module, scheme in schemes.items() if scheme != "W4A16"})
     for module, scheme in schemes.items():
-        named = [name for pattern, _, name in overrides if matches(module, pattern)]
+        named = [name for pattern, name in patterns if matches(module, f"re:{pattern}")]
         assert named == ([] if scheme == "W4A16" else [scheme]), module
+    assert len(patterns) <= 5
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,7 @@ def test_overrides_name_each_module_once() -> None:
         ({"batch": 0}, "batch is 0, but must be at least 1"),
         ({"engine": "vllm", "speed": "decode>=40"}, "speed is 'decode>=40', but must be empty with vllm"),
         ({"check": -1}, "check is -1"),
+        ({"engine": "llama.cpp", "method": "awq"}, "method is 'awq', but must be another one"),
     ],
 )
 def test_wrong_settings(options: dict[str, object], message: str) -> None:

@@ -18,7 +18,7 @@ from attar.cli.command import (
     text_option,
 )
 from attar.errors import UsageError
-from attar.planner.settings import SCHEMES_OF, PlanSettings
+from attar.planner.settings import ENGINES, PlanSettings
 from attar.progress import Progress
 from attar.recipe.plan_history import PlanRecord, read_records
 
@@ -37,7 +37,7 @@ _HISTORY = (
 
 def build_plan(verb: str) -> Any:
     """The command."""
-    engines = "|".join(SCHEMES_OF)
+    engines = "|".join(ENGINES)
     parameters = [
         optional_argument("model", MODEL_HELP, "MODEL", ""),
         text_option("out", "--out", "-o", help="the recipe, which attar run takes", metavar="FILE.yaml"),

@@ -129,11 +129,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     placed = placements(view.config, view.infos)
     importance = importance_of(source, view, placed, settings, output.shared, output.processes, progress)
     tokenizer = read_tokenizer_files(source.path, view.config)
-    metadata = {
-        **described(view.config, file_stem(source), view.infos),
-        **source_metadata(tokenizer, settings.pretokenizer or None),
-        **_provenance(source),
-    }
+    metadata = file_metadata(source, view, tokenizer, settings.pretokenizer)
     weighted = bool(importance.entries) or settings.rounding != "nearest"
     kinds = choose_kinds(source, view, placed, settings, metadata, weighted, output.processes, progress)
     missing = importance.missing(placed, kinds.of)
@@ -162,6 +158,15 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         *tokenizer_differences(tokenizer, metadata),
     ]
     return verify(file, digests, progress)
+
+
+def file_metadata(source: Checkpoint, view: Any, tokenizer: Any, pretokenizer: str = "") -> dict[str, Any]:
+    """What a file says of its model, but for its types."""
+    return {
+        **described(view.config, file_stem(source), view.infos),
+        **source_metadata(tokenizer, pretokenizer or None),
+        **_provenance(source),
+    }
 
 
 def _provenance(source: Checkpoint) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT
 from attar.formats.readers import Decoded, quant_method
+from attar.models.anatomy.parts import Anatomy
 from attar.models.loading.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
@@ -110,7 +111,7 @@ def search_types(
         ModelError: no tensor is left to choose a type for.
     """
     on = load_inputs(checkpoint, settings)
-    layout = _layout(on, checkpoint, placed, settings.overrides, share)
+    layout = file_layout(on.model, on.anatomy, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
     budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
@@ -163,16 +164,22 @@ def kinds_for(columns: int) -> tuple[str, ...]:
     return NARROW if columns % 256 else WIDE
 
 
-def _layout(
-    on: SensitivityInputs,
+def file_layout(
+    model: Any,
+    anatomy: Anatomy,
     checkpoint: Checkpoint,
     placed: Sequence[Placement],
-    overrides: Sequence[str],
-    share: bool,
+    overrides: Sequence[str] = (),
+    share: bool = True,
 ) -> FileLayout:
-    """Sort the tensors into those of a fixed type and groups of modules."""
+    """Sort the tensors into those of a fixed type and groups of modules.
+
+    Args:
+        model: its modules, which may be empty (``models/loading/empty.py``).
+        overrides, share: as :func:`search_types` has them.
+    """
     view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
-    stored = {name: module for module, name in stored_names(on.model, view).items()}
+    stored = {name: module for module, name in stored_names(model, view).items()}
     shapes = {placement.gguf: placement.shape for placement in placed}
     free = [
         placement
@@ -188,7 +195,7 @@ def _layout(
             )
     groups = {
         group: modules
-        for group, modules in _groups(on, list(tensors), share).items()
+        for group, modules in _groups(anatomy, list(tensors), share).items()
         if all(shapes[name][-1] % 32 == 0 for module in modules for name in tensors[module])
     }
     inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
@@ -201,12 +208,12 @@ def _layout(
     return FileLayout(shapes, kinds, tensors, groups)
 
 
-def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
+def _groups(anatomy: Anatomy, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
     """Modules by group: the embedding, the blocks' Linears, the head."""
-    linears = [name for block in on.anatomy.blocks for name in block.linears if name in modules]
-    inner = shared_groups(on.anatomy.blocks, linears) if share else {name: [name] for name in linears}
-    before = [name for name in (on.anatomy.embedding,) if name in modules]
-    after = [name for name in (on.anatomy.head,) if name in modules and name not in before]
+    linears = [name for block in anatomy.blocks for name in block.linears if name in modules]
+    inner = shared_groups(anatomy.blocks, linears) if share else {name: [name] for name in linears}
+    before = [name for name in (anatomy.embedding,) if name in modules]
+    after = [name for name in (anatomy.head,) if name in modules and name not in before]
     return {name: [name] for name in before} | inner | {name: [name] for name in after if name}
 
 

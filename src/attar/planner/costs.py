@@ -9,6 +9,7 @@ and what was measured beside them.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,32 @@ class WeightCosts:
             specs += tensor_specs(coded if embeds and coded is not None else chosen, info)
         return specs
 
+    @property
+    def table(self) -> dict[str, dict[str, int]]:
+        """Bytes of each group's tensors by option, without headers."""
+        options = {
+            group: {name: self.group_bytes(group, name) for name in self.plans} for group in self.groups
+        }
+        if self.coded_embedding is not None:
+            options[EMBEDDING] = {name: self.group_bytes(EMBEDDING, name) for name in ("dense", "int8")}
+        return options
+
+    @property
+    def uniform(self) -> dict[str, dict[str, str]]:
+        """Choices of one scheme for all layers, the embedding as it is."""
+        dense = {EMBEDDING: "dense"} if self.coded_embedding is not None else {}
+        return {name: {**dict.fromkeys(self.groups, name), **dense} for name in self.plans}
+
+    def stage(self, choice: GroupChoice, method: str) -> dict[str, Any]:
+        """The stage of a recipe that makes a choice."""
+        schemes = schemes_of(self.groups, choice)
+        main = main_scheme(schemes)
+        stage = {"stage": "quantize", "scheme": main, "group_size": self.group_size, "method": method}
+        coded = {"embedding_bits": 8} if choice.get(EMBEDDING) == "int8" else {}
+        others = {module: scheme for module, scheme in schemes.items() if scheme != main}
+        patterns = [f"re:{pattern}={scheme}" for pattern, scheme in patterns_of(others)]
+        return {**stage, **coded, **({"overrides": patterns} if patterns else {})}
+
     def group_bytes(self, group: str, option: str) -> int:
         """Bytes of a group's tensors, without headers."""
         if group == EMBEDDING:
@@ -134,6 +161,23 @@ def main_scheme(schemes: Mapping[str, str]) -> str:
     """The scheme of most modules, a recipe's ``scheme``; of several the first by name."""
     counts = Counter(schemes.values())
     return min(counts, key=lambda name: (-counts[name], name))
+
+
+def patterns_of(options: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Regular expressions with the option of the names that each matches; together each name once.
+
+    Names are taken together that differ in one number alone, the layer's.
+    """
+    together: dict[tuple[str, str, str], list[str]] = {}
+    for name, option in options.items():
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        parts = (name[: number.start()], name[number.end() :]) if number else (name, "")
+        together.setdefault((option, *parts), []).append(number[0] if number else "")
+    patterns = []
+    for (option, before, after), numbers in together.items():
+        middle = f"({'|'.join(numbers)})" if numbers != [""] else ""
+        patterns.append((f"^{re.escape(before)}{middle}{re.escape(after)}$", option))
+    return patterns
 
 
 def kv_bytes(layers: Sequence[LayerShape], kv_dtype: str, context: int, batch: int) -> int:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.kernels import kv_codes
 from attar.models.fake_quant import on_keys_and_values
-from attar.models.loading.stored import stored_precision
 from attar.planner.costs import EMBEDDING, GroupChoice, schemes_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
@@ -44,8 +43,8 @@ from attar.sensitivity.reference import MEMORY, ReferenceModel, reference_of
 from attar.sensitivity.weight_changes import SensitivityInputs
 from attar.walks.objectives import token_kl
 
-REFERENCE = "W4A16"
-"""The option that is measured first, in every group."""
+REFERENCE_BITS = 4
+"""Bits of the option that is measured first, in every group."""
 
 KV_GROUP = "kv cache"
 
@@ -57,9 +56,10 @@ class Losses:
     Attributes:
         inputs: the model and the text.
         groups: modules by group, without the embedding.
-        embedding: module name of the stored embedding; "": it is not coded.
+        embedding: module name of the group EMBEDDING.
         storage: type of the stored weights.
         grids: by option.
+        after_blocks: groups' modules that run after the last block.
         measured: nats a token, by (group, option).
         nearest: rounds to nearest, with each scale searched once.
     """
@@ -70,8 +70,14 @@ class Losses:
     storage: torch.dtype
     grids: Mapping[str, CandidateGrid]
     progress: Progress = SILENT
+    after_blocks: Sequence[str] = ()
     measured: dict[tuple[str, str], float] = field(default_factory=dict)
     nearest: RoundFunction = field(default_factory=lambda: with_kept_scales(nearest_mse))
+
+    def reference(self, options: Iterable[str]) -> str:
+        """The option of a group that is measured first."""
+        coded = [option for option in options if option != "dense"]
+        return min(coded, key=lambda option: abs(_bits(option) - REFERENCE_BITS))
 
     def missing(self, choice: GroupChoice) -> list[tuple[str, str]]:
         """The options of a choice that were not measured."""
@@ -97,6 +103,7 @@ class Losses:
                 self.inputs.file,
                 key=self.inputs.key,
                 blocks=self.inputs.blocks,
+                after_blocks=self.after_blocks,
                 dtype=self.storage,
                 rounding=self.nearest,
                 progress=self.progress,
@@ -182,22 +189,13 @@ class JointLoss:
     flips: float
 
 
-def losses_of(
-    checkpoint: Any,
-    inputs: SensitivityInputs,
-    groups: Mapping[str, Sequence[str]],
-    group_size: int,
-    embedding: str,
-    progress: Progress = SILENT,
-) -> Losses:
-    """The losses of integer schemes of one group size, of which none is measured yet."""
+def integer_grids(group_size: int) -> dict[str, CandidateGrid]:
+    """Grids of the integer schemes of one group size, and of the rows of an int8 embedding."""
 
     def rows(storage: torch.dtype) -> Grid:
         return IntGrid(8, 0, storage=storage)
 
-    grids: dict[str, CandidateGrid] = {**integer_candidates(group_size), "int8": rows}
-    dtype = stored_precision(checkpoint)
-    return Losses(inputs, groups, embedding, dtype, grids, progress)
+    return {**integer_candidates(group_size), "int8": rows}
 
 
 def with_kept_scales(rounding: RoundFunction) -> RoundFunction:
@@ -218,7 +216,9 @@ def with_kept_scales(rounding: RoundFunction) -> RoundFunction:
 
 
 def _bits(option: str) -> int:
-    return 8 if option == "int8" else int(option[1])
+    digits = re.search(r"\d", option)
+    assert digits is not None, f"{option} names no bits"
+    return int(digits[0])
 
 
 def _coded_cache(keys: Tensor, values: Tensor, *, kv_dtype: str) -> tuple[Tensor, Tensor]:

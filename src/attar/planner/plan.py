@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.units import bytes_text, range_text
 from attar.data.auto import fit
+from attar.deployment.gguf_type_search import candidates
 from attar.errors import ModelError, SettingsError, UsageError
 from attar.formats.readers import quant_method
 from attar.models.loading.fit import admit
+from attar.models.loading.stored import stored_precision
 from attar.planner.additivity import corrected_losses
 from attar.planner.correction import PredictedKL, predicted_kl
-from attar.planner.costs import EMBEDDING, WeightCosts, kv_bytes, layer_groups, weight_costs
-from attar.planner.losses import REFERENCE, Losses, losses_of
+from attar.planner.costs import EMBEDDING, kv_bytes, layer_groups, weight_costs
+from attar.planner.gguf_costs import GGUFCosts, PlanCosts, gguf_costs
+from attar.planner.losses import Losses, integer_grids
 from attar.planner.result import Plan, PlanRow, recipe_of
 from attar.planner.settings import KV_DTYPES_OF, NOISE, SCHEMES_OF, PlanSettings
-from attar.planner.solve import KVOption, PlanPoint, PlanSolver, uniform
+from attar.planner.solve import KVOption, PlanPoint, PlanSolver
 from attar.planner.speed import step_times
 from attar.progress import SILENT, Progress
 from attar.recipe.estimate import UNSURE, Work
@@ -70,20 +73,16 @@ class _Planner:
     def plan(self) -> Plan:
         settings, checkpoint = self.settings, self.checkpoint
         self.fingerprint, self.records = checkpoint.fingerprint(), read_records()
-        groups = layer_groups(checkpoint)
+        costs = self._costs()
+        groups, table = costs.groups, costs.table
         tied = sum(len(members) for members in groups.values() if len(members) > 1)
-        schemes = SCHEMES_OF[settings.engine]
-        costs = weight_costs(checkpoint, groups, schemes, embedding=settings.engine == "attar")
-        table = _bytes_table(costs, schemes)
         kv = self._kv()
         self._check_size(costs, table, kv)
         times = step_times(checkpoint, groups, settings, self.progress) if settings.speed else None
         self._announce(len(table))
         inputs = load_inputs(checkpoint, settings)
-        embedding = inputs.anatomy.embedding if EMBEDDING in table else ""
-        losses = losses_of(checkpoint, inputs, groups, costs.group_size, embedding, self.progress)
-        losses.measure([(group, REFERENCE) for group in groups])
-        losses.measure([(EMBEDDING, "int8")] if embedding else [])
+        losses = self._losses(costs, inputs)
+        losses.measure([(group, losses.reference(options)) for group, options in table.items()])
         kv = [replace(option, loss=losses.kv_loss(option.kv_dtype)) for option in kv]
         solver = PlanSolver(costs, table, kv, times, lambda: losses.options(table))
         point = self._settled(solver, losses)
@@ -93,16 +92,40 @@ class _Planner:
         alternatives = self._alternatives(solver, losses, point, joint)
         point = alternatives[0]
         front = [self._row(front_point) for front_point in _front(solver)]
-        rows = [self._row(self._uniform(solver, scheme), scheme) for scheme in schemes]
+        uniform = {name: solver.point(choice, solver.kv[0]) for name, choice in costs.uniform.items()}
         return Plan(
             self.name,
             settings,
             self._row(point),
-            recipe_of(self.name, settings, costs, point, self._predicted(point)),
+            recipe_of(
+                self.name,
+                settings,
+                costs.stage(point.choice, settings.method),
+                point.kv_dtype,
+                self._predicted(point),
+            ),
             tuple(self._row(other) for other in alternatives[1:]),
             tuple(front),
-            tuple(rows),
+            tuple(self._row(uniform_point, name) for name, uniform_point in uniform.items()),
             tuple(self._reasons(solver, point, tied)),
+        )
+
+    def _costs(self) -> PlanCosts:
+        """What the options of the engine cost."""
+        if self.settings.engine == "llama.cpp":
+            return gguf_costs(self.checkpoint)
+        groups = layer_groups(self.checkpoint)
+        schemes = SCHEMES_OF[self.settings.engine]
+        return weight_costs(self.checkpoint, groups, schemes, embedding=self.settings.engine == "attar")
+
+    def _losses(self, costs: PlanCosts, inputs: SensitivityInputs) -> Losses:
+        """What they lose, of which nothing is measured yet."""
+        anatomy, dtype = inputs.anatomy, stored_precision(self.checkpoint)
+        if isinstance(costs, GGUFCosts):
+            head = [anatomy.head] if anatomy.head and not anatomy.tied else []
+            return Losses(inputs, costs.groups, "", dtype, candidates(), self.progress, after_blocks=head)
+        return Losses(
+            inputs, costs.groups, anatomy.embedding, dtype, integer_grids(costs.group_size), self.progress
         )
 
     def _kv(self) -> list[KVOption]:
@@ -116,7 +139,7 @@ class _Planner:
         layers = layer_shapes(self.checkpoint.config)
         names = [
             name
-            for name in KV_DTYPES_OF[settings.engine]
+            for name in KV_DTYPES_OF.get(settings.engine, ("auto",))
             if name == "auto" or not any(layer.latent or layer.head_dim % 2 for layer in layers)
         ]
         return [
@@ -124,7 +147,7 @@ class _Planner:
         ]
 
     def _check_size(
-        self, costs: WeightCosts, table: Mapping[str, Mapping[str, int]], kv: Sequence[KVOption]
+        self, costs: PlanCosts, table: Mapping[str, Mapping[str, int]], kv: Sequence[KVOption]
     ) -> None:
         """Refuse a size that not even the smallest options fit."""
         size = self.settings.bytes
@@ -271,9 +294,6 @@ class _Planner:
         fast = point.seconds is None or point.seconds <= self._seconds
         return point.bytes <= size and fast and self._kl(point.loss).kl <= self.settings.kl
 
-    def _uniform(self, solver: PlanSolver, scheme: str) -> PlanPoint:
-        return solver.point(uniform(solver.bytes, scheme), solver.kv[0])
-
     def _kl(self, loss: float) -> PredictedKL:
         return predicted_kl(loss, self.settings.method, self.fingerprint, self.records)
 
@@ -330,14 +350,6 @@ class _Planner:
             gained = self._kl(point.loss).kl - self._kl(min(more.loss, point.loss)).kl
             lines.append(f"{bytes_text(0.05 * point.bytes)} more would save about {max(gained, 0):.2g} nats")
         return lines
-
-
-def _bytes_table(costs: WeightCosts, schemes: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Bytes of each group's tensors by option."""
-    table = {group: {name: costs.group_bytes(group, name) for name in schemes} for group in costs.groups}
-    if costs.coded_embedding is not None:
-        table[EMBEDDING] = {name: costs.group_bytes(EMBEDDING, name) for name in ("dense", "int8")}
-    return table
 
 
 def _front(solver: PlanSolver) -> list[PlanPoint]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.atomic import write_bytes
 from attar.checkpoint.units import bytes_text, table
-from attar.planner.costs import EMBEDDING, WeightCosts, main_scheme, schemes_of
 from attar.planner.settings import NOISE, PlanSettings
-from attar.planner.solve import PlanPoint
 from attar.recipe.schema import Recipe, parse_recipe
 from attar.settings import plain
 
@@ -125,47 +122,14 @@ class Plan:
 def recipe_of(
     model: str,
     settings: PlanSettings,
-    costs: WeightCosts,
-    point: PlanPoint,
+    stage: Mapping[str, Any],
+    kv_dtype: str,
     predicted: Mapping[str, float],
 ) -> Recipe:
-    """The recipe that makes a point."""
+    """The recipe of one stage, which is measured with this format of keys and values."""
     import yaml
 
-    schemes = schemes_of(costs.groups, point.choice)
-    main = main_scheme(schemes)
-    stage: dict[str, Any] = {
-        "stage": "quantize",
-        "scheme": main,
-        "group_size": costs.group_size,
-        "method": settings.method,
-    }
-    if point.choice.get(EMBEDDING) == "int8":
-        stage["embedding_bits"] = 8
-    if overrides := overrides_of(schemes, main):
-        stage["overrides"] = overrides
-    evaluate = {} if point.kv_dtype == "auto" else {"evaluate": {"kv_dtype": point.kv_dtype}}
+    evaluate = {} if kv_dtype == "auto" else {"evaluate": {"kv_dtype": kv_dtype}}
     content = {"model": model, "data": settings.data, "seed": settings.seed, **evaluate}
-    content |= {"stages": [stage], "predicted": dict(predicted)}
+    content |= {"stages": [dict(stage)], "predicted": dict(predicted)}
     return parse_recipe(yaml.safe_dump(content, sort_keys=False, width=1000), "plan")
-
-
-def overrides_of(schemes: Mapping[str, str], main: str) -> list[str]:
-    """``MODULE=SCHEME`` of the modules of other schemes; those of several layers together as a pattern.
-
-    Modules are taken together that differ in one number alone, the layer's.
-    """
-    together: dict[tuple[str, str, str], list[str]] = {}
-    for module, scheme in schemes.items():
-        if scheme != main:
-            number = re.search(r"\.(\d+)\.", module)
-            parts = (module[: number.start()], module[number.end() :]) if number else (module, "")
-            together.setdefault((scheme, *parts), []).append(number[1] if number else "")
-    overrides = []
-    for (scheme, before, after), numbers in together.items():
-        if numbers == [""]:
-            overrides.append(f"{before}={scheme}")
-            continue
-        start, end = re.escape(before), re.escape(after)
-        overrides.append(f"re:^{start}\\.({'|'.join(numbers)})\\.{end}$={scheme}")
-    return overrides

@@ -21,10 +21,12 @@ SCHEMES_OF = {
     "attar": ("W2A16", "W3A16", "W4A16", "W5A16", "W6A16", "W8A16"),
     "vllm": ("W4A16", "W8A16"),
 }
-"""Schemes of a layer by engine."""
+"""Schemes of a layer by engine; llama.cpp has its types."""
 
-KV_DTYPES_OF = {"attar": ("auto", "int8", "int4"), "vllm": ("auto",)}
-"""Formats of keys and values by engine; auto: 16 bits."""
+ENGINES = (*SCHEMES_OF, "llama.cpp")
+
+KV_DTYPES_OF = {"attar": ("auto", "int8", "int4")}
+"""Formats of keys and values by engine; auto: 16 bits, the only one of the others."""
 
 METHODS = ("rtn", *(name for name in GROUP_ORDERED if name != "yaqa"))
 """Roundings of a plan's recipe."""
@@ -46,7 +48,7 @@ class PlanSettings:
     speed: str = _option("", "tokens a second of all sequences, such as decode>=40; empty: any")
     context: int | str = _option(0, "tokens of a sequence, such as 32k, whose KV cache counts; 0: none")
     batch: int = _option(1, "sequences at a time")
-    engine: str = _option("attar", "the engine that will run it", tuple(SCHEMES_OF))
+    engine: str = _option("attar", "the engine that will run it", ENGINES)
     hardware: str = _option(
         "this", "the machine that will run it: this, or a file that attar bench --kernels made there"
     )
@@ -68,6 +70,8 @@ class PlanSettings:
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("check", self.check, 0, 64, "0 (no check) to 64")
         _ = self.bytes, self.kl, self.tokens_per_second, self.tokens
+        if self.engine == "llama.cpp" and self.method == "awq":
+            raise SettingsError("method", self.method, "another one with llama.cpp, as attar export has them")
         if self.speed and self.engine != "attar":
             raise SettingsError("speed", self.speed, f"empty with {self.engine}, whose kernels are not timed")
 

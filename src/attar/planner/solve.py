@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attar.errors import SettingsError
-from attar.planner.costs import EMBEDDING, GroupChoice, StepTimes, WeightCosts
+from attar.planner.costs import GroupChoice, StepTimes
+from attar.planner.gguf_costs import PlanCosts
 from attar.quantization.mixed_precision.allocate import Option, allocate
 
 ROUNDS = 6  # of the budget less its headers
@@ -73,7 +74,7 @@ class PlanSolver:
             losses are measured in between.
     """
 
-    costs: WeightCosts
+    costs: PlanCosts
     bytes: Mapping[str, Mapping[str, int]]
     kv: Sequence[KVOption]
     times: StepTimes | None
@@ -180,8 +181,3 @@ class PlanSolver:
         """Bytes of the files beside the tensors of the groups."""
         inside = sum(self.bytes[group][option] for group, option in choice.items())
         return self.costs.file_bytes(choice) - inside
-
-
-def uniform(bytes: Mapping[str, Mapping[str, int]], scheme: str) -> dict[str, str]:
-    """Every layer in one scheme, the embedding as it is."""
-    return {group: "dense" if group == EMBEDDING else scheme for group in bytes}

@@ -175,6 +175,9 @@ def check_foreign(plan: RecipePlan) -> None:
             raise OutputError(f"{step.folder}: exists, but this run did not make it", hint=hint)
 
 
+IMATRIX = "imatrix.gguf"  # beside a GGUF file: no weights
+
+
 def with_measured(plan: RecipePlan) -> RecipePlan:
     """A finished plan whose recipe has ``measured``, of its last model; it is added to the history of plans.
 
@@ -186,7 +189,8 @@ def with_measured(plan: RecipePlan) -> RecipePlan:
     receipt = read_receipt(plan.out, last.folder.name) if last else None
     if last is None or receipt is None:
         return plan
-    files = sum(path.stat().st_size for path in last.folder.glob("*.safetensors"))
+    weights = (*last.folder.glob("*.safetensors"), *last.folder.glob("*.gguf"))
+    files = sum(path.stat().st_size for path in weights if path.name != IMATRIX)
     values = {"bytes": files, "kl": receipt.measurements.get("kl_mean")}
     values["decode_tokens_per_s"] = receipt.measurements.get("decode_tokens_per_s")
     measured = {name: value for name, value in values.items() if value is not None}
