@@ -173,7 +173,8 @@ def plan(
     """Find the recipe that meets a budget at the smallest loss, and predict what it will lose.
 
     Args:
-        out: a YAML file for the recipe, which :func:`run` takes; None: ``plan.write(path)`` writes it.
+        out: a YAML file for the recipe, which :func:`run` takes, and beside it a page to choose from
+            (``.html``); None: ``plan.write(path)`` writes the recipe.
         settings: see :class:`attar.planner.settings.PlanSettings`: ``size="5GB"``, ``quality="kl<=0.05"``.
 
     Raises:
@@ -417,7 +418,8 @@ def run_plan(
     """Plan with settings that are checked already."""
     planned: Plan = load("attar.planner.plan:make_plan")(source_of(model), settings, progress=shown(progress))
     if out is not None:
-        planned.write(out)
+        path = planned.write(out)
+        atomic.write_bytes(path.with_suffix(".html"), load("attar.planner.page:plan_page")(planned).encode())
     return planned
 
 

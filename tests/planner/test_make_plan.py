@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from attar.errors import ModelError, UsageError
 from attar.planner import losses as losses_module
 from attar.planner.costs import EMBEDDING, layer_groups, main_scheme, schemes_of, weight_costs
 from attar.planner.gguf_costs import gguf_costs
+from attar.planner.page import command_of
 from attar.planner.settings import SCHEMES_OF
 from attar.quantization.plan import plan as plan_layers
 from attar.quantization.settings import StorageSettings
@@ -114,6 +116,12 @@ def test_a_plan_fits_its_size_and_its_recipe_says_so(
         embedding_bits=storage.embedding_bits,
     )
     assert written_bytes(tmp_path / "out") == point.file_bytes
+    page = (tmp_path / "plan.html").read_text()
+    for row in found.front:  # every point has a command that is a plan of its bytes
+        command = command_of(row, found)
+        assert html.escape(command, quote=False) in page
+        assert f"--size {row.file_bytes + row.cache_bytes}B" in command and "--context 32" in command
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     kinds = set(found.to_frame()["kind"])
     assert {"plan", "front", "uniform"} <= kinds
     losses = [row.kl for row in found.front]

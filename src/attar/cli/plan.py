@@ -22,6 +22,7 @@ from attar.planner.settings import ENGINES, PlanSettings
 from attar.progress import Progress
 from attar.recipe.plan_history import PlanRecord, read_records
 
+_OUT = "the recipe, for attar run; beside it FILE.html, a page to choose from"
 _HISTORY = (
     "date",
     "model",
@@ -40,7 +41,13 @@ def build_plan(verb: str) -> Any:
     engines = "|".join(ENGINES)
     parameters = [
         optional_argument("model", MODEL_HELP, "MODEL", ""),
-        text_option("out", "--out", "-o", help="the recipe, which attar run takes", metavar="FILE.yaml"),
+        text_option(
+            "out",
+            "--out",
+            "-o",
+            help="the recipe, for attar run; a page to choose from is beside it",
+            metavar="FILE.yaml",
+        ),
         text_option("engine", "--for", help="the engine that will run it  [default: attar]", metavar=engines),
         *settings_options(PlanSettings, without=("engine",)),
         flag("history", "--history", help="show how good the plans were that were run here"),
@@ -54,13 +61,18 @@ def build_plan(verb: str) -> Any:
         if not model:
             raise UsageError("a model is missing", hint="attar plan MODEL --size 5GB")
         settings = read_settings(PlanSettings, verb, values)
+        if out and Path(out).suffix not in (".yaml", ".yml"):
+            raise UsageError(f"{out} is no name of a YAML file", hint="-o plan.yaml")
         if out and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
             raise UsageError(f"{out} cannot be written", hint="-o takes the name of a YAML file")
         from attar.verbs import run_plan
 
         plan = run_plan(model, out, settings, progress=progress)
-        next_line = f"\n\nattar run {out}" if out else "\n\n-o plan.yaml writes the recipe, for attar run"
-        return Answer(plan.to_dict(), plan.text() + next_line)
+        page = Path(out or "").with_suffix(".html") if out else None
+        next_line = (
+            f"attar run {out}\npage: {page}" if out else "-o plan.yaml writes the recipe, for attar run"
+        )
+        return Answer(plan.to_dict(), f"{plan.text()}\n\n{next_line}")
 
     help = (
         "Find the recipe that meets a budget of bytes, quality and speed at the smallest loss: bits of each "
