@@ -61,6 +61,7 @@ VERB_WORDS = {
     "chat": [],
     "bench": [],
     "plan-kv": [],
+    "plan": ["-o", "OUT.yaml"],
     "evaluate": [],
 }
 
