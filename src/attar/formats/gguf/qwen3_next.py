@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from attar.errors import CheckpointError
 from attar.formats.gguf.architecture import (
     NO_BIAS,
     SILU_RULE,
@@ -72,7 +73,14 @@ def _more_keys(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _more_config(get: Callable[[str, Any], Any], sizes: Sizes) -> dict[str, Any]:
-    return {"linear_value_head_dim": sizes.of("delta_state")}
+    inner, wanted = get("ssm.inner_size", sizes.of("delta_values")), sizes.of("delta_values")
+    if inner != wanted:
+        raise CheckpointError(
+            f"GGUF: ssm.inner_size is {inner}, but its heads of values are {wanted} wide together",
+            hint="the file is damaged; get it again",
+        )
+    every = int(get("full_attention_interval", QWEN3_NEXT.attention_interval))
+    return {"linear_value_head_dim": sizes.of("delta_state"), "full_attention_interval": every}
 
 
 QWEN3_NEXT = Architecture(
