@@ -2,6 +2,7 @@
 scheduling at once, and no state outlives its sequence."""
 
 import copy
+import itertools
 
 import pytest
 
@@ -32,7 +33,8 @@ def llm(family, blocks=14, speculate=None, **changes):
     if speculate is not None:
         draws = SuffixProposer() if speculate == "suffix" else load_self_draft(None, loaded, way="layers")
         policy = DraftPolicy(Latency({1: 1.0, 8: 1.1, 64: 2.0}, {1: 0.01}), most=4)  # drafts pay
-        speculator = Speculator(draws, policy, most=4, chains=True)
+        ticks = itertools.count()  # not the machine's time: whether drafts pay is no part of the test
+        speculator = Speculator(draws, policy, most=4, chains=True, clock=lambda: 1e-3 * next(ticks))
     limits = Limits(sequences=4, step_tokens=16, chunk=7)
     return plain, LLM.of(loaded, limits=limits, speculator=speculator)
 
@@ -49,7 +51,7 @@ def prompts(model):
         ("lfm2", "suffix"),
         pytest.param("qwen3_5", "suffix", marks=pytest.mark.slow),
         pytest.param("falcon_h1", "suffix", marks=pytest.mark.slow),
-        ("jamba", "self"),
+        pytest.param("jamba", "self", marks=pytest.mark.slow),
         pytest.param("mamba2", "self", marks=pytest.mark.slow),
     ],
 )
@@ -88,13 +90,27 @@ def test_a_cancelled_request_leaves_no_state():
     assert not engine.runner.states.sequences
 
 
-def test_what_states_exclude_is_refused_with_both_settings():
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_prefixes_are_reused_up_to_a_snapshot(family):
+    """At the last full block of an earlier prompt, and nowhere else."""
+    plain, model = llm(family, blocks=64)
+    text = prompts(plain)[0]  # 30 tokens: snapshots at 28
+    other, short = [*text[:29], 7, 8], [*text[:24], 9]
+    first = model.generate([text], GREEDY)[0]
+    hit = []
+    for again in (text, other, short):
+        before = model.engine.scheduler.manager.stats.hit
+        result = model.generate([again], GREEDY)[0]
+        assert result.token_ids == tuple(greedy(plain, again, 8))
+        hit.append(model.engine.scheduler.manager.stats.hit - before)
+    assert first.token_ids == tuple(greedy(plain, text, 8)) and hit == [28, 28, 0]
+
+
+def test_what_states_exclude_is_refused():
     _, model = llm("lfm2")
     loaded = Loaded(model.engine.runner)
-    with pytest.raises(SettingsError, match=r"prefix_cache is True.*the model's own states.*no states"):
-        loaded.manager(Limits(), prefix_cache=True)
     with pytest.raises(SettingsError, match=r"speculate is 'lookahead'.*one chain of tokens"):
         make_speculator(SpeculationSettings(speculate="lookahead"), loaded)
     described = "\n".join(model.describe().lines())
     assert "states      1.54 kB a sequence" in described
-    assert "no prefixes shared: their blocks have no states" in described
+    assert ", prefixes shared" in described

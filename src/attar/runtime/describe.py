@@ -55,8 +55,6 @@ class Description:
         states = f" and {bytes_text(self.hidden_bytes)} of hidden states" if self.hidden_bytes else ""
         pool = f"{self.kv_tokens:,} tokens, {self.kv_dtype}, {bytes_text(self.kv_bytes)}{states}"
         shared = "prefixes shared" if self.prefix_cache else "no prefixes shared"
-        if self.state_bytes and not self.prefix_cache:
-            shared += ": their blocks have no states"
         rows = {
             "model": self.model,
             "runner": f"{self.runner}{why}",

@@ -82,20 +82,23 @@ class Loaded:
         Args:
             limits: tokens of a sequence in a step.
             prefix_cache: whether prefixes are shared; None: unless the eviction chooses by attention, because
-                then a completion could depend on what ran before it, or layers carry states.
+                then a completion could depend on what ran before it. A model with states larger than the
+                bytes of all snapshots shares none.
 
         Raises:
-            SettingsError: ``prefix_cache`` does not work with the eviction or the model.
+            SettingsError: ``prefix_cache`` does not work with the eviction.
         """
-        states = {"states": None} if "states" in getattr(self.runner, "features", ()) else {}
         if prefix_cache:
-            check_together({**evicting(self.eviction), **states, "prefix_reuse": ("prefix_cache", True)})
-        apart = bool(states) or isinstance(self.eviction, H2O | SnapKV | Reread)
-        reuse = not apart if prefix_cache is None else prefix_cache
+            check_together({**evicting(self.eviction), "prefix_reuse": ("prefix_cache", True)})
+        reuse = not isinstance(self.eviction, H2O | SnapKV | Reread) if prefix_cache is None else prefix_cache
+        snapshots = getattr(getattr(self.runner, "states", None), "snapshots", None)
+        if snapshots is None and "states" in getattr(self.runner, "features", ()):  # too large to keep one
+            reuse = False
         window, sinks = self.lookback
         most = self.most(limits.chunk or limits.step_tokens)
         size = self.runner.block_size
-        return BlockManager(self.runner.capacity, size, reuse=reuse, window=window, sinks=sinks, most=most)
+        bounds: dict[str, Any] = {"window": window, "sinks": sinks, "most": most}
+        return BlockManager(self.runner.capacity, size, reuse=reuse, snapshots=snapshots, **bounds)
 
 
 def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:

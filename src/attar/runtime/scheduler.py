@@ -427,7 +427,8 @@ def make_step(planned: Planned, manager: BlockManager) -> StepInput:
         kept = table.length if table.packed else None
         wants, adapter = sequence.wants(stop), sequence.request.adapter
         drafts = len(sequence.drafts)
-        spans.append(TokenSpan(sequence.id, start, stop, table.row, wants, kept, adapter, drafts))
+        states = manager.snapshot_positions(sequence.id, stop - drafts, sequence.prompt)
+        spans.append(TokenSpan(sequence.id, start, stop, table.row, wants, kept, adapter, drafts, states))
         tokens += sequence.tokens[start:stop] + sequence.drafts
         tree = sequence.parents if sequence.drafts else None
         trees.append(None if tree is None else (-1, *tree))

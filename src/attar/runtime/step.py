@@ -44,6 +44,7 @@ class TokenSpan:
         kept: entries in use before the span where eviction has packed the cache; None: ``start``.
         adapter: key of the LoRA adapter that its tokens run with; empty: none.
         drafts: tokens [stop - drafts, stop) may be rejected, also those of them that were run before.
+        snapshots: after so many tokens the runner keeps its states of the sequence, for the prefix cache.
     """
 
     sequence: int
@@ -54,6 +55,7 @@ class TokenSpan:
     kept: int | None = None
     adapter: str = ""
     drafts: int = 0
+    snapshots: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:

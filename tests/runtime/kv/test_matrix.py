@@ -94,7 +94,9 @@ class Drive:
         window, sinks = getattr(runner, "lookback", (getattr(runner, "window", None), 0))
         most = runner.most(chunk or 512) if isinstance(runner, Modules) else None
         reuse = "prefix_reuse" in on
-        self.manager = BlockManager(24, B, reuse=reuse, window=window, sinks=sinks, most=most)
+        snapshots = getattr(getattr(runner, "states", None), "snapshots", None)
+        bounds = {"window": window, "sinks": sinks, "most": most}
+        self.manager = BlockManager(24, B, reuse=reuse, snapshots=snapshots, **bounds)
         limits = Limits(step_tokens=512, chunk=chunk, sequences=8)
         self.scheduler = Scheduler(self.manager, limits, memory=runner)
         self.runner, self.on, self.rows, self.turns = runner, on, {}, 0

@@ -35,7 +35,7 @@ def test_match_stops_at_the_first_block_that_differs(tree, blocks):
     assert tree.match([1, 2, 3, 4, 9, 9]) == block_ids[:2]
     assert tree.match([1, 2, 3]) == block_ids[:1]  # half a block is none
     assert tree.match([2, 1]) == []
-    assert tree.depth([1, 2, 3, 4, 5, 6, 7]) == 3
+    assert len(tree.peek([1, 2, 3, 4, 5, 6, 7])) == 3
 
 
 def test_salts_share_nothing_and_leave_nothing(tree, blocks):

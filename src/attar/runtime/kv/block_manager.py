@@ -22,6 +22,7 @@ import numpy as np
 
 from attar.runtime.kv.blocks import BlockAllocator, BlockTable, Packing, blocks_for
 from attar.runtime.kv.prefix_tree import PrefixTree
+from attar.runtime.kv.state_snapshots import StateSnapshots
 from attar.runtime.step import FREED
 
 
@@ -49,6 +50,7 @@ class BlockManager:
         window: most entries that any layer looks back; older blocks are released.
         sinks: first entries that are kept all the same (StreamingLLM); only with ``window``.
         most: entries a sequence holds at once, where eviction bounds them; None: as many as it has tokens.
+        snapshots: of the states of a model that has them: prefixes are reused up to one; None: no states.
     """
 
     def __init__(
@@ -60,13 +62,18 @@ class BlockManager:
         window: int | None = None,
         sinks: int = 0,
         most: int | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         assert block_size > 0 and (window is None or window > 0) and sinks >= 0
         self.block_size, self.reuse, self.most = block_size, reuse, most
         self.window, self.sinks = window, sinks
         self.cached = 0
         self._blocks = BlockAllocator(capacity)
-        self._tree = PrefixTree(self._blocks, block_size)
+        self.snapshots = snapshots
+        if snapshots is not None:  # of an earlier manager's blocks
+            snapshots.clear()
+        removed = snapshots.drop if snapshots is not None else lambda block: None
+        self._tree = PrefixTree(self._blocks, block_size, removed)
         self._queries = self._hit = self._evicted = 0
         self._tables: dict[int, BlockTable] = {}
         self._copies: dict[int, int] = {}  # to -> from, in the order in which they were requested
@@ -111,7 +118,9 @@ class BlockManager:
 
     def matched(self, tokens: Sequence[int], salt: str = "") -> int:
         """Tokens of the prefix that ``admit`` would find; no block counts as used."""
-        return self._tree.depth(tokens[: len(tokens) - 1], salt) * self.block_size if self.reuse else 0
+        if not self.reuse:
+            return 0
+        return len(self._usable(self._tree.peek(tokens[: len(tokens) - 1], salt))) * self.block_size
 
     def admit(
         self,
@@ -137,7 +146,7 @@ class BlockManager:
         """
         assert sequence not in self._tables, f"sequence {sequence} has a table"
         end = len(tokens) - 1 if most_cached is None else min(most_cached, len(tokens) - 1)
-        prefix = self._tree.match(tokens[:end], salt) if self.reuse else []
+        prefix = self._usable(self._tree.match(tokens[:end], salt)) if self.reuse else []
         length = len(prefix) * self.block_size
         self._tables[sequence] = BlockTable(self.block_size, prefix, length, salt, published=len(prefix))
         self._hold(prefix)
@@ -147,7 +156,29 @@ class BlockManager:
             return None
         self._queries += len(tokens)
         self._hit += length
+        if self.snapshots is not None and prefix:
+            self.snapshots.start(sequence, prefix[-1])
         return length
+
+    def snapshot_positions(self, sequence: int, stop: int, prompt: int) -> tuple[int, ...]:
+        """Ends of blocks at which the runner keeps the states of a sequence in the next step, for the prefix
+        cache.
+
+        Args:
+            stop: end of the certain tokens that the step runs.
+            prompt: length of the prompt.
+        """
+        table = self._tables[sequence]
+        if self.snapshots is None or not self.reuse or table.sealed:
+            return ()
+        return self.snapshots.due(table.published * self.block_size, stop, prompt)
+
+    def _usable(self, prefix: list[int]) -> list[int]:
+        """The blocks of a prefix up to the last one with a snapshot, where a model has states."""
+        if self.snapshots is None:
+            return prefix
+        ends = [index for index, block in enumerate(prefix, 1) if block in self.snapshots]
+        return prefix[: max(ends, default=0)]
 
     def reserve(self, sequence: int, count: int) -> bool:
         """Make the next ``count`` entries writable. False, and nothing has changed, for want of blocks."""
@@ -177,8 +208,13 @@ class BlockManager:
         table.length += count
         needed = blocks_for(table.length, self.block_size)
         assert needed <= len(table.blocks), "entries were written unreserved"
+        first = table.published
         if self.reuse and not table.sealed:
             self._publish(table, tokens)
+        if self.snapshots is not None:
+            new = range(first, 0 if table.sealed else table.published)
+            ends = {(index + 1) * self.block_size: table.blocks[index] for index in new}
+            self.snapshots.publish(sequence, ends)
         if self.window is not None:
             certain = min(table.length, len(tokens))
             self._release(table.free_inside(self.sinks, certain - self.window))
@@ -218,6 +254,8 @@ class BlockManager:
 
     def release(self, sequence: int) -> None:
         """A sequence ended or is preempted: its blocks are free, or stay cached where they are published."""
+        if self.snapshots is not None:
+            self.snapshots.forget(sequence)
         self._release(self._tables.pop(sequence).held())
 
     def readable(self, sequence: int) -> tuple[int, ...]:
@@ -256,6 +294,8 @@ class BlockManager:
             assert holders[new], f"block {new} waits for a copy that no sequence needs"
         for table in self._tables.values():
             table.check()
+        orphans = [block for block in self.snapshots or () if block not in self._tree]
+        assert not orphans, f"snapshots of blocks {orphans}, which are not in the tree"
 
     def _publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Publish blocks [published, full); where the tree has the same tokens, its blocks are used."""

@@ -67,7 +67,6 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(feature, "compiled"): _COMPILED for feature in ("fp8", "int4", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("latents", "compiled"): "the compiled step has no latent attention (MLA); modules run such models",
-    ("states", "prefix_reuse"): "a prefix is reused with its blocks, which have no states",
     ("states", "tree"): _CHAIN,
     ("states", "compiled"): "the compiled step has no layers with states; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",

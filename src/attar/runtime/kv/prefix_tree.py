@@ -19,7 +19,7 @@ Differs: whole blocks as edges; the reference counts of the blocks are the locks
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from attar.runtime.kv.blocks import BlockAllocator
@@ -47,10 +47,13 @@ class PrefixTree:
     Args:
         blocks: the reference counts; the tree is a holder.
         block_size: B.
+        removed: called with each block that leaves the tree.
     """
 
-    def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, blocks: BlockAllocator, block_size: int, removed: Callable[[int], None] = lambda block: None
+    ) -> None:
+        self.block_size, self._removed = block_size, removed
         self._blocks = blocks
         self._roots: dict[str, PrefixNode] = {}
         self._nodes: dict[int, PrefixNode] = {}
@@ -76,9 +79,9 @@ class PrefixTree:
         self._mark_used(path)
         return [node.block for node in path]
 
-    def depth(self, tokens: Sequence[int], salt: str = "") -> int:
+    def peek(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """Blocks that ``match`` would return; none counts as used."""
-        return len(self._path(tokens, salt))
+        return [node.block for node in self._path(tokens, salt)]
 
     def publish(
         self, tokens: Sequence[int], blocks: Sequence[int], start: int, salt: str = ""
@@ -197,6 +200,7 @@ class PrefixTree:
     def _remove(self, node: PrefixNode) -> None:
         assert node.parent is not None
         del node.parent.children[node.edge], self._nodes[node.block]
+        self._removed(node.block)
         self._blocks.release(node.block)
         if node.parent.block != ROOT:
             self.note_idle(node.parent.block)

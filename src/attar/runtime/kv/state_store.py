@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attar.runtime.kv.state_snapshots import StateSnapshots
 from attar.runtime.step import TokenSpan
 
 
@@ -42,9 +43,14 @@ class SequenceState:
 
 
 class StateStore:
-    """The states of all sequences that run, by their ids."""
+    """The states of all sequences that run, by their ids.
 
-    def __init__(self) -> None:
+    Args:
+        snapshots: that a sequence may start from; None: none.
+    """
+
+    def __init__(self, snapshots: StateSnapshots | None = None) -> None:
+        self.snapshots = snapshots
         self._states: dict[int, SequenceState] = {}
 
     @property
@@ -61,6 +67,8 @@ class StateStore:
         if span.offset == 0:
             return SequenceState(span.start, span.start)
         state = self._states.get(span.sequence)
+        if state is None and self.snapshots is not None:
+            state = self.snapshots.started(span.sequence)
         assert state is not None, f"sequence {span.sequence} starts at {span.start} without states"
         assert state.position <= span.start <= state.end, (
             f"sequence {span.sequence} starts at {span.start}, its states are of {state.position} "
@@ -68,9 +76,14 @@ class StateStore:
         )
         return state
 
-    def update(self, states: Mapping[int, SequenceState]) -> None:
-        """A step has run: the states after it, by sequence."""
+    def update(
+        self, states: Mapping[int, SequenceState], snapshots: Mapping[int, Mapping[int, SequenceState]]
+    ) -> None:
+        """A step has run: the states after it, by sequence, and its snapshots, by sequence and position."""
         self._states.update(states)
+        if self.snapshots is not None:
+            for sequence, at in snapshots.items():
+                self.snapshots.take(sequence, at)
 
     def fork(self, sequence: int, child: int) -> None:
         """``child`` continues from the same states."""
@@ -80,3 +93,5 @@ class StateStore:
     def forget(self, sequence: int) -> None:
         """A sequence ended or was preempted; an unknown one is no error."""
         self._states.pop(sequence, None)
+        if self.snapshots is not None:
+            self.snapshots.forget(sequence)

@@ -23,6 +23,7 @@ from attar.runtime.kv.compose import FeatureRequests, check_together, evicting, 
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.hidden_pool import HiddenPool
 from attar.runtime.kv.pool import KVPool
+from attar.runtime.kv.state_snapshots import BYTES, StateSnapshots
 from attar.runtime.kv.state_store import StateStore
 from attar.runtime.kv.store import PoolGeometry
 from attar.runtime.kv.store.rotated import RotatedStore
@@ -84,11 +85,9 @@ class Modules:
         self._shares: dict[int, HeadShares] = {}  # of packed sequences, where heads keep different numbers
         self._hidden: HiddenWriter | None = None
         self._indices = {layer: index for index, layer in enumerate(shape.attending)}
-        self._state_layers, self.states, self.state_bytes = (
-            StateLayers(model),
-            StateStore(),
-            shape.state_bytes,
-        )
+        self._state_layers, self.state_bytes = StateLayers(model), shape.state_bytes
+        kept = BYTES // shape.state_bytes if shape.state_bytes else 0
+        self.states = StateStore(StateSnapshots(block_size, kept) if kept else None)
         self._stepwise = shape.stepwise
         self.lora = LoraRows(model)
         if isinstance(self.pool.store, RotatedStore):
@@ -166,7 +165,7 @@ class Modules:
         assert paged.layers == list(self._layers), f"layers attended: {paged.layers}"
         self.pool.end(step)
         if stateful is not None:
-            self.states.update(stateful.states())
+            self.states.update(stateful.states(), stateful.snapshots())
         return logits.float()
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:

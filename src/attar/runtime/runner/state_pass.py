@@ -40,8 +40,10 @@ class SpanStates:
     def __init__(self, span: TokenSpan, before: SequenceState, rows: slice) -> None:
         self.span, self.before, self.rows = span, before, rows
         self.certain = max(span.stop - span.drafts, before.position)
-        self.bounds = sorted({before.position, self.certain, span.stop})
+        due = [end for end in span.snapshots if before.position < end <= self.certain]
+        self.bounds = sorted({before.position, *due, self.certain, span.stop})
         self.layers: dict[str, States] = {}  # after [0, certain)
+        self.snapshots: dict[int, dict[str, States]] = {end: {} for end in due}
         self.inputs: dict[str, Tensor] = {}  # of [certain, stop)
 
     def inputs_of(self, name: str, hidden: Tensor) -> Tensor:
@@ -78,6 +80,13 @@ class StatePass:
         bounds = zip(step.spans, step.offsets[:-1], step.offsets[1:], strict=True)
         self._spans = [SpanStates(span, store.before(span), slice(*rows)) for span, *rows in bounds]
 
+    def snapshots(self) -> dict[int, dict[int, SequenceState]]:
+        """The states that spans keep for the prefix cache, by sequence and position."""
+        return {
+            part.span.sequence: {end: SequenceState(end, end, kept) for end, kept in part.snapshots.items()}
+            for part in self._spans
+        }
+
     def states(self) -> dict[int, SequenceState]:
         """The states after the step, by sequence."""
         return {part.span.sequence: part.after() for part in self._spans}
@@ -108,8 +117,11 @@ class StatePass:
         return tuple(joined) if isinstance(output, tuple) else joined[0]
 
     def _keep(self, name: str, index: int, inputs: list[Tensor], states: list[States]) -> None:
-        """Keep the states of the spans that are at the end of their certain tokens."""
+        """Keep the states of the spans that are at a snapshot, or at the end of their certain tokens."""
         for part, x, state in zip(self._spans, inputs, states, strict=True):
+            if index < len(part.bounds) and part.bounds[index] in part.snapshots:
+                copied = {key: value.clone() for key, value in state.items()}  # not a row of its batch
+                part.snapshots[part.bounds[index]][name] = copied
             if index < len(part.bounds) and part.bounds[index] == part.certain:
                 part.layers[name] = state
                 if part.span.stop > part.certain:
