@@ -63,6 +63,8 @@ def test_the_bytes_of_a_mix_are_those_of_its_files(model: Path, tmp_path: Path) 
             **bits,
         )
         assert costs.file_bytes({**choice, EMBEDDING: embedding}) == written_bytes(tmp_path / embedding)
+    # a recipe that rounds to nearest searches its scales, as the losses are measured
+    assert costs.stage(choice, "rtn")["scales"] == "mse" and "scales" not in costs.stage(choice, "gptq")
 
 
 @pytest.mark.parametrize("width", [64, 256])

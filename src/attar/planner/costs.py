@@ -97,10 +97,11 @@ class WeightCosts:
         schemes = schemes_of(self.groups, choice)
         main = main_scheme(schemes)
         stage = {"stage": "quantize", "scheme": main, "group_size": self.group_size, "method": method}
+        searched = {"scales": "mse"} if method == "rtn" else {}  # as losses are measured
         coded = {"embedding_bits": 8} if choice.get(EMBEDDING) == "int8" else {}
         others = {module: scheme for module, scheme in schemes.items() if scheme != main}
         patterns = [f"re:{pattern}={scheme}" for pattern, scheme in patterns_of(others)]
-        return {**stage, **coded, **({"overrides": patterns} if patterns else {})}
+        return {**stage, **searched, **coded, **({"overrides": patterns} if patterns else {})}
 
     def group_bytes(self, group: str, option: str) -> int:
         """Bytes of a group's tensors, without headers."""
