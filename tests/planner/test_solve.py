@@ -101,4 +101,8 @@ def test_a_bound_on_time_is_met_at_little_loss(seconds: float) -> None:
 
 
 def test_time_that_nothing_meets() -> None:
-    assert solver(step_times()).best(seconds=30.0) is None
+    times = step_times()
+    fastest = min(times.seconds(point.choice) for point in every(times))
+    assert times.fastest(BYTES) == fastest
+    assert solver(times).best(seconds=fastest - 0.01) is None
+    assert solver(times).best(seconds=fastest) is not None

@@ -211,6 +211,14 @@ class StepTimes:
         rows, columns = self.products[group]
         return self.table.seconds[KernelShape(kernel_of(option), rows, columns, self.batch)]
 
+    def fastest(self, options: Mapping[str, Iterable[str]]) -> float:
+        """Of a step whose groups are each in their fastest option."""
+        best = {
+            group: min(options[group], key=lambda option, of=group: self.group_seconds(of, option))  # type: ignore[misc]
+            for group in self.products
+        }
+        return self.seconds(best)
+
     def seconds(self, choice: GroupChoice) -> float:
         """Of a step."""
         head = (KernelShape("bf16", rows, columns, self.batch) for rows, columns in self.dense)

@@ -79,6 +79,12 @@ class _Planner:
         kv = self._kv()
         self._check_size(costs, table, kv)
         times = step_times(checkpoint, groups, settings, self.progress) if settings.speed else None
+        if times is not None and (fastest := times.fastest(table)) > self._seconds:
+            rate = settings.batch / fastest
+            raise UsageError(
+                f"speed is {settings.speed!r}, but the fastest recipe decodes {rate:.4g} tokens a second",
+                hint=f'--speed "decode>={0.98 * rate:.3g}" is possible, by what was measured here',
+            )
         self._announce(len(table))
         inputs = load_inputs(checkpoint, settings)
         losses = self._losses(costs, inputs)
