@@ -166,6 +166,16 @@ def test_a_killed_plan_goes_on_after_the_last_measurement(
 
 
 @pytest.mark.slow
+def test_the_smallest_plan_of_a_quality_promises_it(model: Path, options: dict[str, Any]) -> None:
+    few = {**options, "check": 3}
+    uniform = {row.name: row for row in attar.plan(model, size="1GB", **options).uniform}
+    bound = uniform["W4A16"].kl
+    planned = attar.plan(model, quality=f"kl<={bound}", **few)
+    assert planned.point.kl <= bound
+    assert planned.point.file_bytes <= uniform["W4A16"].file_bytes
+
+
+@pytest.mark.slow
 def test_an_impossible_budget_names_the_nearest(
     model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

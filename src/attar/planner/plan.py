@@ -272,13 +272,11 @@ class _Planner:
     ) -> list[PlanPoint]:
         """The plan, and where its KL says nothing of tasks two more like it, the fewest flips first."""
         size = self.settings.bytes or math.inf
-        best = min(
-            (p for p in joint.values() if self._meets(p, size)),
-            key=lambda p: (p.loss, p.bytes),
-            default=point,
-        )
-        if self.settings.bytes and best.loss < point.loss:
-            point = best
+        meeting = [other for other in joint.values() if self._meets(other, size)]
+        if self.settings.bytes or self.settings.kl == math.inf:
+            point = min(meeting, key=lambda other: (other.loss, other.bytes), default=point)
+        else:  # the smallest was wanted
+            point = min(meeting, key=lambda other: (other.bytes, other.loss), default=point)
         if self._kl(point.loss).kl >= NOISE:
             return [point]
         smallest = solver.smallest(lambda loss: self._kl(loss).kl < NOISE, self._seconds)
@@ -350,6 +348,10 @@ class _Planner:
             lines.append(
                 f"keys and values in {point.kv_dtype}: {bytes_text(kv.bytes)} in place of "
                 f"{bytes_text(solver.kv[0].bytes)}, at a loss of {kv.loss:.2g}"
+            )
+        if self._kl(point.loss).kl > self.settings.kl:
+            lines.append(
+                f"measured as a whole it loses more than kl<={self.settings.kl:g}: its parts lose less"
             )
         more = solver.best(point.bytes * 1.05, self._seconds)
         if more is not None and self.settings.bytes:
