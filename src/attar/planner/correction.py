@@ -24,7 +24,8 @@ WITHIN = 0.12  # s_1: of plans of one model
 DRIFT = 0.15  # d: of the factor's logarithm for each e-fold of loss
 PRIORS = {"rtn": (0.05, 0.25), "gptq": (-0.45, 0.4)}
 OTHER = (-0.3, 0.5)
-"""m_0 and s_0 by method; ``python benchmarks/plan.py`` prints what was measured."""
+"""m_0 and s_0 by method: wide guesses from few runs of attar:tiny, until a model has runs of its own;
+``python benchmarks/plan.py`` prints ln(measured / loss) of new ones."""
 
 
 @dataclass(frozen=True)
