@@ -220,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.device != "cpu":
-        register_kernels()
+        register_kernels(torch.device(options.device))
     with torch.no_grad():
         sys.exit(not PARTS[options.part](options.device))
 

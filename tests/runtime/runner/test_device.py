@@ -310,8 +310,10 @@ def test_a_step_is_traced_without_a_break(family):
 
 def test_kernels_are_chosen_by_bits_and_capability():
     assert product_kernel(4, None, triton=True) == "torch"
-    assert product_kernel(DENSE, (9, 0), triton=False) == "cublas"
-    assert product_kernel(3, (9, 0), triton=True) == "triton"
+    assert (
+        product_kernel(DENSE, (9, 0), triton=False) == product_kernel(DENSE, (7, 5), triton=True) == "cublas"
+    )
+    assert product_kernel(3, (9, 0), triton=True) == product_kernel(DENSE, (8, 0), triton=True) == "triton"
     assert product_kernel(3, (9, 0), triton=False) == product_kernel(3, (7, 5), triton=True) == "torch"
 
 

@@ -30,9 +30,9 @@ def product_kernel(bits: int, capability: Capability | None, *, triton: bool) ->
     """
     if capability is None:
         return "torch"
-    if bits == DENSE:
-        return "cublas"
-    return "triton" if triton and capability >= FIRST else "torch"
+    if triton and capability >= FIRST:
+        return "triton"
+    return "cublas" if bits == DENSE else "torch"
 
 
 def multiply(weight: DeviceWeight, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

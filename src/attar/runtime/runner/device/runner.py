@@ -117,7 +117,7 @@ class Device:
             raise UsageError(f"kv_dtype {kv_dtype!r}", hint=f"the device runner keeps {', '.join(KV_DTYPES)}")
         self.device, self.kv_dtype = torch.device(device), kv_dtype
         if self.device.type == "cuda":
-            register_kernels()
+            register_kernels(self.device)
         sizes = weights.kv_heads, weights.head_dim
         geometry = PoolGeometry(len(weights.layers), blocks + 1, block_size, *sizes)
         store: Any = make_store(kv_dtype, geometry, self.device)
@@ -274,28 +274,28 @@ def products(weights: Any) -> list[DeviceWeight]:
 def _named(weight: DeviceWeight, device: torch.device) -> str:
     """A weight's kind, and what multiplies by it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    kernel = product_kernel(weight.bits, capability, triton=has_triton())
+    kernel = product_kernel(weight.bits, capability, triton=has_triton(device))
     return f"{weight.label} by {kernel}"
 
 
-def has_triton() -> bool:
-    """Whether attar's Triton kernels are there."""
+def has_triton(device: torch.device) -> bool:
+    """Whether attar's Triton kernels run on a device."""
     try:
         from attar.kernels import triton  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         return False
-    return bool(triton.available())
+    return bool(triton.available(device))
 
 
 @functools.cache
-def register_kernels() -> None:
-    """Have the operators on CUDA tensors run kernels of the device: torch's own, and Triton's where it is
-    installed."""
-    native.register()
-    if has_triton():
+def register_kernels(device: torch.device) -> None:
+    """Have the operators on CUDA tensors run Triton's kernels, or without it torch's own."""
+    if has_triton(device):
         from attar.kernels import triton  # type: ignore[attr-defined, unused-ignore]
 
         triton.register()
+    else:
+        native.register()
 
 
 def device_runner(
