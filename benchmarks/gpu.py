@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ("--data", "python-docs", "--samples", "16", "--length", "128")
+SMALL = ("--data", "python-docs", "--samples", "16", "--sequence-length", "128")
 STEPS = ("--data", "python-docs", "--steps", "10")
 PATIENCE = 6  # times the limit of a part, on a CPU
 PEERS = {"gptqmodel": "quantize", "auto_round": "quantize", "llmcompressor": "quantize", "mergekit": "merge"}
@@ -137,7 +137,7 @@ def parts(model: str) -> list[Part]:
         Part("recover", verb("recover", "PRUNED", *out, "--teacher", model, *STEPS), 90),
         Part("distill", verb("distill", model, *out, "--layers", "4", *STEPS), 90),
         Part("merge", verb("merge", "RECIPE", *out), 60),
-        Part("export", verb("export", model, *out, "--format", "gptq", "--method", "gptq", *SMALL), 90),
+        Part("export", verb("export", "QUANTIZED", *out, "--format", "gptq"), 90),
         Part("evaluate", verb("evaluate", model, "--device", "DEVICE", "--tokens", "2048"), 60),
         Part(
             "generate",
@@ -177,6 +177,7 @@ def run(part: Part, device: str, out: Path, end: float) -> Line:
     variables |= {
         "PRUNED": str(folder / "prune"),
         "DENSE": str(folder / "dense"),
+        "QUANTIZED": str(folder / "quantize-gptq"),
         "RECIPE": str(folder / "merge.yml"),
     }
     command = [sys.executable, *(variables.get(word, word) for word in part.command)]

@@ -15,6 +15,7 @@ if BENCHMARKS not in sys.path:
 
 import encoder  # noqa: E402
 import export as gguf_files  # noqa: E402
+import gpu  # noqa: E402
 import quality  # noqa: E402
 import quantize as timing  # noqa: E402
 import real  # noqa: E402
@@ -24,7 +25,9 @@ import real_table  # noqa: E402
 import serve_pair  # noqa: E402
 from peers import activations, environments, job, launch  # noqa: E402
 
+from attar.cli.main import VERBS  # noqa: E402
 from attar.distillation.settings import distill_settings, recover_settings  # noqa: E402
+from attar.recipe.stages import load as load_command  # noqa: E402
 
 JOB = job.Job(model="m", tokens="t", out="o", method="gptq", bits=3, symmetric=False)
 
@@ -437,3 +440,20 @@ def test_a_part_that_cannot_read_its_data_says_so_in_one_line(tmp_path, monkeypa
     monkeypatch.setattr(real_kv, "MODEL", str(tmp_path / "none"))
     with pytest.raises(SystemExit, match=r"^kv: .*none"):
         real.main()
+
+
+VERB = ("-m", "attar.cli.main")
+PARTS = [part for part in gpu.parts("attar:tiny") if part.command[:2] == VERB]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_options_of_the_verbs_that_a_device_runs(part):
+    verb = part.command[2]
+    known = {name for option in load_command(VERBS[verb][1])(verb).params for name in option.opts}
+    assert {word for word in part.command[3:] if word.startswith("-")} <= known
+
+
+def test_scripts_that_a_device_runs_are_there():
+    root = Path(BENCHMARKS).parent
+    scripts = [part.command[0] for part in gpu.parts("m") if part.command[0].endswith(".py")]
+    assert scripts and all((root / script).is_file() for script in scripts)

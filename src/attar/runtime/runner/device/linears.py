@@ -1,8 +1,8 @@
 """Which kernel multiplies by a weight: a pure function of shapes, bits and the device.
 
 torch     the operators' bodies, float32 sums: the CPU, and any device without other kernels
-triton    attar's kernels for codes (kernels/triton)
-cublas    torch's own product of dense weights
+triton    attar's kernels (kernels/triton), whose sums do not depend on the number of rows
+cublas    torch's own product of dense weights, where there is no Triton
 """
 
 from __future__ import annotations
